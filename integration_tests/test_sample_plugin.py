@@ -185,7 +185,7 @@ def test_its_cost_model_changes_predictions() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
-    [(0.0, "raised ZeroDivisionError"), (-1e9, r"said -\d"), (float("nan"), "said nan")],
+    [(0.0, "raised ZeroDivisionError"), (-1e9, r"returned -\d"), (float("nan"), "returned nan")],
     ids=["raises", "negative", "nan"],
 )
 def test_a_broken_cost_model_is_named(monkeypatch: pytest.MonkeyPatch, wrong: float, told: str) -> None:

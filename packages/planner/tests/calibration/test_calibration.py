@@ -17,7 +17,7 @@ from meshwright_dtensor.cluster.links import interpolated
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.calibration import host_overhead, operations, profile
-from meshwright_planner.calibration.profile import Together
+from meshwright_planner.calibration.profile import RankMeasurements
 from meshwright_planner.clusters.file import read, write
 from meshwright_planner.cost.operations import even_bytes, optimizer_seconds
 
@@ -42,7 +42,7 @@ def lay(model: nn.Module, batch: torch.Tensor) -> nn.Module:
 
 
 def measured_together(rank: int, size: int, path: str) -> None:
-    found = profile.beside(lay, FEW, (2**10, 2**14))
+    found = profile.measure_ranks(lay, FEW, (2**10, 2**14))
     if rank == 0:
         found.save(Path(path))
 
@@ -81,11 +81,11 @@ def test_ranks_measure_each_other_and_the_profile_can_be_planned_with(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     rank_pool.run(2, measured_together, str(tmp_path / "part.json"))
-    part = Together.load(tmp_path / "part.json")
+    part = RankMeasurements.load(tmp_path / "part.json")
     assert part.slower >= 1.0 and part.dispatch_s >= 0.0
     kinds = {m.kind for m in part.collectives}
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
-    cluster = profile.joined(small_profile(), [part])
+    cluster = profile.combined_profile(small_profile(), [part])
     assert cluster.crowding[0] == (1, 1.0) and cluster.crowding[1][0] == 2
     write(cluster, tmp_path / "machine.json")
     assert read(tmp_path / "machine.json") == cluster
@@ -135,10 +135,10 @@ def test_an_optimizer_step_counts_its_parameters() -> None:
 def test_one_rank_measures_all_but_links(rank_pool: RankPool, tmp_path: Path) -> None:
     """A machine with one device has a profile too, and says what is missing."""
     rank_pool.run(1, measured_together, str(tmp_path / "part.json"))
-    part = Together.load(tmp_path / "part.json")
+    part = RankMeasurements.load(tmp_path / "part.json")
     assert part.ranks == 1 and not part.collectives and part.dispatch_s >= 0
     alone = small_profile()
-    cluster = profile.joined(alone, [part])
+    cluster = profile.combined_profile(alone, [part])
     assert cluster.links == alone.links and cluster.crowding == ((1, 1.0),)
     assert "links are not measured" in cluster.source
     assert eager().plan(Mlp(), torch.randn(4, 64), PlanRequest(cluster=cluster, world_size=1))[0].predicted

@@ -35,7 +35,7 @@ CALIBRATED = replace(
 
 
 class Constant:
-    """Whatever it is, it takes as long; `gradient_kinds` keeps what it was asked."""
+    """Whatever it is, it takes as long; `asked` keeps what it was asked."""
 
     operation_says: ClassVar[Callable[[Operation], Any]] = lambda op: 1e-3
     collective_says: ClassVar[Callable[[Communication], Any]] = lambda c: 1e-2
@@ -147,12 +147,12 @@ def raising(question: object) -> float:
 
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (raising, r"raised KeyError: 'no such table'"),
-    (lambda q: -1.0, r"said -1\.0"),
-    (lambda q: math.nan, r"said nan"),
-    (lambda q: math.inf, r"said inf"),
-    (lambda q: (1e-3, 2e-3), r"said \(0\.001, 0\.002\), a tuple"),
-    (lambda q: "fast", r"said 'fast', a str"),
-    (lambda q: None, r"said None, a NoneType"),
+    (lambda q: -1.0, r"returned -1\.0"),
+    (lambda q: math.nan, r"returned nan"),
+    (lambda q: math.inf, r"returned inf"),
+    (lambda q: (1e-3, 2e-3), r"returned \(0\.001, 0\.002\), a tuple"),
+    (lambda q: "fast", r"returned 'fast', a str"),
+    (lambda q: None, r"returned None, a NoneType"),
 ]
 
 

@@ -14,7 +14,7 @@ from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.calibration.live_bytes import Counting
 from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
 from meshwright_planner.cost.operations import COPIES, OPTIMIZERS
-from meshwright_planner.memory.peak import Moment, updating
+from meshwright_planner.memory.peak import Moment, optimizer_moment
 
 SIZES = (64 * 64, 128 * 64, 16)
 """Elements of the parameters that are stepped."""
@@ -74,8 +74,8 @@ def test_no_more_optimizers_are_offered_than_were_counted() -> None:
     ],
 )
 def test_the_moment_of_a_step(name: str, together: bool, expected: Moment) -> None:
-    assert updating([10.0, 4.0, 5.0], name, together) == expected
-    assert updating([], name, False).transient_bytes == 0
+    assert optimizer_moment([10.0, 4.0, 5.0], name, together) == expected
+    assert optimizer_moment([], name, False).transient_bytes == 0
 
 
 @pytest.mark.parametrize("name", sorted(COPIES))

@@ -148,7 +148,7 @@ def test_no_moment_that_may_hold_most_is_left_out() -> None:
         every = [Moment(*(dice.randint(0, 5) for _ in range(4))) for _ in range(60)]
         found = moments(SimpleNamespace(moments=lambda every=every: every[1:]), every[0])  # type: ignore[arg-type]
         some = every[1:]
-        best = {one for one in some if not any(other.covers(one) and other != one for other in some)}
+        best = {one for one in some if not any(other.dominates(one) and other != one for other in some)}
         assert set(found[:-1]) == best and len(found[:-1]) == len(best)
         assert found[-1] is every[0]  # which gradients are there when the optimizer steps is another question
 

@@ -100,7 +100,9 @@ def test_strategies_are_told_the_operations_of_a_rank(recompute: str | None) -> 
     again, _ = planned(model.layers[0], Batch.of(torch.randn(2, 32, 64)))
     again -= 2.0 * (2 * 32) * 256 * 64  # the product that a layer ends with does not run again
     expected = ahead + back + (2 * again if recompute else 0.0)
-    assert min(r.flops for r in Asking.asked) == expected  # where it is open, recomputation is tried too
+    assert (
+        min(r.sizes.flops for r in Asking.asked) == expected
+    )  # where it is open, recomputation is tried too
 
 
 def test_a_bias_makes_a_backward_product_no_longer() -> None:

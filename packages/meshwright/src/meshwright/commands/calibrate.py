@@ -51,7 +51,7 @@ def command(
     numbers = _numbers(sizes, _devices())
     import torch
 
-    from meshwright_planner.calibration.profile import Together, alone, joined
+    from meshwright_planner.calibration.profile import RankMeasurements, combined_profile, measure_one_rank
 
     with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as folder:
         measured = []
@@ -60,12 +60,12 @@ def command(
             code = ranks.launch(number, ["calibrate", "--output", str(output), "--part", str(path)])
             if code:
                 return code
-            measured.append(Together.load(path))
+            measured.append(RankMeasurements.load(path))
     threads = torch.get_num_threads()
     # as many threads as the ranks that are started here have
     torch.set_num_threads(1)
     try:
-        cluster = joined(alone(name), measured)
+        cluster = combined_profile(measure_one_rank(name), measured)
     finally:
         torch.set_num_threads(threads)
     _finish(cluster, output, as_json)
@@ -76,15 +76,15 @@ def _as_rank(output: Path, name: str, part: Path | None, as_json: bool) -> int:
     import torch.distributed as dist
 
     import meshwright as mw
-    from meshwright_planner.calibration.profile import alone, beside, joined
+    from meshwright_planner.calibration.profile import combined_profile, measure_one_rank, measure_ranks
 
     mw.init()
-    together = beside(_divided)
+    together = measure_ranks(_divided)
     dist.barrier()
     if ranks.rank() == 0 and part is not None:
         together.save(part)
     elif ranks.rank() == 0:  # the others wait, so that one rank is alone on the machine
-        _finish(joined(alone(name), [together]), output, as_json)
+        _finish(combined_profile(measure_one_rank(name), [together]), output, as_json)
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -1,1 +1,1 @@
-"""Measuring the machine at hand: operations on one rank, and what several ranks do to each other."""
+"""Measures this machine: operations on one rank, contention and collectives of several."""

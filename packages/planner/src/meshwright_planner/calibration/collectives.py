@@ -1,4 +1,4 @@
-"""What ranks of one machine do to each other: how much slower each computes, and how long collectives take."""
+"""Contention of the ranks of one machine, and the time of their collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter
 
 
 def crowding() -> tuple[float, float]:
-    """Seconds of a little training step beside the other ranks, and on rank 0 while the others wait."""
+    """Seconds of a small training step while all ranks compute, and on rank 0 while the others wait."""
     step = _step()
     step()
     solo = 0.0
@@ -33,7 +33,7 @@ def crowding() -> tuple[float, float]:
 
 
 def _step(rows: int = 256) -> Callable[[], object]:
-    """Products and what streams, in the proportion of a small transformer."""
+    """Matrix products and memory-bound operations, in the proportion of a small transformer."""
     x = torch.randn(rows, 128, device=device(), requires_grad=True)
     up, down = (torch.randn(*s, device=device(), requires_grad=True) for s in ((512, 128), (128, 512)))
 
@@ -47,7 +47,7 @@ def _step(rows: int = 256) -> Callable[[], object]:
 
 
 def _fastest(step: Callable[[], object], count: int, typical: bool = False) -> float:
-    """Wall seconds of one step: the least, or the median where ranks that share cores take turns."""
+    """Wall seconds of one step: the minimum; `typical`: the median, for ranks that share cores."""
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -60,20 +60,20 @@ def _fastest(step: Callable[[], object], count: int, typical: bool = False) -> f
 def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iterator[MeasuredCollective]:
     """Every kind over every group size that divides `ranks`, all groups of that size at once.
 
-    Where ranks compute on cores that communication takes too, a collective in the midst of compute takes several times as
-    long as one after the other: threads wait for their turn, and ranks for each other. There each stands behind a little
-    compute, and counts with what it adds. `budget`: seconds for each size of each.
+    When communication uses the cores that compute, a collective between compute takes several times as long as collectives in a
+    row: threads wait for a core, and ranks for each other. There each collective follows some compute, and its time is the time
+    that it adds. `budget`: seconds for each size of each.
     """
-    beside = _step(32) if device().type == "cpu" else None
+    compute = _step(32) if device().type == "cpu" else None
     for degree in (d for d in range(2, ranks + 1) if ranks % d == 0):
         groups = [dist.new_group(list(range(low, low + degree))) for low in range(0, ranks, degree)]
         group = groups[dist.get_rank() // degree]
         assert group is not None
         for kind in KINDS:
-            points, ways = [], 2.0 if kind == "send_recv" else 1.0  # there and back
+            points, ways = [], 2.0 if kind == "send_recv" else 1.0  # a round trip
             for nbytes in sizes:
                 points.append(
-                    (float(nbytes), _collective(_call(kind, nbytes, degree, group), budget, beside) / ways)
+                    (float(nbytes), _collective(_call(kind, nbytes, degree, group), budget, compute) / ways)
                 )
             rising = [points[0]]
             for size, seconds in points[1:]:
@@ -82,31 +82,31 @@ def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iter
 
 
 CHAIN, REPEATS = 5, 7
-"""Pieces of compute in a row, and how often rows are timed."""
+"""Pieces of compute in a chain, and how often chains are timed."""
 
 
-def _collective(run: Callable[[], None], budget: float, beside: Callable[[], object] | None) -> float:
-    """Seconds that `run` takes, or adds to compute that it stands between: the mean over ranks of their medians."""
+def _collective(run: Callable[[], None], budget: float, compute: Callable[[], object] | None) -> float:
+    """Seconds of `run`, or the seconds that it adds between compute: the mean over ranks of their medians."""
     run()
     dist.barrier()
     count = max(3, min(100, int(budget / max(_agreed(_timed(run)), 1e-6))))
     alone = _agreed(sorted(_timed(run) for _ in range(count))[count // 2])
-    if beside is None:
+    if compute is None:
         return alone
     once, often = [], []
-    for _ in range(REPEATS):  # ranks wait for each other at the end of both: only the others count
-        once.append(_timed(_row(beside, run, often=False)))
-        often.append(_timed(_row(beside, run, often=True)))
+    for _ in range(REPEATS):  # both end with a collective, whose wait cancels out
+        once.append(_timed(_row(compute, run, often=False)))
+        often.append(_timed(_row(compute, run, often=True)))
     added = sorted(often)[REPEATS // 2] - sorted(once)[REPEATS // 2]
     return max(alone, _agreed(added / (CHAIN - 1)))
 
 
-def _row(beside: Callable[[], object], run: Callable[[], None], often: bool) -> Callable[[], None]:
-    """Pieces of compute, with `run` behind each or behind the last."""
+def _row(compute: Callable[[], object], run: Callable[[], None], often: bool) -> Callable[[], None]:
+    """Pieces of compute, with `run` after each or after the last only."""
 
     def row() -> None:
         for number in range(CHAIN):
-            beside()
+            compute()
             if often or number == CHAIN - 1:
                 run()
 
@@ -127,7 +127,7 @@ def _call(kind: str, nbytes: int, degree: int, group: Any) -> Callable[[], None]
         return lambda: dist.all_to_all_single(torch.empty_like(parts), parts, group=group)
     place, members = dist.get_rank(group), dist.get_process_group_ranks(group)
 
-    def passed() -> None:  # from each even member to the next, and back: half of it is one way
+    def passed() -> None:  # from each even member to the next, and back
         other = members[place ^ 1] if (place ^ 1) < degree else None
         if other is None:
             return
@@ -148,7 +148,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def _agreed(seconds: float) -> float:
-    """The mean over ranks: all must make the same number of calls."""
-    every = torch.tensor(seconds, dtype=torch.float64, device=device())
-    dist.all_reduce(every)
-    return float(every) / dist.get_world_size()
+    """The mean over ranks, so that all make the same number of calls."""
+    total = torch.tensor(seconds, dtype=torch.float64, device=device())
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()

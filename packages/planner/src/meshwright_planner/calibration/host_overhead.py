@@ -1,9 +1,8 @@
-"""What a model's own code, and laying its operations over a mesh, cost the host: of a small transformer, run as it is.
+"""Host overhead of model code, and of dispatch on a mesh, measured with a small transformer.
 
-Operations are measured one by one (`calibration/operations.py`); between them a model calls modules and runs Python.  What its step
-takes
-beyond its operations is that, and what the same step takes longer on a mesh is what the mesh costs; both are given for each
-recorded operation, forward and backward together.
+Operations are measured one by one (`calibration/operations.py`); between them a model calls modules and runs Python.  The step
+time beyond the operations is the overhead of model code; the additional time of the same step on a mesh is that of dispatch.
+Both are given per recorded operation, forward and backward together.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class _Layer(nn.Module):
 
 
 class Little(nn.Module):
-    """A transformer so small that its operations cost little more than being called; its result is a loss."""
+    """A transformer so small that its operations take little more than their launch; its output is a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,12 +82,12 @@ class Little(nn.Module):
 
 
 def batch(rows: int) -> Tensor:
-    """What goes in, [rows, tokens, width]."""
+    """An input, [rows, tokens, width]."""
     return torch.randn(rows, TOKENS, WIDTH, device=device())
 
 
 def step_seconds(model: nn.Module, x: Tensor) -> float:
-    """The host's seconds for forward and backward, the least of some; turns that other processes take do not count."""
+    """Host seconds of a forward and backward, the minimum of several; on a CPU, time of this thread only."""
     clock = time.thread_time if device().type == "cpu" else time.perf_counter
     times = []
     for _ in range(STEPS):
@@ -101,23 +100,23 @@ def step_seconds(model: nn.Module, x: Tensor) -> float:
 
 
 def recorded(cluster: Cluster | str, rows: int) -> tuple[int, float]:
-    """Operations that the planner records of it, and the seconds that it predicts of them on one rank."""
+    """Number of operations that the planner records of the model, and its predicted seconds on one rank."""
     request = PlanRequest(cluster=cluster, world_size=1)
     setting = EagerPlanner().setting(Little(), torch.randn(rows, TOKENS, WIDTH), request, discover())
-    found = Search(setting, default_rules()).evaluate({})
-    return len(found.problem.tape.nodes), found.compute_seconds
+    candidate = Search(setting, default_rules()).evaluate({})
+    return len(candidate.problem.tape.nodes), candidate.compute_seconds
 
 
 def host(cluster: Cluster, rows: int = 2) -> float:
-    """Seconds that a model's own code takes for each operation, on a machine whose operations are measured."""
+    """Seconds of model code per operation, on a machine whose operations are measured."""
     count, predicted = recorded(cluster, rows)
     return max(0.0, step_seconds(Little().to(device()), batch(rows)) - predicted) / count
 
 
 def laid(ranks: int, lay: Callable[[nn.Module, Tensor], nn.Module], rows: int = 2) -> float:
-    """Seconds that a mesh adds to each operation; `lay`: divides the batch of a model over the running ranks."""
+    """Seconds that a mesh adds to each operation; `lay`: applies data parallelism over the running ranks."""
     count, _ = recorded("laptop-cpu", rows)
-    torch.manual_seed(0)  # ranks start alike
+    torch.manual_seed(0)  # the same model on all ranks
     plain = step_seconds(Little().to(device()), batch(rows))
     x = batch(rows * ranks)
     return max(0.0, step_seconds(lay(Little().to(device()), x), x) - plain) / count

@@ -1,6 +1,4 @@
-"""Bytes of tensors that are alive, counted by storage: what a memory prediction is held against where there is no
-allocator to ask.
-"""
+"""Bytes of live tensors, counted by storage: to check memory predictions on devices without allocator statistics."""
 
 from __future__ import annotations
 
@@ -14,23 +12,23 @@ from meshwright_planner._torch import DispatchMode, pytree, storage_key
 
 
 class Counting(DispatchMode):
-    """While open, every storage that an operation makes counts until it dies.
+    """Counts the bytes of every storage that an operation makes, while it is alive.
 
     Attributes:
         alive: bytes now.
-        peak: most bytes at once since `restart`.
+        peak: maximum since `restart`.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        """`known`: tensors that were there before."""
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """`tensors`: tensors that exist already."""
         super().__init__()
         self.alive = self.peak = 0
         self._storages: dict[int, int] = {}
-        for tensor in known:
+        for tensor in tensors:
             self.count(tensor)
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor until it dies."""
+        """Count the storage of a tensor while it is alive."""
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
         if key is None or key in self._storages or not storage.nbytes() or tensor.is_meta:
@@ -41,7 +39,7 @@ class Counting(DispatchMode):
         weakref.finalize(storage, self._gone, key)
 
     def restart(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         self.peak = self.alive
 
     def _gone(self, key: int) -> None:

@@ -1,4 +1,4 @@
-"""A profile of this machine from what was measured: on one rank, and for each number of ranks."""
+"""The profile of this machine from measurements on one rank and on each number of ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Together:
-    """What so many ranks found out: how many times longer each computes, what a global tensor costs, and collectives."""
+class RankMeasurements:
+    """Measurements of several ranks: slowdown of compute, dispatch overhead of global tensors, and collectives."""
 
     ranks: int
     slower: float
@@ -40,18 +40,18 @@ class Together:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @staticmethod
-    def load(path: Path) -> Together:
+    def load(path: Path) -> RankMeasurements:
         """What `save` wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
-        found = tuple(
+        collectives = tuple(
             MeasuredCollective(**{**m, "points": tuple(map(tuple, m["points"]))})
             for m in data.pop("collectives")
         )
-        return Together(**data, collectives=found)
+        return RankMeasurements(**data, collectives=collectives)
 
 
-def alone(name: str) -> Cluster:
-    """What one rank of this machine does by itself; without links, which take two."""
+def measure_one_rank(name: str) -> Cluster:
+    """The measurements of one rank; links need two."""
     accelerated = device().type == "cuda"
     top, room = (4e12, 2**31) if accelerated else (5e9, 2**27)
     curves = []
@@ -72,12 +72,12 @@ def alone(name: str) -> Cluster:
     ]
     pages = None if accelerated else operations.fresh(POINT_S, room)
     curves += [] if pages is None else [pages]
-    ahead, back = operations.launches(POINT_S)
+    forward, back = operations.launches(POINT_S)
     rates = {
         m.dtype: max(size / seconds for size, seconds in m.forward) for m in curves if m.kind == "matmul"
     }
     memory = torch.cuda.get_device_properties(0).total_memory if accelerated else _memory()
-    found = Cluster(
+    cluster = Cluster(
         name=name,
         devices_per_node=torch.cuda.device_count() if accelerated else 64,
         memory_bytes=memory,
@@ -92,7 +92,7 @@ def alone(name: str) -> Cluster:
         source=f"measured by meshwright calibrate: {_machine()}, torch {torch.__version__}",
         compute_efficiency=1.0,
         memory_efficiency=1.0,
-        launch_s=ahead,
+        launch_s=forward,
         launch_backward_s=back,
         update_s=next(m for m in curves if m.kind == "update").forward[0][1],
         hides_launch=accelerated,
@@ -101,34 +101,34 @@ def alone(name: str) -> Cluster:
         cores=0 if accelerated else usable_cores(),
         work=tuple(curves),
     )
-    return replace(found, host_s=host_overhead.host(found))
+    return replace(cluster, host_s=host_overhead.host(cluster))
 
 
-def beside(
+def measure_ranks(
     lay: Callable[[nn.Module, torch.Tensor], nn.Module],
     budget: float = POINT_S,
     sizes: Sequence[int] = collectives_module.SIZES,
-) -> Together:
-    """What the ranks of the running job find out together; the same on all.
+) -> RankMeasurements:
+    """The measurements of all ranks of the running job; equal on all ranks.
 
-    `lay`: divides the batch of a model over the ranks; `budget`: seconds for each point; `sizes`: bytes of the full tensors
-    that collectives are measured with.
+    `lay`: applies data parallelism over the ranks; `budget`: seconds for each point; `sizes`: bytes of the full tensors of the
+    measured collectives.
     """
     ranks = dist.get_world_size()
-    crowded, single = collectives_module.crowding()
+    contended, single = collectives_module.crowding()
     dispatched = host_overhead.laid(ranks, lay)
-    found = tuple(collectives_module.collectives(ranks, budget, sizes))
-    mine = torch.tensor([crowded, single, dispatched], dtype=torch.float64, device=device())
+    collectives = tuple(collectives_module.collectives(ranks, budget, sizes))
+    mine = torch.tensor([contended, single, dispatched], dtype=torch.float64, device=device())
     dist.all_reduce(mine)
-    crowded, single, dispatched = (float(x) for x in mine)  # only the first rank was alone
-    slower = max(1.0, crowded / ranks / single)
-    return Together(ranks, slower, dispatched / ranks, found)
+    contended, single, dispatched = (float(x) for x in mine)  # only rank 0 ran alone
+    slower = max(1.0, contended / ranks / single)
+    return RankMeasurements(ranks, slower, dispatched / ranks, collectives)
 
 
-def joined(cluster: Cluster, parts: Sequence[Together]) -> Cluster:
-    """The profile of the machine: that of one rank, and what each number of ranks measured.
+def combined_profile(cluster: Cluster, parts: Sequence[RankMeasurements]) -> Cluster:
+    """The profile of the machine from the measurements of one rank and of each number of ranks.
 
-    One rank finds nothing out about links: those stay as assumed where there was never a second.
+    Without a second rank the links stay as assumed.
     """
     if not parts:
         return cluster

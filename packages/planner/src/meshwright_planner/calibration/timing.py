@@ -1,4 +1,4 @@
-"""How calibration takes times: the least of several repeats, since whatever else runs only ever makes them longer."""
+"""Timing: the minimum of several repeats, since other processes only ever make them longer."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 
 def sync() -> None:
-    """Wait for what the accelerator still has to do; nothing where there is none."""
+    """Wait for the accelerator, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def device() -> torch.device:
-    """What ranks of this machine compute on."""
+    """The device of ranks on this machine."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def least(action: Callable[[], object], budget: float, repeats: int = 50) -> float:
-    """Seconds of `action` at its fastest: after a run to warm up, at least three, until `budget` seconds are spent.
+    """The minimum time of `action` in seconds: after a warm-up, of at least three runs, until `budget` seconds are spent.
 
-    Where the processor computes on one thread, turns that other processes take do not count.
+    On a CPU with one thread, only time of this thread counts.
     """
     alone = device().type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter

@@ -1,1 +1,1 @@
-"""Clusters to plan for: those with names, and those of files."""
+"""Clusters to plan for: by name, from files, and this machine."""

@@ -58,12 +58,12 @@ class _Level(_Part):
     def _sized(self) -> _Level:
         if self.size is None and not self.sizes:
             raise ValueError(
-                f"{self.name!r} says neither size nor sizes; give the ranks that it joins, or size 0 for as many as there are"
+                f"{self.name!r} has neither size nor sizes; give the number of ranks that it joins, or size 0 for all ranks"
             )
         return self
 
     def level(self) -> LinkLevel:
-        """What it describes; of one with `sizes` alone the largest is its size."""
+        """The LinkLevel; with `sizes` only, its size is the largest."""
         size = max(self.sizes) if self.size is None else self.size
         return LinkLevel(self.name, size, self.latency_s, self.bandwidth_Bps, self.sizes)
 
@@ -90,7 +90,7 @@ class _Slow(_Part):
 
 
 class ClusterFile(_Part):
-    """What a file of a cluster holds; see `Cluster` for what the fields mean."""
+    """The content of a cluster file; see `Cluster` for the fields."""
 
     format: Literal["meshwright-cluster/1"]
     name: Annotated[str, Field(min_length=1)]
@@ -125,7 +125,7 @@ class ClusterFile(_Part):
         names = [level.name for level in self.links]
         if len(set(names)) < len(names):
             raise ValueError(
-                f"links: two levels have one name ({', '.join(names)}); reports tell them apart by it"
+                f"links: two levels have the same name ({', '.join(names)}); names of levels must be unique"
             )
         for slow in self.slow_nodes:
             if slow.link is not None and slow.link not in names:
@@ -156,31 +156,31 @@ class ClusterFile(_Part):
         if self.reserved_bytes >= self.memory_bytes:
             raise ValueError(
                 f"reserved_bytes is {self.reserved_bytes}, and memory_bytes {self.memory_bytes}: nothing is left for a model; "
-                "what is reserved is a part of the memory"
+                "reserved_bytes must be less than memory_bytes"
             )
         _check_nested([level.level() for level in self.links])
         return self
 
     def cluster(self) -> Cluster:
-        """The cluster that it describes."""
-        own = {name: getattr(self, name) for name in type(self).model_fields if name != "format"}
-        own["links"] = tuple(level.level() for level in self.links)
-        own["work"] = tuple(MeasuredWork(**m.model_dump()) for m in self.work)
-        own["slow_nodes"] = tuple(SlowNode(**slow.model_dump()) for slow in self.slow_nodes)
-        own["collectives"] = tuple(MeasuredCollective(**m.model_dump()) for m in self.collectives)
-        return Cluster(**own)
+        """The Cluster."""
+        values = {name: getattr(self, name) for name in type(self).model_fields if name != "format"}
+        values["links"] = tuple(level.level() for level in self.links)
+        values["work"] = tuple(MeasuredWork(**m.model_dump()) for m in self.work)
+        values["slow_nodes"] = tuple(SlowNode(**slow.model_dump()) for slow in self.slow_nodes)
+        values["collectives"] = tuple(MeasuredCollective(**m.model_dump()) for m in self.collectives)
+        return Cluster(**values)
 
 
 def _check_nested(levels: Sequence[LinkLevel]) -> None:
-    """That a group of an outer level is made of whole groups of the level inside of it.
+    """Check that every group of an outer level consists of whole groups of the inner level.
 
     Raises:
-        ValueError: it is not.
+        ValueError: a group does not.
     """
     for inner, outer in pairwise(levels):
         if not (outer.size or outer.sizes):
             continue
-        # sizes repeat their last, so that a few of the outer groups show all there is to see
+        # sizes repeat their last, so a few of the outer groups are enough
         until = sum(outer.sizes) + 2 * (outer.sizes[-1] if outer.sizes else outer.size)
         cut = sorted(set(outer.groups(until)[:-1]) - set(inner.groups(until)))
         if cut:
@@ -210,18 +210,18 @@ def read(path: str | Path) -> Cluster:
             "JSON file saved as UTF-8"
         ) from None
     try:
-        found = ClusterFile.model_validate_json(text, strict=False)
+        cluster_file = ClusterFile.model_validate_json(text, strict=False)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise UsageError(
             f"cluster file {str(path)!r}: {where}: {first['msg']}; see docs/planner.md for the fields of a cluster"
         ) from None
-    if "float32" not in found.flops:
+    if "float32" not in cluster_file.flops:
         raise UsageError(
             f"cluster file {str(path)!r}: flops has no 'float32', the rate of every dtype that it does not name; add it"
         )
-    return found.cluster()
+    return cluster_file.cluster()
 
 
 def write(cluster: Cluster, path: str | Path) -> None:
@@ -243,7 +243,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """JSON, a line for each entry of a list of records."""
+    """JSON, with one line per entry of a list of records."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(f"    {json.dumps(item)}" for item in value) + "\n  ]"
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""The machine at hand as a cluster: what can be read of it, and of its rates what a profile says of the same device."""
+"""This machine as a cluster: its devices and memory, with the rates of a profile of the same device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.cpu import usable_cores
 
 PREFIX = "this machine ("
-"""How names of machines at hand begin; no registered cluster is named like that."""
+"""Prefix of names of local machines; no registered cluster has such a name."""
 
 CPU = "laptop-cpu"
-"""The profile whose rates stand in for those of processors."""
+"""The profile whose rates are used for CPUs."""
 
 SAME = MappingProxyType(
     {
@@ -31,7 +31,7 @@ SAME = MappingProxyType(
         "Instinct MI300X": "mi300x",
     }
 )
-"""End of a device's name -> the profile of that very device."""
+"""End of a device's name -> the profile of that device."""
 
 NEAR = MappingProxyType({"A100": "dgx-a100", "H100": "dgx-h100", "V100": "p3.16xlarge", "MI300X": "mi300x"})
 """A word of a device's name -> the profile of the same chip on another board."""
@@ -43,7 +43,7 @@ def at_hand(ranks: int, named: Callable[[str], Cluster]) -> Cluster:
     `named`: the cluster of a profile.
 
     Raises:
-        UsageError: its device is not one that a profile is of.
+        UsageError: there is no profile of its device.
     """
     import torch
 
@@ -63,7 +63,7 @@ def _processors(ranks: int, like: Cluster) -> Cluster:
         devices_per_node=here,
         memory_bytes=memory // here,
         cores=cores,
-        # the cores that compute are those that issue operations, and those that communicate
+        # the same cores compute, launch operations and communicate
         hides_launch=False,
         hides_communication=False,
         source=(
@@ -108,13 +108,13 @@ def _ends(like: Cluster) -> list[str]:
 
 
 def _local() -> int | None:
-    """Ranks of the running job on this machine, as torchrun says; None where there is no job."""
+    """Ranks of the running job on this machine, from torchrun; None without a job."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def usable_memory() -> int:
-    """Bytes that processes may take here: what the machine has, or what its container is allowed."""
+    """Bytes that processes may use here: the memory of the machine, or the limit of its container."""
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     allowed = Path("/sys/fs/cgroup/memory.max")
     text = allowed.read_text().strip() if allowed.is_file() else ""

@@ -1,4 +1,4 @@
-"""Clusters that can be planned for by name or by file, and the one at hand."""
+"""Clusters by name or by file, and the local machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROFILES = MappingProxyType(
         "MI300X": ("mi300x", "8 x MI300X 192 GB per node, Infinity Fabric, 8 x 400 Gb/s RoCE"),
     }
 )
-"""Attribute of this module -> name of its file in `profiles`, and a line for people who list what is installed."""
+"""Attribute of this module -> name of its file in `profiles`, and a summary line."""
 
 LAPTOP_CPU: Cluster
 """Several processes on one machine, as in tests."""
@@ -53,13 +53,13 @@ def named(name: str) -> Cluster:
 
 
 def cluster_of(choice: str | os.PathLike[str] | Cluster | None, host: PluginHost, ranks: int = 1) -> Cluster:
-    """The cluster a request means: a Cluster is itself, a path is read, a name is looked up, None is the machine at hand.
+    """The cluster of a request: a Cluster, the path of a file, a registered name, or None for the local machine.
 
-    `ranks`: how many there are in all; those that are at hand share what this machine has.
+    `ranks`: number of ranks; those on this machine share its memory.
 
     Raises:
-        PluginError: no cluster of that name, with what was probably meant.
-        UsageError: no such file, or it is wrong; the machine at hand has devices that are not known; it is none of these.
+        PluginError: no cluster has that name.
+        UsageError: the file is missing or wrong; this machine's device has no profile; `choice` is none of these.
     """
     if isinstance(choice, Cluster):
         return choice
@@ -74,13 +74,13 @@ def cluster_of(choice: str | os.PathLike[str] | Cluster | None, host: PluginHost
         return read(choice)
     if choice is None or choice.startswith(PREFIX):
         here = at_hand(ranks, named)
-        if choice is None or choice == here.name:  # plans keep the name of the machine that they were made on
+        if choice is None or choice == here.name:  # plans keep the name of the machine that made them
             return here
     from meshwright_dtensor.plugins import ClusterSpec
 
-    found = host.get(ClusterSpec, choice).load()
-    return found() if isinstance(found, type) or _is_factory(found) else found
+    target = host.get(ClusterSpec, choice).load()
+    return target() if isinstance(target, type) or _is_factory(target) else target
 
 
-def _is_factory(found: object) -> bool:
-    return isinstance(found, Callable) and not isinstance(found, Cluster)  # type: ignore[arg-type]
+def _is_factory(target: object) -> bool:
+    return isinstance(target, Callable) and not isinstance(target, Cluster)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The attention calls of a tape, as strategies that share the sequence see them."""
+"""The attention calls of a tape, for strategies that shard the sequence."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from meshwright_planner.trace.tape import Tape
 def attention_uses(
     tape: Tape, quotient: Quotient, costs: AxisCosts, composites: Iterable[Composite]
 ) -> tuple[AttentionUse, ...]:
-    """Equal calls counted together; the searched axis divides heads where it can, as placements do."""
+    """The attention calls, equal ones counted together; the searched axis shards heads if it can, as placements do."""
     attention = {composite.name: composite for composite in composites}.get("sdpa")
     if attention is None:
         return ()
-    found: Counter[AttentionUse] = Counter()
+    uses: Counter[AttentionUse] = Counter()
     for k in quotient.nodes:
         if tape.nodes[k].name == attention.name:
-            found[_use(k, tape, costs, attention)] += quotient.node_count[k]
-    return tuple(replace(use, count=count) for use, count in found.items())
+            uses[_use(k, tape, costs, attention)] += quotient.node_count[k]
+    return tuple(replace(use, count=count) for use, count in uses.items())
 
 
 def _use(index: int, tape: Tape, costs: AxisCosts, attention: Composite) -> AttentionUse:

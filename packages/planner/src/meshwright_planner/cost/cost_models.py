@@ -1,4 +1,4 @@
-"""Cost models by name: those of this package, and how one that somebody registered is asked."""
+"""Cost models by name: roofline, measured, and checks of registered ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Question = TypeVar("Question", Operation, Communication)
 
 
 class Roofline:
-    """Datasheets alone: peaks with the efficiencies of the cluster, alpha-beta for collectives; measured curves are left aside."""
+    """Datasheet figures only: peak rates with the cluster's efficiencies, alpha-beta for collectives; no measured curves."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.figures = replace(cluster, work=(), collectives=())
@@ -33,7 +33,7 @@ class Roofline:
 
 
 class Measured:
-    """What `meshwright calibrate` measured; what it measures nothing of (other links, other kinds) as without a cost model.
+    """The curves of `meshwright calibrate`; links and kinds without a curve as without a cost model.
 
     Raises:
         UsageError: the cluster was not calibrated.
@@ -60,20 +60,20 @@ class Measured:
 
 
 class CheckedModel:
-    """A registered cost model, asked once for each thing, and its answers checked.
+    """A registered cost model with its answers cached and checked.
 
     Args:
         name, distribution: of its record, for errors.
-        model: what its target made of the cluster.
+        model: the model for the cluster.
 
     Attributes:
-        figures: the cluster whose figures its answers follow from, where it is one of ours; None where nobody knows.
+        figures: the cluster whose figures a first-party model uses; None for other models.
     """
 
     def __init__(self, name: str, distribution: str, model: CostModel) -> None:
         self.name, self.distribution = name, distribution
         self._model = model
-        # a subclass may say other times than the figures that it inherits
+        # a subclass may return other times than the inherited figures give
         self.figures: Cluster | None = None
         if isinstance(model, (Roofline, Measured)) and type(model) in (Roofline, Measured):
             self.figures = model.figures
@@ -84,12 +84,12 @@ class CheckedModel:
         """See CostModel.
 
         Raises:
-            PluginError: the model fails, or says something that is no time.
+            PluginError: the model fails, or its answer is no time.
         """
-        found = self._operations.get(operation)
-        if found is None:
-            found = self._operations[operation] = self._ask(self._model.operation, operation)
-        return found
+        seconds = self._operations.get(operation)
+        if seconds is None:
+            seconds = self._operations[operation] = self._checked(self._model.operation, operation)
+        return seconds
 
     def collective(self, communication: Communication) -> float:
         """See CostModel.
@@ -97,31 +97,31 @@ class CheckedModel:
         Raises:
             PluginError: as of `operation`.
         """
-        found = self._collectives.get(communication)
-        if found is None:
-            found = self._collectives[communication] = self._ask(self._model.collective, communication)
-        return found
-
-    def _ask(self, ask: Callable[[Question], Any], question: Question) -> float:
-        try:
-            said = ask(question)
-        except MeshwrightError:
-            raise
-        except Exception as error:  # whatever somebody else's code does
-            raise self._wrong(f"raised {type(error).__name__}: {error}", question) from error
-        if isinstance(said, bool) or not isinstance(said, Real):
-            shown = repr(said)
-            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-            raise self._wrong(f"said {shown}, a {type(said).__name__}", question)
-        seconds = float(said)
-        if not math.isfinite(seconds) or seconds < 0:
-            raise self._wrong(f"said {seconds!r}", question)
+        seconds = self._collectives.get(communication)
+        if seconds is None:
+            seconds = self._collectives[communication] = self._checked(self._model.collective, communication)
         return seconds
 
-    def _wrong(self, what: str, question: Operation | Communication) -> PluginError:
+    def _checked(self, ask: Callable[[Question], Any], question: Question) -> float:
+        try:
+            answer = ask(question)
+        except MeshwrightError:
+            raise
+        except Exception as error:  # third-party code may raise anything
+            raise self._error(f"raised {type(error).__name__}: {error}", question) from error
+        if isinstance(answer, bool) or not isinstance(answer, Real):
+            shown = repr(answer)
+            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+            raise self._error(f"returned {shown}, a {type(answer).__name__}", question)
+        seconds = float(answer)
+        if not math.isfinite(seconds) or seconds < 0:
+            raise self._error(f"returned {seconds!r}", question)
+        return seconds
+
+    def _error(self, what: str, question: Operation | Communication) -> PluginError:
         shown = ", ".join(f"{n}={v!r}" for n, v in question._asdict().items() if n != "link")
         return PluginError(
-            f"cost model {self.name!r} of {self.distribution} {what} for {type(question).__name__}({shown}); it must say "
+            f"cost model {self.name!r} of {self.distribution} {what} for {type(question).__name__}({shown}); it must return "
             "seconds, one finite number of 0 or more: upgrade it, or leave cost_model out"
         )
 
@@ -131,9 +131,9 @@ class PricedLink(Link):
     """A link whose collectives a cost model times.
 
     Args:
-        plain: the link as the cluster has it.
+        plain: the link of the cluster.
         axis: the mesh axis that it joins.
-        model: is asked.
+        model: times the collectives.
     """
 
     plain: Link | None = None
@@ -148,25 +148,25 @@ class PricedLink(Link):
 
 
 def priced(link: Link, axis: str | None, model: CheckedModel | None) -> Link:
-    """The link with its collectives timed by `model`; itself where there is none."""
+    """The link with its collectives timed by `model`; unchanged without a model."""
     if model is None:
         return link
-    own = {field.name: getattr(link, field.name) for field in fields(Link)}
-    return PricedLink(**own, plain=link, axis=axis or "", model=model)
+    link_fields = {field.name: getattr(link, field.name) for field in fields(Link)}
+    return PricedLink(**link_fields, plain=link, axis=axis or "", model=model)
 
 
 def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> CheckedModel | None:
     """The registered cost model of that name for a cluster; None for None: the cluster's own figures.
 
     Raises:
-        PluginError: there is none of that name, or it cannot be had for this cluster.
-        UsageError: what a model of ours lacks of the cluster.
+        PluginError: no cost model has that name, or it cannot be made for this cluster.
+        UsageError: the cluster lacks measurements.
     """
     if name is None:
         return None
-    found = host.get(CostModelSpec, name)
-    target = found.load()
-    who = f"cost model {name!r} of {found.distribution}"
+    record = host.get(CostModelSpec, name)
+    target = record.load()
+    who = f"cost model {name!r} of {record.distribution}"
     try:
         model = target(cluster)
     except MeshwrightError:
@@ -182,4 +182,4 @@ def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> Check
             f"{who} makes a {type(model).__name__} without {' and '.join(lacking)}; its target must take a Cluster and return a "
             "meshwright_dtensor.cluster.CostModel"
         )
-    return CheckedModel(name, found.distribution, model)
+    return CheckedModel(name, record.distribution, model)

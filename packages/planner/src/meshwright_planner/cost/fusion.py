@@ -1,6 +1,6 @@
-"""What a compiler that fuses would save: chains of streaming operations become one kernel each.
+"""The predicted saving of a fusing compiler: each chain of memory-bound operations becomes one kernel.
 
-Nothing of meshwright compiles; this answers what a compiled run of the same model is predicted to take.
+For predictions of a compiled run; plans do not use it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner.cost.backward import Backwards
+from meshwright_planner.cost.backward import BackwardTraffics
 from meshwright_planner.cost.prices import AxisCosts, Work, work_of
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.flops import by_name, forward_flops
@@ -20,16 +20,16 @@ from meshwright_planner.trace.recorder.record import record
 from meshwright_planner.trace.tape import Tape
 
 FUSED = frozenset({"pointwise", "function", "norm", "reduce", "copy", "view", "dropout", "softmax"})
-"""Kinds of work (kinds.kind_of) that go into one kernel with what they read or feed."""
+"""Kinds of operations (op_kinds.kind_of) that fuse with their producers and consumers."""
 
 
 def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.dtype | None = None) -> float:
-    """Seconds of one step on one rank that fusing saves: `batch` is that rank's part, `dtype` what it computes in."""
+    """Seconds of one step on one rank that fusion saves: `batch` is that rank's part, `dtype` the compute dtype."""
     book = RuleBook.default()
     tape = record(model, batch, book.composites, dtype)
     costs = AxisCosts(cluster, cluster.link(1, 1), 1)
     composites = by_name(book.composites)
-    backwards = Backwards(tape)
+    backwards = BackwardTraffics(tape)
     works = [
         work_of(
             node,
@@ -42,19 +42,18 @@ def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.
         for index, node in enumerate(tape.nodes)
     ]
     group = _groups(tape, works)
-    apart = together = 0.0
+    separate = fused = 0.0
     for index, node in enumerate(tape.nodes):
         if index in group:
             ins, outs = (["I"] * len(refs) for refs in (node.ins, node.outs))
-            apart += costs.compute(works[index], node, tape.values, ins, outs)
+            separate += costs.compute(works[index], node, tape.values, ins, outs)
     for nodes in _members(group):
-        together += _traffic(tape, nodes) / cluster.streams
-    return max(0.0, apart - together)
+        fused += _traffic(tape, nodes) / cluster.streams
+    return max(0.0, separate - fused)
 
 
 def _groups(tape: Tape, works: Sequence[Work]) -> dict[int, int]:
-    """Node that fuses -> a number that it shares with those it fuses with: makers and readers of one value, with no
-    product between them."""
+    """Node that fuses -> number of its group: producers and consumers of one value, without a product between them."""
     parent = {i: i for i, work in enumerate(works) if work.kind in FUSED and not work.flops}
 
     def find(i: int) -> int:
@@ -84,16 +83,16 @@ def _groups(tape: Tape, works: Sequence[Work]) -> dict[int, int]:
 
 
 def _members(group: dict[int, int]) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for index, number in group.items():
-        found.setdefault(number, []).append(index)
-    return list(found.values())
+        members.setdefault(number, []).append(index)
+    return list(members.values())
 
 
 def _traffic(tape: Tape, nodes: list[int]) -> float:
-    """Bytes that one kernel of these nodes reads and writes, and where a gradient flows back, one for its backward pass.
+    """Bytes that one kernel of these nodes reads and writes, and its backward kernel if gradients flow.
 
-    That one reads the gradients of what is written and again what is read, and writes the gradients of that.
+    The backward kernel reads the gradients of the outputs and the inputs, and writes the gradients of the inputs.
     """
     inside = set(nodes)
     made = {ref.i for i in nodes for ref in tape.nodes[i].outs}

@@ -1,8 +1,7 @@
-"""What things cost on one mesh axis: operations with the sizes that one rank has, conversions by the collectives they are made of.
+"""Costs on one mesh axis: operations with their sizes on one rank, and the collectives of conversions.
 
 Operations are timed by `cost/operations.py`, collectives by `meshwright_dtensor.cluster.links` on the slowest link that the axis
-crosses;
-a cost model (`cost/cost_models.py`) says both in their place.
+crosses. A cost model (`cost/cost_models.py`) replaces both.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from meshwright_dtensor.cluster import Cluster, CostModel, Operation
 from meshwright_dtensor.sharding.states import State, forward_kind, gradient_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace.graph import Node, Value
-from meshwright_planner.cost.backward import Back
+from meshwright_planner.cost.backward import BackwardTraffic
 from meshwright_planner.cost.operations import FORWARD, timed
 from meshwright_planner.trace.flops import gradients_made
 from meshwright_planner.trace.op_kinds import base_name, kind_of
@@ -28,7 +27,7 @@ class Collective:
     """One collective along one searched axis.
 
     Args:
-        kind: what it does.
+        kind: its kind.
         nbytes: bytes of the full tensor on this axis.
         axis: number of the axis, outermost first.
         parts: number of parts into which the other axes divide the tensor.
@@ -59,7 +58,7 @@ def move(source: State, target: State, nbytes: int) -> Collective | None:
 
 
 def convertible(source: State, target: State) -> bool:
-    """Whether a value in `source` can be brought to `target`: a shard is never made partial."""
+    """Whether a value can be converted from `source` to `target`: a shard never becomes partial."""
     return not (is_shard(source) and target == "P")
 
 
@@ -77,12 +76,12 @@ def backward_move(source: State, target: State, nbytes: int) -> Collective | Non
 
 @dataclass(frozen=True)
 class Work:
-    """What one operation does, whole: operations, dtype of the product, and whether a gradient flows back through it.
+    """The work of one unsharded operation: FLOPs, dtype, and whether a gradient flows back through it.
 
-    `kind`: see kinds.kind_of. `inputs_back`: how many of its inputs get a gradient, of a product those that it multiplies.
-    `table_bytes`: of the table that an embedding reads, whose gradient is as large however few of its rows are read.
-    `itemsize`, `products`: see pricing.Operation. `back`: what its backward pass reads and writes; None of products.
-    `again`: how often the model's own checkpoints run its forward once more.
+    `kind`: see op_kinds.kind_of. `inputs_back`: number of inputs with a gradient, for a product of its operands.
+    `table_bytes`: of the table of an embedding, whose gradient has the size of the whole table.
+    `itemsize`, `products`: see cost_model.Operation. `back`: bytes of its backward pass; None for products.
+    `again`: how often the model's own checkpoints recompute its forward.
     """
 
     flops: float
@@ -93,7 +92,7 @@ class Work:
     table_bytes: int = 0
     itemsize: int = 4
     products: int = 1
-    back: Back | None = None
+    back: BackwardTraffic | None = None
     again: int = 0
 
 
@@ -101,8 +100,8 @@ class Work:
 class AxisCosts:
     """Costs on a mesh axis of `degree` ranks joined by `link`.
 
-    `meshed`: operations are laid over a mesh; they are not on one rank, nor where ranks hold different modules and nothing
-    else.  `model`: says what operations take in place of the cluster (collectives are asked of the link).
+    `meshed`: operations run on a mesh; not on one rank, nor when ranks only hold different modules.  `model`: times operations
+    in place of the cluster's figures (the link times collectives).
     """
 
     cluster: Cluster
@@ -118,28 +117,28 @@ class AxisCosts:
         )
 
     def share(self, state: State) -> float:
-        """The part of a value that one rank holds in `state`."""
+        """The fraction of a value that one rank holds in `state`."""
         return 1.0 / self.degree if is_shard(state) else 1.0
 
     def split(self, states: Iterable[State]) -> Hashable:
-        """How work on tensors in these states is divided: equal where it is divided alike."""
+        """A key for how work on tensors in these states is divided."""
         return any(map(is_shard, states))
 
     def sharers(self, split: Hashable) -> int:
-        """How many ranks share what is divided so."""
+        """Number of ranks that share work divided so."""
         return self.degree if split else 1
 
     def part(self, split: Hashable) -> float:
-        """The part that one of them has."""
+        """The fraction of one of them."""
         return 1.0 / self.sharers(split)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Of the searched axes, one here."""
+        """Degrees of the searched axes."""
         return (self.degree,)
 
     def ranks(self, collective: Collective) -> int:
-        """How many take part in a collective."""
+        """Number of ranks in a collective."""
         return self.degree
 
     def compute(
@@ -151,7 +150,7 @@ class AxisCosts:
     def timed(
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
     ) -> tuple[float, float]:
-        """As `compute`, and the part of the seconds that is the forward pass."""
+        """As `compute`, and the fraction of the seconds that is the forward pass."""
         return more_forward(*self._once(work, node, values, ins, outs), work.again)
 
     def _once(
@@ -164,19 +163,19 @@ class AxisCosts:
             tuple(self._local(values[r.i].shape, s) for r, s in zip(refs, states))
             for refs, states in ((node.ins, ins), (node.outs, outs))
         ]
-        figures = getattr(self.model, "figures", None)  # of models that are ours
+        figures = getattr(self.model, "figures", None)  # of first-party models
         forward = FORWARD if figures is None else timed(figures, op)[1]
         return self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1])), forward
 
     def _operation(
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
     ) -> Operation:
-        """What one rank does of it; without shapes, which only cost models ask for."""
+        """The operation on one rank; without shapes, which only cost models need."""
         made = tuple([values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)])
         streamed = sum(made)
         table = work.table_bytes
         if work.kind == "embedding":
-            streamed *= 2  # reads the rows it writes, not the whole table
+            streamed *= 2  # reads only the rows that it writes
             table = int(table * self.share(ins[1] if len(ins) > 1 else "I"))
         else:
             streamed += sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.ins, ins))
@@ -195,13 +194,18 @@ class AxisCosts:
             on_mesh=self.meshed,
             backward_bytes=None
             if work.back is None
-            else self._moved_back(work.back, node, values, ins, outs),
+            else self._backward_bytes(work.back, node, values, ins, outs),
         )
 
-    def _moved_back(
-        self, back: Back, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    def _backward_bytes(
+        self,
+        back: BackwardTraffic,
+        node: Node,
+        values: Sequence[Value],
+        ins: Sequence[State],
+        outs: Sequence[State],
     ) -> float:
-        """Bytes that the backward pass of one rank's part reads and writes."""
+        """Bytes that the backward pass reads and writes on one rank."""
         sizes = (
             times * values[ref.i].nbytes * self.share(state)
             for refs, states, counts in ((node.ins, ins, back.ins), (node.outs, outs, back.outs))
@@ -219,13 +223,13 @@ class AxisCosts:
 
 
 def more_forward(seconds: float, forward: float, times: float) -> tuple[float, float]:
-    """Seconds, and the part of them that is one forward pass, where that runs so many times more."""
+    """Seconds, and the fraction of one forward pass, when the forward is recomputed `times` times."""
     more = 1 + times * forward
     return (seconds * more, forward / more) if times else (seconds, forward)
 
 
 def _matrices(node: Node, values: Sequence[Value]) -> int:
-    """How many products of matrices a product is made of."""
+    """Number of matrix products in a product."""
     if not node.outs or base_name(node) not in ("bmm", "baddbmm"):
         return 1
     return math.prod(values[node.outs[0].i].shape[:-2])
@@ -241,7 +245,7 @@ def work_of(
     values: Sequence[Value],
     flows: Sequence[bool],
     flops: float,
-    back: Back | None = None,
+    back: BackwardTraffic | None = None,
     again: int = 0,
 ) -> Work:
     """The work of a recorded node.

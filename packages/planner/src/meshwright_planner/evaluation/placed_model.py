@@ -13,7 +13,7 @@ from meshwright_planner.evaluation.context import Basis, placements
 from meshwright_planner.evaluation.gradient_units import UnitSizes, summed_units
 from meshwright_planner.memory.module_work import module_runs, module_work, parameter_sizes
 from meshwright_planner.memory.parts import copied_bytes, memory_parts, parameter_bytes, trained_sizes
-from meshwright_planner.memory.peak import Moment, Replay, moments, updating
+from meshwright_planner.memory.peak import Moment, Replay, moments, optimizer_moment
 from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.recompute.effect import recomputed
@@ -72,7 +72,7 @@ class Placed:
         """The optimizer's step."""
         setting = self.basis.setting
         sizes = trained_sizes(self.basis.sizes, self.problem, self.placement)
-        return updating(sizes, setting.optimizer, setting.cluster.accelerated)
+        return optimizer_moment(sizes, setting.optimizer, setting.cluster.accelerated)
 
     @cached_property
     def attention(self) -> tuple[AttentionUse, ...]:

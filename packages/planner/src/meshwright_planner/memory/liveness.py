@@ -1,5 +1,6 @@
-"""What is alive in the forward pass beside what autograd keeps: each value from the operation that makes it to the last that
-takes it.  What a model computes without gradients, or holds in a list until it joins it, is there in the forward pass only.
+"""Live ranges in the forward pass of tensors that autograd does not save: from the operation that makes one to its last reader.
+
+Examples are tensors computed without gradients, and tensors held in a list until they are concatenated.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Living:
-    """The storages that the representative nodes make, whatever their sizes.
+class LiveRanges:
+    """The live ranges of the storages that the representative nodes make, independent of their sizes.
 
     Args:
-        spans: (node, number of its output, first and last place of the representative nodes at which it counts).
-        places: how many representative nodes there are.
+        spans: (node, number of its output, first and last place among the representative nodes at which it counts).
+        places: number of representative nodes.
     """
 
     spans: tuple[tuple[int, int, int, int], ...]
     places: int
 
     @staticmethod
-    def of(problem: PlacementProblem) -> Living:
-        """Those of the tape of a problem, looked up once for it and for all that differ from it in sizes only."""
+    def of(problem: PlacementProblem) -> LiveRanges:
+        """The live ranges of a problem's tape, cached for all tapes that differ in sizes only."""
         key = ("living", problem.tape.recompute)
-        return problem.quotient.once_for(problem.tape, key, lambda _: Living._look(problem))
+        return problem.quotient.once_for(problem.tape, key, lambda _: LiveRanges._find(problem))
 
     @staticmethod
-    def _look(problem: PlacementProblem) -> Living:
+    def _find(problem: PlacementProblem) -> LiveRanges:
         tape, quotient = problem.tape, problem.quotient
         nodes = list(quotient.nodes)
         place = {k: n for n, k in enumerate(nodes)}
-        root: dict[int, int] = {}  # value -> the one that its storage was made for
+        root: dict[int, int] = {}  # value -> the first value of its storage
         made: dict[int, tuple[int, int]] = {}
         last: dict[int, int] = {}
         for n, k in enumerate(nodes):
@@ -51,7 +52,7 @@ class Living:
                 value = quotient.value(ref.i)
                 if _shares(node):
                     source = root.get(quotient.value(node.ins[0].i))
-                    if source is not None:  # a view of a parameter or an input is nothing new
+                    if source is not None:  # a view of a parameter or an input has no new storage
                         root[value] = source
                 elif value not in root:
                     root[value], made[value], last[value] = value, (k, slot), n
@@ -59,7 +60,7 @@ class Living:
             source = root.get(quotient.value(result))
             if source is not None:
                 last[source] = len(nodes) - 1
-        kept: dict[int, int] = {}  # from where on it counts as kept
+        kept: dict[int, int] = {}  # the place from which it counts as saved
         for item in tape.saved:
             source = None if item.root is None else root.get(quotient.value(item.root))
             if source is not None:
@@ -68,10 +69,10 @@ class Living:
             (k, slot, place[k], min(last[value], kept.get(value, len(nodes)) - 1))
             for value, (k, slot) in made.items()
         )
-        return Living(tuple(span for span in spans if span[2] <= span[3]), len(nodes))
+        return LiveRanges(tuple(span for span in spans if span[2] <= span[3]), len(nodes))
 
     def bytes(self, problem: PlacementProblem, placement: Placement) -> list[float]:
-        """By place of the representative nodes, the bytes that are alive while it runs forward."""
+        """Per representative node, the bytes that are alive while it runs forward."""
         tape, share, options = problem.tape, problem.costs.share, placement.options
         changes = [0.0] * (self.places + 1)
         for k, slot, begin, end in self.spans:
@@ -82,7 +83,7 @@ class Living:
 
 
 def _shares(node: Node) -> bool:
-    """Whether what a node gives lies where what it takes does."""
+    """Whether the output of a node shares the storage of its input."""
     if node.op is None or not node.ins:
         return False
     name = base_name(node)

@@ -1,4 +1,4 @@
-"""What the modules of a model do, one after the other, for strategies that divide a model by modules."""
+"""The work of the modules of a model in order of execution, for strategies that divide a model by modules."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import FORWARD
 from meshwright_planner.memory.peak import Replay
-from meshwright_planner.memory.savers import Keepers
+from meshwright_planner.memory.savers import SavedByRun
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.placement.solution import along
 
 
 @dataclass(frozen=True)
 class ModuleRun:
-    """Consecutive operations of one module, whatever their sizes.
+    """Consecutive operations of one module, independent of their sizes.
 
     Args:
         module: its full name.
         kinds: the representatives of its operations.
         parameters: names of the parameters that they read.
-        entering: (value, its representative, module that made it).
+        entering: inputs as (value, its representative, module that made it).
         leaving: see ModuleWork.
     """
 
@@ -45,29 +45,29 @@ class ModuleRuns:
     Args:
         runs: one after the other.
         run_of: node -> number of its run.
-        kept: what was recomputed -> who keeps what then, filled as it is asked for.
+        kept: recomputation -> tensors saved by each run; a cache.
     """
 
     runs: tuple[ModuleRun, ...]
     run_of: tuple[int, ...]
-    kept: dict[Hashable, Keepers]
+    kept: dict[Hashable, SavedByRun]
 
 
 def module_runs(problem: PlacementProblem) -> ModuleRuns:
-    """Those of the tape of a problem; what the model returns enters a last one of its own."""
+    """The runs of a problem's tape; the outputs of the model enter a last run without operations."""
     tape, quotient = problem.tape, problem.quotient
     makers: dict[int, str] = {}
-    found: list[ModuleRun] = []
+    runs_found: list[ModuleRun] = []
     run_of: list[int] = []
-    made_of: list[dict[int, frozenset[int]]] = []  # per run, value -> those entering that it is made of
+    made_of: list[dict[int, frozenset[int]]] = []  # per run, value -> the inputs that it depends on
     for module, nodes in itertools.groupby(enumerate(tape.nodes), lambda entry: entry[1].module):
-        own: list[int] = []
+        kinds: list[int] = []
         read: set[str] = set()
         entering: dict[int, None] = {}
         made: dict[int, frozenset[int]] = {}
         for index, node in nodes:
-            own.append(quotient.node(index))
-            run_of.append(len(found))
+            kinds.append(quotient.node(index))
+            run_of.append(len(runs_found))
             sources: set[int] = set()
             for ref in node.ins:
                 name = tape.values[ref.i].name
@@ -78,17 +78,17 @@ def module_runs(problem: PlacementProblem) -> ModuleRuns:
                 elif ref.i in makers:
                     entering[ref.i] = None
                     sources.add(ref.i)
-            of = _NOTHING if _takes_a_shape(node) else frozenset(sources)
+            of = _NOTHING if _reads_only_shape(node) else frozenset(sources)
             made.update((ref.i, of) for ref in node.outs)
-        found.append(_run(problem, module, own, read, entering, makers))
+        runs_found.append(_run(problem, module, kinds, read, entering, makers))
         makers.update(dict.fromkeys(made, module))
         made_of.append(made)
     returned = dict.fromkeys(i for i in tape.returned if i in makers)
-    found.append(_run(problem, "", (), (), returned, makers))
-    taken = {value for run in found for value, _, _ in run.inputs}
+    runs_found.append(_run(problem, "", (), (), returned, makers))
+    consumed = {value for run in runs_found for value, _, _ in run.inputs}
     runs = [
-        replace(run, outputs=tuple((v, of, tape.grad[v]) for v, of in made.items() if v in taken))
-        for run, made in zip(found, [*made_of, {}], strict=True)
+        replace(run, outputs=tuple((v, of, tape.grad[v]) for v, of in made.items() if v in consumed))
+        for run, made in zip(runs_found, [*made_of, {}], strict=True)
     ]
     return ModuleRuns(tuple(runs), tuple(run_of), {})
 
@@ -108,52 +108,54 @@ def _run(
     return ModuleRun(module, tuple(kinds), frozenset(read), entered)
 
 
-def _takes_a_shape(node: Node) -> bool:
-    """Whether an operation makes nothing of the values that it is given."""
+def _reads_only_shape(node: Node) -> bool:
+    """Whether an operation reads only the shape of its input."""
     return "_like." in node.name or node.name.startswith("aten.new_")
 
 
 def module_work(
-    replay: Replay, known: ModuleRuns | None = None, recompute: Hashable = ()
+    replay: Replay, runs: ModuleRuns | None = None, recompute: Hashable = ()
 ) -> tuple[ModuleWork, ...]:
     """The work of one rank in the order of execution.
 
-    `known`: the runs of the problem, where they are known; `recompute`: what says which of its saved tensors are left.
+    `runs`: the runs of the problem, if known; `recompute`: the recompute rules applied to its saved tensors.
     """
     problem, placement = replay.problem, replay.placement
     tape, quotient, share = problem.tape, problem.quotient, problem.costs.share
-    known = module_runs(problem) if known is None else known
-    if recompute not in known.kept:
-        known.kept[recompute] = Keepers.of(problem, known.run_of)
-    own, common = known.kept[recompute].bytes(problem, placement, len(known.runs))
+    runs = module_runs(problem) if runs is None else runs
+    if recompute not in runs.kept:
+        runs.kept[recompute] = SavedByRun.of(problem, runs.run_of)
+    alone, common = runs.kept[recompute].bytes(problem, placement, len(runs.runs))
     seconds = {k: option.seconds for k, option in placement.options.items()}
-    ahead = {k: option.seconds * option.forward for k, option in placement.options.items()}
-    beside = {
-        k: max(replay.alive[n] + replay.gradient.get(n, 0.0), replay.ahead[n])
+    forward = {k: option.seconds * option.forward for k, option in placement.options.items()}
+    temporary = {
+        k: max(replay.backward_alive[n] + replay.gradient.get(n, 0.0), replay.forward_alive[n])
         for k, n in replay.place.items()
     }
-    waiting = {k: _waiting(problem, placement, k) for k in replay.place}
+    output_gradients = {k: _output_gradient_bytes(problem, placement, k) for k in replay.place}
     states: dict[int, State] = {}
     for k in replay.place:
         for ref, state in zip(tape.nodes[k].outs, placement.options[k].outs):
             states[quotient.value(ref.i)] = state
-    alike: dict[tuple[int, ...], tuple[float, float, float, float]] = {}  # copies of a block do the same
-    found = []
-    for number, run in enumerate(known.runs):
-        same = alike.get(run.kinds)
+    by_kinds: dict[
+        tuple[int, ...], tuple[float, float, float, float]
+    ] = {}  # copies of a block have equal work
+    work = []
+    for number, run in enumerate(runs.runs):
+        same = by_kinds.get(run.kinds)
         if same is None:
             whole = sum(seconds[k] for k in run.kinds)
-            same = alike[run.kinds] = (
+            same = by_kinds[run.kinds] = (
                 whole,
-                max((beside[k] for k in run.kinds), default=0.0),
-                sum(waiting[k] for k in run.kinds),
-                sum(ahead[k] for k in run.kinds) / whole if whole else FORWARD,
+                max((temporary[k] for k in run.kinds), default=0.0),
+                sum(output_gradients[k] for k in run.kinds),
+                sum(forward[k] for k in run.kinds) / whole if whole else FORWARD,
             )
-        found.append(
+        work.append(
             ModuleWork(
                 run.module,
                 same[0],
-                own[number],
+                alone[number],
                 run.parameters,
                 frozenset(
                     (i, made, math.ceil(tape.values[i].nbytes * share(states.get(like, "I"))))
@@ -164,13 +166,13 @@ def module_work(
                 run.outputs,
             )
         )
-    return tuple(found)
+    return tuple(work)
 
 
-def _waiting(problem: PlacementProblem, placement: Placement, k: int) -> float:
-    """Bytes of the gradients of the results of a node, where it computes with a parameter that is trained."""
+def _output_gradient_bytes(problem: PlacementProblem, placement: Placement, k: int) -> float:
+    """Bytes of the gradients of the outputs of a node that computes with a trained parameter; they wait for the weight half."""
     tape, node = problem.tape, problem.tape.nodes[k]
-    if placement.again:  # where modules run again, a backward is not split
+    if placement.again:  # with recomputation a backward is not split
         return 0.0
     pairs = zip(node.ins, tape.flows[k], strict=True)
     if not any(flows and (tape.values[r.i].name or "").startswith("param:") for r, flows in pairs):
@@ -181,32 +183,32 @@ def _waiting(problem: PlacementProblem, placement: Placement, k: int) -> float:
 
 def parameter_sizes(
     units: Iterable[Iterable[tuple[str, torch.Tensor]]],
-    used: torch.dtype | None,
+    dtype: torch.dtype | None,
     problem: PlacementProblem,
     placement: Placement,
 ) -> tuple[dict[str, ParameterSize], ...]:
-    """The parameters of each unit by name, as a placement leaves them to one rank.
+    """The parameters of each unit by name, with their sizes on one rank under a placement.
 
-    `used`: dtype that they are computed in, None for their own.
+    `dtype`: compute dtype; None for their own.
     """
     tape, degrees = problem.tape, problem.costs.degrees
 
     def size(name: str, p: torch.Tensor) -> ParameterSize:
         value = tape.parameters.get(name)
         state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
-        shape, taken = list(p.shape), []
-        for own, degree in zip(along(state), degrees):
-            if isinstance(own, int) and degree > 1:
-                shape[own] = -(-shape[own] // degree)
-                taken.append(int(own))
-        cast = used.itemsize if used is not None and p.is_floating_point() else p.element_size()
-        return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
+        shape, sharded_dims = list(p.shape), []
+        for dim, degree in zip(along(state), degrees):
+            if isinstance(dim, int) and degree > 1:
+                shape[dim] = -(-shape[dim] // degree)
+                sharded_dims.append(int(dim))
+        cast = dtype.itemsize if dtype is not None and p.is_floating_point() else p.element_size()
+        return ParameterSize(tuple(shape), tuple(sharded_dims), (p.element_size(), cast), p.requires_grad)
 
-    return tuple({name: size(name, p) for name, p in own} for own in units)
+    return tuple({name: size(name, p) for name, p in dim} for dim in units)
 
 
 def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], int]) -> SearchRequest:
-    """What other strategies see of a model when one rank holds a part of its modules."""
+    """The request for other strategies when one rank holds a part of the modules."""
     busy = cost.compute - cost.idle
     return replace(
         request,

@@ -1,4 +1,4 @@
-"""Memory of one rank: what a placement makes it hold at the peak of a step."""
+"""Memory of one rank by part: parameters, gradients, optimizer states, buffers and activations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def parameter_factor(optimizer: str) -> float:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model, looked up once.
+    """The sizes of a model.
 
     Args:
-        parameters: name, bytes, and whether it is trained.
-        buffers: bytes of all of them.
+        parameters: (name, bytes, whether it is trained).
+        buffers: bytes of all buffers.
         dtypes: name -> dtype of the floating-point parameters.
     """
 
@@ -34,18 +34,20 @@ class Sizes:
 
     @staticmethod
     def of(model: nn.Module) -> Sizes:
-        """Those of a model; a parameter counts once however many names it has."""
-        every = tuple((n, p.numel() * p.element_size(), p.requires_grad) for n, p in model.named_parameters())
+        """The sizes of a model; a tied parameter counts once."""
+        parameters = tuple(
+            (n, p.numel() * p.element_size(), p.requires_grad) for n, p in model.named_parameters()
+        )
         dtypes = {n: p.dtype for n, p in model.named_parameters() if p.is_floating_point()}
-        return Sizes(every, sum(b.numel() * b.element_size() for b in model.buffers()), dtypes)
+        return Sizes(parameters, sum(b.numel() * b.element_size() for b in model.buffers()), dtypes)
 
-    def elsewise(self, dtype: torch.dtype) -> dict[torch.dtype, frozenset[str]]:
-        """Dtype -> names of the parameters that are computed with as copies in `dtype`: not those that have it."""
+    def cast_from(self, dtype: torch.dtype) -> dict[torch.dtype, frozenset[str]]:
+        """Dtype other than `dtype` -> names of its parameters, which are computed with as copies in `dtype`."""
         names: dict[torch.dtype, set[str]] = {}
-        for name, own in self.dtypes.items():
-            if own != dtype:
-                names.setdefault(own, set()).add(name)
-        return {own: frozenset(found) for own, found in names.items()}
+        for name, source in self.dtypes.items():
+            if source != dtype:
+                names.setdefault(source, set()).add(name)
+        return {source: frozenset(members) for source, members in names.items()}
 
 
 def memory_parts(
@@ -53,9 +55,9 @@ def memory_parts(
 ) -> dict[str, int]:
     """Bytes by part: parameters, gradients, optimizer, buffers, activations, temporaries.
 
-    Optimizer states have the parameter's dtype, as torch's own optimizers keep them.  Activations are what autograd
-    saves, sharded as the placement says; a parameter counts once however many names it has.  Each part is as large as it
-    gets; which of it is there at once, and what is alive beside it, is `memory/peak.py`'s to say.
+    Optimizer states have the parameter's dtype, as in torch's own optimizers.  Activations are what autograd
+    saves, sharded as the placement says; a tied parameter counts once.  Each part has its maximum over a step; `memory/peak.py`
+    finds the parts that are there at the same time, and the temporaries.
     """
     parameters, trainable = parameter_bytes(sizes, problem, placement)
     parts = {
@@ -72,23 +74,23 @@ def memory_parts(
 def parameter_bytes(
     sizes: Sizes, problem: PlacementProblem, placement: Placement, names: Iterable[str] | None = None
 ) -> tuple[float, float]:
-    """Bytes of these parameters on one rank (None for all there are), of all and of those that are trained."""
-    every = trained = 0.0
-    for size, trains in _each(sizes, problem, placement, names):
-        every += size
+    """Bytes of these parameters (None: all) on one rank, and of those that are trained."""
+    total = trained = 0.0
+    for size, trains in _sizes_on_rank(sizes, problem, placement, names):
+        total += size
         trained += size if trains else 0.0
-    return every, trained
+    return total, trained
 
 
 def trained_sizes(sizes: Sizes, problem: PlacementProblem, placement: Placement) -> list[float]:
-    """Bytes on one rank of each parameter that is trained, in the order in which an optimizer is given them."""
-    return [size for size, trains in _each(sizes, problem, placement) if trains]
+    """Bytes on one rank of each trained parameter, in the order of the optimizer."""
+    return [size for size, trains in _sizes_on_rank(sizes, problem, placement) if trains]
 
 
-def _each(
+def _sizes_on_rank(
     sizes: Sizes, problem: PlacementProblem, placement: Placement, names: Iterable[str] | None = None
 ) -> Iterator[tuple[float, bool]]:
-    """Bytes on one rank of each of these parameters (None for all there are), and whether it is trained."""
+    """Bytes on one rank of each of these parameters (None: all), and whether it is trained."""
     wanted, tape = None if names is None else frozenset(names), problem.tape
     for name, nbytes, trains in sizes.parameters:
         if wanted is None or name in wanted:
@@ -98,8 +100,8 @@ def _each(
 
 
 def copied_bytes(sizes: Sizes, problem: PlacementProblem, placement: Placement, dtype: torch.dtype) -> float:
-    """Bytes on one rank of the copies that are computed with, of the parameters that are not of this dtype already."""
+    """Bytes on one rank of the compute copies in `dtype` of parameters of another dtype."""
     return sum(
-        parameter_bytes(sizes, problem, placement, names)[0] / own.itemsize * dtype.itemsize
-        for own, names in sizes.elsewise(dtype).items()
+        parameter_bytes(sizes, problem, placement, names)[0] / source.itemsize * dtype.itemsize
+        for source, names in sizes.cast_from(dtype).items()
     )

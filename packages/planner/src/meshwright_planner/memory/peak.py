@@ -1,9 +1,9 @@
-"""When a step holds most: what is kept, which gradients are there, and what is alive beside them, moment by moment.
+"""The memory peak of a step: saved tensors, gradients and temporaries, moment by moment.
 
-The backward pass is replayed over the representative nodes.  Of a repeated block two copies are looked at: the first that
-runs backward, with everything before it still kept and no gradients of the others, and the last, the other way round; in
-between both change in proportion, so the most is at one of the two.  In the forward pass what is kept only grows, so the last
-copy is the one; beside it is what lives there (living.py).
+The backward pass is simulated over the representative nodes.  Of a repeated block two copies are examined: the first that
+runs backward, when all tensors before it are still saved and the other copies have no gradients yet, and the last, with the
+opposite.  In between both change linearly, so the peak is at one of the two.  In the forward pass saved tensors only grow, so
+the last copy counts, with the temporaries of `memory/liveness.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import COPIES
-from meshwright_planner.memory.liveness import Living
+from meshwright_planner.memory.liveness import LiveRanges
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.placement.saved_bytes import SavedPlaces
 from meshwright_planner.trace.op_kinds import VIEWS, base_name
@@ -26,52 +26,62 @@ from meshwright_planner.trace.tape import Tape
 
 @dataclass(frozen=True)
 class Moment:
-    """Parts of what autograd keeps and of all gradients, and the bytes of what is alive beside them.
+    """One moment of a step.
 
-    `copied`: bytes of gradients that are there twice where an engine copies them into buckets.  `stepping`: the optimizer steps,
-    and where it takes all parameters together makes so many copies of them.
+    Args:
+        kept: fraction of the saved tensors that are alive.
+        gradients: fraction of the gradients that are complete.
+        transient_bytes: bytes of temporaries.
+        bucket_copy: bytes of gradients that exist twice while an engine copies them into buckets.
+        stepping: the optimizer step.
+        copies: temporary copies of all parameters in a foreach step.
     """
 
     kept: float
     gradients: float
     transient_bytes: float
-    copied: float = 0.0
+    bucket_copy: float = 0.0
     stepping: bool = False
     copies: float = 0.0
 
-    def covers(self, other: Moment) -> bool:
-        """Whether no less of anything is there than at another."""
+    def dominates(self, other: Moment) -> bool:
+        """Whether every part is at least as large as at another moment."""
         kept, grown = self.kept >= other.kept, self.gradients >= other.gradients
         return (
-            kept and grown and self.transient_bytes >= other.transient_bytes and self.copied >= other.copied
+            kept
+            and grown
+            and self.transient_bytes >= other.transient_bytes
+            and self.bucket_copy >= other.bucket_copy
         )
 
 
-def updating(sizes: Sequence[float], optimizer: str, together: bool) -> Moment:
-    """The optimizer's step.
+def optimizer_moment(sizes: Sequence[float], optimizer: str, together: bool) -> Moment:
+    """The moment of the optimizer step.
 
     Args:
-        sizes: bytes of the parameters that it steps, in order.
+        sizes: bytes of the trained parameters, in order.
         optimizer: name in COPIES.
-        together: all parameters may be stepped at once, as on accelerators, not only one after the other.
+        together: a foreach step over all parameters is possible, as on accelerators.
     """
     made = COPIES[optimizer]
-    beside = max((made.last * a + made.own * b for a, b in itertools.pairwise((0.0, *sizes))), default=0.0)
-    return Moment(0.0, 1.0, beside, stepping=True, copies=made.together if together else 0.0)
+    temporary = max(
+        (made.previous * a + made.current * b for a, b in itertools.pairwise((0.0, *sizes))), default=0.0
+    )
+    return Moment(0.0, 1.0, temporary, stepping=True, copies=made.together if together else 0.0)
 
 
 def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
-    """The moments at which a step may hold most; `update`: that of the optimizer."""
+    """The moments that may be the peak of a step; `update`: that of the optimizer."""
     best: list[Moment] = []
-    fuller: Moment | None = None  # one of the best: what covered the last one mostly covers the next
-    for one in replay.moments():
-        if fuller is not None and fuller.covers(one):
+    dominating: Moment | None = None  # one of the best: it mostly dominates the next moment too
+    for moment in replay.moments():
+        if dominating is not None and dominating.dominates(moment):
             continue
-        fuller = next((o for o in best if o.covers(one)), None)
-        if fuller is None:
-            best = [o for o in best if not one.covers(o)]
-            best.append(one)
-            fuller = one
+        dominating = next((o for o in best if o.dominates(moment)), None)
+        if dominating is None:
+            best = [o for o in best if not moment.dominates(o)]
+            best.append(moment)
+            dominating = moment
     return (*best, update)
 
 
@@ -83,12 +93,12 @@ def at_peak(
     copies: bool = True,
     stepped: float | None = None,
 ) -> dict[str, int]:
-    """Bytes by part at the moment that holds most, of the bytes that each part has at most.
+    """Bytes by part at the peak of a step, from the maximum of each part.
 
-    `bucket`: bytes of gradients that come at once: StrategyCost.bucket, all where microbatches add up.
+    `bucket`: bytes of gradients that become complete together: StrategyCost.bucket, all when microbatches accumulate.
     `always`: bytes of gradients that are there at every moment.
-    `copies`: an engine with buckets copies even large gradients into them (shared ones go from where they lie).
-    `stepped`: bytes of gradients when the optimizer steps: of those that are shared, shards alone; None for all of them.
+    `copies`: an engine with buckets copies even large gradients into them (not sharded ones).
+    `stepped`: bytes of gradients in the optimizer step: only shards of sharded ones; None: all of them.
     """
     coming = memory["gradients"] - always
 
@@ -101,23 +111,23 @@ def at_peak(
                 max(moment.transient_bytes, twice),
             )
         made = moment.gradients * coming
-        # where microbatches add up, the gradients of those before are there from the start of a backward pass
+        # when microbatches accumulate, earlier gradients are there from the start of a backward pass
         if moment.gradients < 1.0 and (moment.gradients or (math.isinf(bucket) and moment.kept)):
             made = min(made + bucket, coming)
         return (
             moment.kept * memory["activations"],
             made + always,
             max(moment.transient_bytes, moment.copies * memory["gradients"])
-            + (moment.copied if bucket and copies else 0),
+            + (moment.bucket_copy if bucket and copies else 0),
         )
 
     most = max(map(parts, when), key=sum, default=(memory["activations"], memory["gradients"], 0.0))
-    kept, gradients, beside = (round(part) for part in most)
-    return {**memory, "activations": kept, "gradients": gradients, "temporaries": beside}
+    kept, gradients, temporary = (round(part) for part in most)
+    return {**memory, "activations": kept, "gradients": gradients, "temporaries": temporary}
 
 
 class Replay:
-    """The representative nodes with what each keeps, the gradients that it completes, and what is alive at it."""
+    """The representative nodes with the bytes that each saves, the gradients that it completes, and temporaries."""
 
     def __init__(
         self,
@@ -125,7 +135,7 @@ class Replay:
         placement: Placement,
         again: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
-        """`again`: representative node -> bytes of its module that are alive while that runs again."""
+        """`again`: representative node -> bytes of its module that are alive during recomputation."""
         self.problem, self.placement, self.again = problem, placement, again
         self.nodes = list(problem.quotient.nodes)
         self.place = {k: n for n, k in enumerate(self.nodes)}
@@ -134,7 +144,9 @@ class Replay:
         self.maker: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.size: dict[int, float] = {}
-        self.gradient: dict[int, float] = {}  # place -> bytes of the gradients that it completes, of one copy
+        self.gradient: dict[
+            int, float
+        ] = {}  # place -> bytes of the parameter gradients that one copy completes
         self._values()
         self.kept = self._kept()
 
@@ -169,22 +181,22 @@ class Replay:
                     self.gradient[n] = self.gradient.get(n, 0.0) + size
 
     def _kept(self) -> list[float]:
-        """Bytes that each keeps, of all copies; a storage belongs to the first that keeps it."""
+        """Bytes that each node saves, of all copies; a storage belongs to the first node that saves it."""
         problem, costs = self.problem, self.problem.costs
         saved, options = problem.tape.saved, self.placement.options
         parts = {k: costs.part(costs.split((*options[k].ins, *options[k].outs))) for k in self.nodes}
-        found = [0.0] * len(self.nodes)
+        sizes = [0.0] * len(self.nodes)
         for place, k in SavedPlaces.of(problem).owned:
-            found[self.place[k]] += problem.kept_bytes(saved[place]) * parts[k]
-        return found
+            sizes[self.place[k]] += problem.kept_bytes(saved[place]) * parts[k]
+        return sizes
 
     def moments(self) -> Iterable[Moment]:
-        """Of each node, forward, and in the first and in the last copy of its block that runs backward."""
+        """The moments of each node: forward, and backward in the first and in the last copy of its block."""
         kept, count = self.kept, self.count
-        own = [self.gradient.get(n, 0.0) * count[n] for n in range(len(kept))]
-        whole, grown = sum(kept) or 1.0, sum(own) or 1.0
-        # up to each place, so that stretches are differences: there are thousands of nodes
-        kept_to, own_to = ([0.0, *itertools.accumulate(some)] for some in (kept, own))
+        gradients = [self.gradient.get(n, 0.0) * count[n] for n in range(len(kept))]
+        whole, grown = sum(kept) or 1.0, sum(gradients) or 1.0
+        # prefix sums: there are thousands of nodes
+        kept_to, own_to = ([0.0, *itertools.accumulate(some)] for some in (kept, gradients))
         ends = [n for n in range(1, len(kept)) if count[n] != count[n - 1]]
         for low, high in zip([0, *ends], [*ends, len(kept)], strict=True):
             copies = count[low] if low < len(count) else 1
@@ -193,42 +205,47 @@ class Replay:
             for n in range(low, high):
                 here = (kept_to[n + 1] - before) / copies
                 rest = (copies - 1) / copies
-                yield Moment((before + inside * rest + here) / whole, 0.0, self.ahead[n])
-                # a gradient of a parameter lies where it was made until its node has run, then where gradients lie
+                yield Moment((before + inside * rest + here) / whole, 0.0, self.forward_alive[n])
+                # a parameter gradient is a temporary until its node has run, then it may be copied to a bucket
                 while_it_runs = (
                     (own_to[high] - own_to[n + 1]) / copies,
-                    self.alive[n] + own[n] / copies,
+                    self.backward_alive[n] + gradients[n] / copies,
                     0.0,
                 )
-                behind_it = ((own_to[high] - own_to[n]) / copies, self.left[n], own[n] / copies)
+                after_it = ((own_to[high] - own_to[n]) / copies, self.alive_after[n], gradients[n] / copies)
                 first, last = (before + inside * rest + here) / whole, (before + here) / whole
-                for there, beside, copied in (while_it_runs, behind_it) if own[n] else (while_it_runs,):
-                    yield Moment(first, (after + there) / grown, beside, copied)
+                for there, temporary, copied in (
+                    (while_it_runs, after_it) if gradients[n] else (while_it_runs,)
+                ):
+                    yield Moment(first, (after + there) / grown, temporary, copied)
                     if copies > 1:
-                        yield Moment(last, (after + made * rest + there) / grown, beside, copied)
+                        yield Moment(last, (after + made * rest + there) / grown, temporary, copied)
 
     @cached_property
-    def ahead(self) -> list[float]:
-        """By place, the bytes that are alive while it runs forward beside what is kept by then."""
-        return Living.of(self.problem).bytes(self.problem, self.placement)
+    def forward_alive(self) -> list[float]:
+        """Per node, the bytes that are alive while it runs forward, in addition to saved tensors."""
+        return LiveRanges.of(self.problem).bytes(self.problem, self.placement)
 
     @cached_property
-    def alive(self) -> list[float]:
-        """By place, the bytes of the gradients of values while it runs backward, and of what is there since it ran again."""
-        moved, living = self._moved(), self._living(0)
+    def backward_alive(self) -> list[float]:
+        """Per node, the bytes of activation gradients and recomputed tensors while it runs backward."""
+        moved, living = self._moved_gradients(), self._alive_gradients(0)
         return [
-            living[n] + self._inside(n) + moved.get(n, 0.0) + self.again.get(k, 0.0)
+            living[n] + self._inner_bytes(n) + moved.get(n, 0.0) + self.again.get(k, 0.0)
             for n, k in enumerate(self.nodes)
         ]
 
     @cached_property
-    def left(self) -> list[float]:
-        """The same when it has run: of what it takes, no more of what it makes."""
-        return [size + self.again.get(k, 0.0) for size, k in zip(self._living(1), self.nodes, strict=True)]
+    def alive_after(self) -> list[float]:
+        """The same after it has run: only gradients of its inputs."""
+        return [
+            size + self.again.get(k, 0.0)
+            for size, k in zip(self._alive_gradients(1), self.nodes, strict=True)
+        ]
 
-    def _moved(self) -> dict[int, float]:
-        """Place -> bytes of the largest gradient that is there twice: as a node makes it, and brought where it goes."""
-        found: dict[int, float] = {}
+    def _moved_gradients(self) -> dict[int, float]:
+        """Place -> bytes of the largest gradient that exists twice: before and after its conversion."""
+        sizes: dict[int, float] = {}
         costs = self.problem.costs
         for conversion in self.placement.conversions:
             if conversion.phase == "backward":
@@ -237,27 +254,27 @@ class Replay:
                 for node, _ in conversion.consumers:
                     n = self.place.get(node)
                     if n is not None:
-                        found[n] = max(found.get(n, 0.0), made.nbytes * part)
-        return found
+                        sizes[n] = max(sizes.get(n, 0.0), made.nbytes * part)
+        return sizes
 
-    def _living(self, behind: int) -> list[float]:
-        """By place, bytes of gradients of values that its node or a later one takes, made at least `behind` places before."""
+    def _alive_gradients(self, distance: int) -> list[float]:
+        """Per node, bytes of gradients of values that it or a later node reads, made at least `distance` places earlier."""
         count = len(self.nodes)
         changes = [0.0] * (count + 1)
         for root, maker in self.maker.items():
-            begin, end = maker + behind, min(self.last.get(root, count), count - 1) + 1
+            begin, end = maker + distance, min(self.last.get(root, count), count - 1) + 1
             if root in self.size and begin < end:
                 changes[begin] += self.size[root]
                 changes[end] -= self.size[root]
         return list(itertools.accumulate(changes[:-1]))
 
-    def _inside(self, n: int) -> float:
-        """Bytes that a node makes and gives up while it runs backward."""
+    def _inner_bytes(self, n: int) -> float:
+        """Bytes that a node allocates and frees within its backward."""
         node = self.problem.tape.nodes[self.nodes[n]]
-        return 0.0 if _by_rows(self.problem.tape, node) else self._of_torch(n)
+        return 0.0 if _by_rows(self.problem.tape, node) else self._torch_loss_bytes(n)
 
-    def _of_torch(self, n: int) -> float:
-        """The same where torch computes a loss: the gradient of the logarithms, before that of the scores."""
+    def _torch_loss_bytes(self, n: int) -> float:
+        """The same for torch's own cross entropy: the gradient of the log-probabilities, before that of the logits."""
         node = self.problem.tape.nodes[self.nodes[n]]
         if base_name(node) != "cross_entropy":
             return 0.0
@@ -265,12 +282,14 @@ class Replay:
 
     @cached_property
     def more_without_mesh(self) -> float:
-        """Bytes more where the model runs on plain tensors: by torch's own loss."""
-        return max((self._of_torch(n) - self._inside(n) for n in range(len(self.nodes))), default=0.0)
+        """Additional bytes when the model runs on plain tensors, with torch's own loss."""
+        return max(
+            (self._torch_loss_bytes(n) - self._inner_bytes(n) for n in range(len(self.nodes))), default=0.0
+        )
 
 
 def _by_rows(tape: Tape, node: Node) -> bool:
-    """Whether the loss is computed by rules.composites.rows_loss, or over shards of classes, which make no other gradient."""
+    """Whether the loss is computed by rules.composites.rows_loss or over class shards, without an inner gradient."""
     if base_name(node) != "cross_entropy":
         return False
     logits = tape.values[node.ins[0].i]

@@ -1,4 +1,4 @@
-"""Which run keeps what for the backward pass: looked up once for the operations, priced for each placement and size."""
+"""Finds which operation saves which tensor for the backward pass, and computes the bytes for a placement and batch size."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from meshwright_planner.placement.problem import Placement, PlacementProblem
 
 
 @dataclass(frozen=True)
-class Keepers:
-    """The saved tensors of a tape by their place in `tape.saved`; parameters and buffers, which are there anyway, left out.
+class SavedByRun:
+    """The saved tensors of a tape by module run, without parameters and buffers.
 
     Args:
-        inner: (place, run, representative node) of what the recorder never saw.
-        shared: storage -> run -> (place, representative node, slot, output), as `PlacementProblem.slot` finds it.
+        inner: (place in `tape.saved`, run, representative node) of tensors that the recorder never saw.
+        shared: storage -> run -> (place, representative node, slot, output); slot: see `PlacementProblem.slot`.
     """
 
     inner: tuple[tuple[int, int, int], ...]
     shared: dict[int, dict[int, list[tuple[int, int, int | None, bool]]]]
 
     @staticmethod
-    def of(problem: PlacementProblem, run_of: Sequence[int]) -> Keepers:
-        """Those of the tape of a problem; `run_of`: node -> its run."""
+    def of(problem: PlacementProblem, run_of: Sequence[int]) -> SavedByRun:
+        """The saved tensors of a problem's tape; `run_of`: node -> its run."""
         tape, representative = problem.tape, problem.quotient.node
         inner: list[tuple[int, int, int]] = []
         shared: dict[int, dict[int, list[tuple[int, int, int | None, bool]]]] = {}
@@ -34,18 +34,18 @@ class Keepers:
                 slot = problem.slot(item.node, item.value, item.output)
                 entry = (place, k, slot, item.output)
                 shared.setdefault(item.root, {}).setdefault(run, []).append(entry)
-        return Keepers(tuple(inner), shared)
+        return SavedByRun(tuple(inner), shared)
 
     def bytes(
         self, problem: PlacementProblem, placement: Placement, runs: int
     ) -> tuple[list[float], list[dict[int, float]]]:
-        """By run, the bytes that autograd keeps of it alone, and by storage those that it keeps of others too."""
+        """Per run, the bytes that it alone saves, and by storage the bytes that other runs save too."""
         saved, costs, options = problem.tape.saved, problem.costs, placement.options
         parts = {k: costs.part(costs.split((*o.ins, *o.outs))) for k, o in options.items()}
         either = {k: tuple(costs.part(costs.split(s)) for s in (o.ins, o.outs)) for k, o in options.items()}
-        own, common = [0.0] * runs, [dict[int, float]() for _ in range(runs)]
+        alone, common = [0.0] * runs, [dict[int, float]() for _ in range(runs)]
         for place, run, k in self.inner:
-            own[run] += problem.kept_bytes(saved[place]) * parts[k]
+            alone[run] += problem.kept_bytes(saved[place]) * parts[k]
         for root, of in self.shared.items():
             sizes: dict[int, float] = {}
             for run, entries in of.items():
@@ -57,9 +57,9 @@ class Keepers:
                 sizes[run] = most
             if len(sizes) == 1:
                 ((run, size),) = sizes.items()
-                own[run] += size
+                alone[run] += size
             else:
                 most = max(sizes.values())
                 for run in sizes:
                     common[run][root] = most
-        return own, common
+        return alone, common

@@ -1,7 +1,7 @@
-"""Which tensor dims are the batch: found by pushing a split of the batch through the rules.
+"""The batch dims of tensors: found by propagating a sharding of the batch through the rules.
 
-Splitting the rows of the batch is the data axis's business.  A searched axis could split them too (with sharded and
-gathered weights that is ZeRO-3), so the search leaves the states out that a split of the batch would lead to.
+Only the data axis shards the rows of the batch.  A searched axis could shard them too (with sharded and
+gathered weights that is ZeRO-3), so the search leaves out all states that follow from a sharded batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright_dtensor.sharding.states import is_shard
 from meshwright_planner.trace.tape import Tape
 
 BatchDims = dict[int, set[int]]
-"""Value -> its dims that are the batch."""
+"""Value -> its batch dims."""
 
 
 def batch_dims(
@@ -24,7 +24,7 @@ def batch_dims(
     degree: int,
     rows: int,
 ) -> BatchDims:
-    """The batch dims of the values of `nodes` (in order), as far as `degree` ranks could split `rows` rows.
+    """The batch dims of the values of `nodes` (in order), if `degree` ranks can shard `rows` rows.
 
     Args:
         tape: the recorded run.
@@ -46,7 +46,7 @@ def sequence_dims(
     degree: int,
     canon: Callable[[int], int],
 ) -> BatchDims:
-    """The dims that a split of dim 1 of the inputs over `degree` ranks leads to, by representative value (`canon`)."""
+    """The dims that follow from sharding dim 1 of the inputs over `degree` ranks, by representative value (`canon`)."""
     seeds = [
         i
         for i, v in enumerate(tape.values)
@@ -72,11 +72,11 @@ def _pushed(
         dims[canon(index)].add(dim)
     for index in nodes:
         node = tape.nodes[index]
-        known = [dims.get(canon(ref.i), set()) for ref in node.ins]
-        if not any(known):
+        dims_in = [dims.get(canon(ref.i), set()) for ref in node.ins]
+        if not any(dims_in):
             continue
         for row in rows_of(NodeView.of(node, tape.values, degree)):
-            shards = [(s, k) for s, k in zip(row.ins, known) if is_shard(s)]
+            shards = [(s, k) for s, k in zip(row.ins, dims_in) if is_shard(s)]
             if any(k for _, k in shards) and all(not k or s in k for s, k in shards):
                 for ref, state in zip(node.outs, row.outs):
                     if isinstance(state, int):

@@ -54,7 +54,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """What a byte of memory is worth, and how many there are.
+    """Price and limit of memory.
 
     Args:
         price: seconds per byte.
@@ -68,14 +68,14 @@ class MemoryTerms:
 
 
 class Unsolved(PlanError):
-    """The solver stopped before it had found a placement, or that there is none."""
+    """The solver stopped before it found a placement or proved that there is none."""
 
 
 def solution_exists(answer: Any, time_limit: float) -> bool:
-    """Whether the solver found a placement; False where it found that there is none.
+    """Whether the solver found a placement; False: it proved that there is none.
 
     Raises:
-        Unsolved: it found neither.
+        Unsolved: neither.
     """
     if answer.x is not None:
         return True
@@ -84,8 +84,8 @@ def solution_exists(answer: Any, time_limit: float) -> bool:
     raise Unsolved(
         "parameters",
         "searched",
-        f"no placement was found in {time_limit:.0f} s, which says nothing of whether there is one; pin more degrees, or "
-        "give time_budget more where it is given",
+        f"no placement was found in {time_limit:.0f} s, and the search for one is not finished; pin more degrees, or "
+        "increase time_budget if it is given",
     )
 
 
@@ -109,12 +109,12 @@ class Program:
         return len(self.cost) - 1
 
     def constrain(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
-        """A row: the sum of these columns, each times its entry, lies between the two."""
+        """A row: low <= sum of the columns, each times its entry, <= high."""
         columns, entries = zip(*terms) if terms else ((), ())
         self._row(columns, entries, low, high)
 
     def compare(self, more: Sequence[int], less: Sequence[int], low: float, high: float) -> None:
-        """A row: the sum of some columns less that of others lies between the two."""
+        """A row: low <= sum of the columns `more` minus sum of the columns `less` <= high."""
         self._row((*more, *less), (*((1.0,) * len(more)), *((-1.0,) * len(less))), low, high)
 
     def _row(self, columns: Sequence[int], entries: Sequence[float], low: float, high: float) -> None:
@@ -125,7 +125,7 @@ class Program:
         self.high.append(high)
 
     def solve(self, time_limit: float) -> Any:
-        """What scipy's milp says of it; `time_limit`: seconds."""
+        """The result of scipy's milp; `time_limit`: seconds."""
         rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
         entries, columns = np.asarray(self.entries, dtype=float), np.asarray(self.columns, dtype=int)
         matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), shape=(len(self.low), len(self.cost)))
@@ -135,7 +135,7 @@ class Program:
         )  # the solver's tolerances are absolute
         limits = LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))
 
-        def solved(integer: Any, seconds: float, presolve: bool) -> Any:
+        def run_solver(integer: Any, seconds: float, presolve: bool) -> Any:
             return milp(
                 cost * scale * 1e3,
                 constraints=limits,
@@ -144,12 +144,12 @@ class Program:
                 options={"time_limit": seconds, "mip_rel_gap": GAP, "presolve": presolve},
             )
 
-        # most of these programs have a whole vertex at their relaxation's best, which is found in half the time, sooner as it is
+        # mostly the optimum of the relaxation is integral, which takes half the time; without presolve even less
         start, integer = time.perf_counter(), np.asarray(self.integer)
-        relaxed = solved(np.zeros_like(integer), time_limit, False)
+        relaxed = run_solver(np.zeros_like(integer), time_limit, False)
         if relaxed.status == INFEASIBLE or (relaxed.status == 0 and _is_integer(relaxed.x[integer > 0])):
             return relaxed
-        return solved(integer, max(0.0, time_limit - (time.perf_counter() - start)), True)
+        return run_solver(integer, max(0.0, time_limit - (time.perf_counter() - start)), True)
 
 
 def _is_integer(values: Any) -> bool:

@@ -79,7 +79,7 @@ def solve_program(
 
 
 class Build:
-    """The program: columns and rows, and the placement that a solution stands for."""
+    """Builds the program, and reads the placement of a solution."""
 
     def __init__(self, problem: ProblemView, memory: MemoryTerms, divided: frozenset[int]) -> None:
         self.problem, self.memory, self.divided = problem, memory, divided
@@ -147,7 +147,7 @@ class Build:
             self._conversions(value, consumers)
 
     def _wanted(self, node: int, position: int) -> dict[State, list[int]]:
-        """State -> columns of the options of `node` that want input `position` in it."""
+        """State -> columns of the options of `node` that want input `position` in that state."""
         wanted: dict[State, list[int]] = defaultdict(list)
         for column, option in zip(self.x[node], self.problem.options[node]):
             wanted[option.ins[position]].append(column)
@@ -229,11 +229,11 @@ class Build:
         return column
 
     def _saved(self) -> None:
-        """Memory of what autograd keeps: one variable per storage and per way (whole, sharded) it is kept in."""
+        """Memory of saved tensors: one variable per storage and per way (whole, sharded) in which it is saved."""
         users: dict[tuple[int | None, Hashable], dict[int, list[int]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        places = SavedPlaces.of(self.problem)  # a mask that every layer keeps is kept once
+        places = SavedPlaces.of(self.problem)  # a mask that every layer saves counts once
         size: dict[tuple[int | None, Hashable], float] = {}
         for number, node in places.representative:
             item, root = self.tape.saved[number], self.tape.saved[number].root
@@ -253,10 +253,12 @@ class Build:
         for (root, split), by_user in users.items():
             nbytes = size[root, split]
             held = []
-            own = None if root is None else self.quotient.value(root)
-            # a parameter in the state it is stored in costs nothing more; an input that is kept does
-            if own in self.stored and (self.tape.values[own].name or "").startswith("param:"):
-                ways, columns = self.stored[own]
+            stored_value = None if root is None else self.quotient.value(root)
+            # a saved parameter in its stored state costs nothing more; a saved input does
+            if stored_value in self.stored and (self.tape.values[stored_value].name or "").startswith(
+                "param:"
+            ):
+                ways, columns = self.stored[stored_value]
                 held = [c for s, c in zip(ways, columns) if self.costs.split((s,)) == split]
             column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
             self.kept[column] = nbytes
@@ -273,7 +275,7 @@ class Build:
         return 1 + max((self.tape.again[user.node] for user in users if user.node != RESULT), default=0)
 
     def read(self, answer: Any, seconds: float) -> Placement:
-        """The placement that a solution stands for."""
+        """The placement of a solution."""
         x = answer.x
 
         def best(columns: list[int]) -> int:
@@ -287,7 +289,7 @@ class Build:
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
         objective = float(np.dot(self.program.cost, x))
         compute, forward = seconds_of(options, counts)
-        early = answer.status != 0  # the solver's own bound says how far from the best it stopped
+        early = answer.status != 0  # the solver stopped at a known distance from the optimum
         return Placement(
             options=options,
             stored=stored,

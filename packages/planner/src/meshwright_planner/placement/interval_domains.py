@@ -1,7 +1,7 @@
-"""In which runs the values of a tape may lie on one axis: learnt from where the model itself cuts them.
+"""The interval shards that values of a tape may have on one axis, from the splits in the model.
 
-A fused projection (q|k|v, gate|up) is computed as one and then split or sliced.  Cut into chunks, its shards straddle the
-parts; cut part by part, every part comes out as a plain shard.  So the parts of each split seed a state, which is carried
+A fused projection (q|k|v, gate|up) is computed at once and then split or sliced.  Shards of plain chunks straddle the
+parts; sharded part by part, every part is a plain shard.  So the parts of each split seed an interval shard, which is propagated
 back and forth through the rules (views, products, biases) until it reaches the parameters.
 """
 
@@ -22,7 +22,7 @@ from meshwright_planner.trace.tape import Tape
 
 _ROUNDS = 8
 _FEW = 64
-"""Intervals on one rank that a flattened dim may have to be worth a state of its own."""
+"""Most intervals on one rank for which a flattened dim gets a state."""
 _VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape"})
 _SPLITS = frozenset(
     {"aten.split", "aten.split_with_sizes", "aten.unsafe_split", "aten.unsafe_split_with_sizes"}
@@ -30,13 +30,13 @@ _SPLITS = frozenset(
 
 
 class LiftingRules(Protocol):
-    """What is asked of a RuleBook."""
+    """The part of RuleBook that is used here."""
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Raw rows over R, P and plain dims."""
 
     def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
-        """Those and the rows for inputs and outputs in these states."""
+        """The rows, and the rows for inputs and outputs in these states."""
 
 
 class Domains:
@@ -126,10 +126,10 @@ class Domains:
             self._add(value, segmented_shard(dim, sizes, self.degree))
 
     def _add(self, value: int, state: State) -> bool:
-        own = self.runs[self.quotient.value(value)]
-        if not isinstance(state, IntervalShard) or not state.even or state in own:
+        shards = self.runs[self.quotient.value(value)]
+        if not isinstance(state, IntervalShard) or not state.even or state in shards:
             return False
-        own[state] = None
+        shards[state] = None
         return True
 
     def _spread(self) -> None:

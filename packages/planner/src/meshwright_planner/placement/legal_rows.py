@@ -1,4 +1,4 @@
-"""The legal strategies of a tape's representative nodes on one axis, and what each costs."""
+"""The legal strategies of a tape's representative nodes on one axis, with their costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright_dtensor.rules.refine import refine
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.trace.graph import Ref
-from meshwright_planner.cost.backward import Back, Backwards
+from meshwright_planner.cost.backward import BackwardTraffic, BackwardTraffics
 from meshwright_planner.cost.operations import FORWARD
 from meshwright_planner.cost.prices import AxisCosts, Collective, Work, work_of
 from meshwright_planner.placement.batch_dims import batch_dims, sequence_dims
@@ -27,7 +27,7 @@ UNEVEN_FACTOR = 1000
 
 
 class Rules(Protocol):
-    """What the search needs of a RuleBook."""
+    """The part of RuleBook that the search uses."""
 
     @property
     def composites(self) -> Mapping[Callable[..., Any], Any]:
@@ -37,7 +37,7 @@ class Rules(Protocol):
         """Raw rows over R, P and dims."""
 
     def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
-        """`rows`, and what they are for inputs and outputs in runs."""
+        """`rows`, and the rows for inputs and outputs in interval shards."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def balanced(size: int, degree: int) -> bool:
 
 
 class Legality:
-    """Options by node, for one tape on one axis; asks the rules once per representative node."""
+    """The legal options of each node, for one tape on one axis."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Legality:
         pins: Mapping[str, State] | None = None,
         sequence: bool | None = None,
     ) -> None:
-        """`rows`: size of the batch that the tape was recorded with; the axis must not split it.  `pins`: how the user stores
-        parameters.  `sequence`: False leaves out the states in which the axis splits the sequence; True has what flows
-        from block to block split so.
+        """`rows`: size of the batch of the recording; the axis must not shard it.  `pins`: states of parameters that the user
+        sets.  `sequence`: False leaves out the states in which the axis shards the sequence; True requires them for values
+        between blocks.
         """
         self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
         self._batch = batch_dims(tape, quotient.nodes, rules.strategies, costs.degree, rows)
@@ -100,7 +100,7 @@ class Legality:
         """The legal options of node `index`, fully replicated first."""
         tape, node = self.tape, self.tape.nodes[index]
         view = NodeView.of(node, tape.values, self.costs.degree)
-        # what no input or parameter takes part in is computed alike on every rank, outside the runtime
+        # values that depend on no input or parameter are computed on every rank, outside the runtime
         rows = refine(view, self._domains.rows(index), self._grad)
         if node.call is None or not node.ins or self.costs.degree == 1 or index in tape.writes:
             rows = rows[:1]
@@ -115,36 +115,36 @@ class Legality:
         return list(result.values())
 
     def on(self, tape: Tape) -> Legality:
-        """The same of a tape that differs from this one in sizes, and in what autograd keeps."""
+        """The same for a tape that differs in sizes and saved tensors only."""
         other = copy.copy(self)
         other.tape, other._works = tape, {}
         return other
 
     def across(self, costs: AxisCosts) -> Legality:
-        """The same with ranks that another link joins."""
+        """The same for ranks joined by another link."""
         other = copy.copy(self)
         other.costs = costs
         return other
 
     def flops(self, index: int) -> float:
-        """Operations of the forward pass of a node."""
+        """FLOPs of the forward pass of a node."""
         return forward_flops(self.tape.nodes[index], self.tape.values, self._composites)
 
-    def backward(self, index: int) -> Back:
-        """What the backward pass of a node reads and writes."""
-        known = self.quotient.once_for(self.tape, "backward", Backwards)
-        return known.of(self.tape, index)
+    def backward(self, index: int) -> BackwardTraffic:
+        """Bytes that the backward pass of a node reads and writes."""
+        traffics = self.quotient.once_for(self.tape, "backward", BackwardTraffics)
+        return traffics.of(self.tape, index)
 
     def option(self, index: int, ins: States, outs: States) -> Option:
-        """What one way of doing a node costs."""
+        """The option of a node with these states."""
         view = NodeView.of(self.tape.nodes[index], self.tape.values, self.costs.degree)
         return self._priced(index, view, Strategy(ins, outs, "hand"))
 
     def _priced(self, index: int, view: NodeView, row: Strategy) -> Option:
         tape, node = self.tape, self.tape.nodes[index]
         if index not in self._works:
-            known = self.flops(index), self.backward(index), tape.again[index]
-            self._works[index] = work_of(node, tape.values, tape.flows[index], *known)
+            work_inputs = self.flops(index), self.backward(index), tape.again[index]
+            self._works[index] = work_of(node, tape.values, tape.flows[index], *work_inputs)
         composite = self._composites.get(node.name) if node.op is None else None
         inner = self._inner(composite, view, row)
         seconds, forward = self.costs.timed(self._works[index], node, tape.values, row.ins, row.outs)
@@ -158,7 +158,7 @@ class Legality:
         return ["I", *plain, *self._domains.of(self.quotient.value(value))]
 
     def parameter_choices(self, value: int) -> int:
-        """In how many ways a value can be stored sharded; 0 for what is no parameter."""
+        """Number of sharded states in which a parameter can be stored; 0 for other values."""
         name = self.tape.values[value].name or ""
         return len(self.parameter_states(value)) - 1 if name.startswith("param:") else 0
 
@@ -174,20 +174,20 @@ class Legality:
         )
 
     def leaves_whole(self, value: int, dim: int) -> bool:
-        """Whether the axis has to leave a dim alone: the rows of the batch, or the sequence where that is asked for."""
+        """Whether the axis must not shard a dim: the rows of the batch, or the sequence with `sequence=False`."""
         rows = dim in self._batch.get(value, ())
         return rows or (self._wants is False and self.splits_sequence(value, dim))
 
     def runs(self, index: int) -> tuple[Known, Known]:
-        """The runs that each input and each output of a representative node may lie in."""
+        """The interval shards of each input and each output of a representative node."""
         return self._domains.around(index)
 
     def splits_sequence(self, value: int, state: State) -> bool:
-        """Whether a value in `state` is split along the sequence."""
+        """Whether a value in `state` is sharded along the sequence."""
         return isinstance(state, int) and state in self._sequence.get(self.quotient.value(value), ())
 
     def _flows_right(self, refs: Sequence[Ref], states: States) -> bool:
-        """Whether what flows from block to block is split along the sequence, where that is wanted."""
+        """Whether values between blocks are sharded along the sequence, if that is required."""
         return all(
             self.quotient.value(r.i) not in self._carried or self.splits_sequence(r.i, s)
             for r, s in zip(refs, states)

@@ -1,4 +1,4 @@
-"""What users have marked, as pins of the placement search."""
+"""Marks of users (mark_sharding) as pins of the placement search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def marked(model: nn.Module, searched: Iterable[str]) -> dict[str, dict[str, Sta
         UsageError: a mark on another axis, which does not place parameters.
     """
     axes = tuple(searched)
-    found: dict[str, dict[str, State]] = {axis: {} for axis in axes}
+    marks: dict[str, dict[str, State]] = {axis: {} for axis in axes}
     for name, parameter in model.named_parameters():
         for axis, state in marks_of(parameter).items():
             if axis not in axes:
@@ -29,8 +29,8 @@ def marked(model: nn.Module, searched: Iterable[str]) -> dict[str, dict[str, Sta
                     f"parameter {shown} is marked {format_state(state)} on axis {axis!r}, where placements are not searched; "
                     f"mark it on {' or '.join(map(repr, axes)) or 'no axis'}, or write the rule into the plan"
                 )
-            found[axis][name] = state
-    return found
+            marks[axis][name] = state
+    return marks
 
 
 def pinned(legality: Legality, marks: dict[str, State]) -> dict[int, State]:

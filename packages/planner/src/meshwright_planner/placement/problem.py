@@ -1,4 +1,4 @@
-"""Placements on one mesh axis, found by integer programming over legal strategies (building.py)."""
+"""The search for placements on one mesh axis, by integer programming over legal strategies (ilp_build.py)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from meshwright_planner.trace.tape import Saved, Tape
 __all__ = ["RESULT", "Placement", "PlacementProblem"]
 
 NOTICEABLE = 0.001
-"""A weight with less than this part of all weights' bytes may be replicated."""
+"""A weight with less than this fraction of all weights' bytes may be replicated."""
 
 
 class PlacementProblem:
-    """The search for placements of one tape on one axis. `pins` fixes how parameters (by name) are stored.
+    """The placement problem of one tape on one axis. `pins` fixes the states of parameters, by name.
 
     Attributes:
-        whole: the state of what lies whole on every rank.
-        patience: seconds for an answer where nobody says how many.
+        whole: the replicated state.
+        patience: default time limit in seconds.
     """
 
     whole: State = "I"
@@ -48,14 +48,14 @@ class PlacementProblem:
         self._routes: dict[tuple[int, bool, bool, State, State], Route] = {}
 
     def on(self, tape: Tape) -> Self:
-        """The same problem of a tape that differs from this one in sizes, and in what autograd keeps."""
+        """The same problem for a tape that differs in sizes and saved tensors only."""
         other = copy.copy(self)
         other.tape, other.legality = tape, self.legality.on(tape)
         other._inner = _hidden_saved(tape)
         return other
 
     def across(self, costs: AxisCosts) -> Self:
-        """The same problem with ranks that another link joins."""
+        """The same problem for ranks joined by other links."""
         other = copy.copy(self)
         other.costs, other.legality, other._routes = costs, self.legality.across(costs), {}
         other.options = {
@@ -70,16 +70,16 @@ class PlacementProblem:
         return other
 
     def pinning(self, pins: Mapping[str, State]) -> PlacementProblem:
-        """The same problem where these parameters are stored so: what is legal for an operation is so however they are.
+        """The same problem with other pins, which change no legal options.
 
-        Runs are not among `pins`, but for those that the problem was made with.
+        Interval shards are not among `pins`, except those that the problem was made with.
         """
         other = copy.copy(self)
         other.pins = pinned(self.legality, dict(pins))
         return other
 
     def again(self, placement: Placement) -> Placement:
-        """A placement of a problem of other sizes, costed for this one."""
+        """A placement of a problem of other sizes, with its costs for this one."""
         counts, values = self.quotient.node_count, self.tape.values
         options = {k: self.legality.option(k, o.ins, o.outs) for k, o in placement.options.items()}
         conversions = [
@@ -87,7 +87,7 @@ class PlacementProblem:
         ]
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
         compute, forward = seconds_of(options, counts)
-        found = replace(
+        placed = replace(
             placement,
             options=options,
             conversions=conversions,
@@ -95,7 +95,7 @@ class PlacementProblem:
             forward_seconds=forward,
             communication_seconds=between + sum(o.inner_seconds * counts[k] for k, o in options.items()),
         )
-        return replace(found, saved_bytes=kept_bytes(self, found))
+        return replace(placed, saved_bytes=kept_bytes(self, placed))
 
     def shares(self, placement: Placement) -> tuple[float, ...]:
         """The fraction of the communication of a placement (of one microbatch) that each searched axis has."""
@@ -115,12 +115,12 @@ class PlacementProblem:
         divided: frozenset[int] = frozenset(),
         time_limit: float | None = None,
     ) -> Placement | None:
-        """The best placement, or None when there is none (`memory.limit` cannot be met, say).
+        """The best placement; None if there is none, for example within `memory.limit`.
 
         Args:
             memory: price and limit of memory.
-            divided: weights that are to be stored sharded (see `weights`).
-            time_limit: seconds for the solver; None for `patience`.
+            divided: weights that must be stored sharded (see `weights`).
+            time_limit: seconds for the solver; None: `patience`.
 
         Raises:
             Unsolved: the time was over before there was an answer.
@@ -128,10 +128,10 @@ class PlacementProblem:
         return solve_program(self, memory, divided, self.patience if time_limit is None else time_limit)
 
     def weights(self, alone: bool = False) -> frozenset[int]:
-        """Parameters of two dims or more with a noticeable part of all their bytes that can be used as shards.
+        """Parameters of two dims or more, with a noticeable fraction of all bytes, that can be used as shards.
 
-        `alone`: only where one operation is all of the call that reads them: nothing is converted inside of a call, so that
-        what one operation could use need not suit the next (a whole LSTM is one call).
+        `alone`: only if the call that reads them is a single operation. Nothing is converted inside a call, so a state that one
+        operation can use need not suit the next (a whole LSTM is one call).
         """
         quotient, values = self.quotient, self.tape.values
         usable: dict[int, set[State]] = {}
@@ -143,14 +143,14 @@ class PlacementProblem:
                 continue
             if len(values[value].shape) > 1 and self.legality.parameter_choices(value):
                 wanted = {option.ins[position] for option in self.options[node]}
-                ways = {s for s in self.legality.parameter_states(value) if is_shard(s)}
-                usable[value] = usable.get(value, ways) & wanted
+                states = {s for s in self.legality.parameter_states(value) if is_shard(s)}
+                usable[value] = usable.get(value, states) & wanted
         sizes = {value: values[value].nbytes * quotient.value_count[value] for value in usable}
         total = sum(sizes.values())
-        return frozenset(v for v, ways in usable.items() if ways and sizes[v] >= NOTICEABLE * total)
+        return frozenset(v for v, states in usable.items() if states and sizes[v] >= NOTICEABLE * total)
 
     def inside_one_call(self, value: int, node: int) -> bool:
-        """Whether a value is made and read by one torch function call: a plan can only speak of calls."""
+        """Whether a value is produced and read by one torch function call: a plan has no conversions inside calls."""
         maker = self._maker.get(value)
         if maker is None or node == RESULT:
             return False
@@ -158,7 +158,7 @@ class PlacementProblem:
         return first.call is not None and (first.call, first.call_inputs) == (second.call, second.call_inputs)
 
     def writes(self, node: int, position: int) -> bool:
-        """Whether a node writes to this input of it, or is a view of it that something is written to through."""
+        """Whether a node writes to this input, or is a view of it that is written through."""
         if node == RESULT or position:
             return False
         return self.tape.nodes[node].mutates or node in self.tape.through
@@ -213,8 +213,8 @@ class PlacementProblem:
     def kept_bytes(self, item: Saved) -> int:
         """Bytes of a saved tensor on the cluster.
 
-        Where attention is fused, it keeps one float32 per row beside its inputs and output, whatever the machine that
-        the tape was recorded on would have kept.
+        Fused attention saves one float32 per row in addition to its inputs and output, whatever it saves on the machine of
+        the recording.
         """
         node = self.tape.nodes[item.node]
         if item.root is None and node.name == "sdpa" and self.costs.cluster.fused_attention:
@@ -224,7 +224,7 @@ class PlacementProblem:
         return item.nbytes
 
     def kept_split(self, item: Saved, option: Option) -> Hashable:
-        """How a saved tensor of known storage is divided, with this option of the node that keeps it."""
+        """How a saved tensor of known storage is divided, with this option of the node that saves it."""
         states = option.outs if item.output else option.ins
         position = self.slot(item.node, item.value, item.output)
         return self.costs.split(states if position is None else states[position : position + 1])
@@ -241,7 +241,7 @@ class PlacementProblem:
         return {name for name, value in self.tape.parameters.items() if value in read}
 
     def replicated(self) -> Placement:
-        """Everything replicated: what one rank alone does."""
+        """The placement with everything replicated."""
         options = {k: self.options[k][0] for k in self.quotient.nodes}
         counts = self.quotient.node_count
         saved: dict[object, float] = {}
@@ -268,9 +268,9 @@ class PlacementProblem:
 
 
 def _hidden_saved(tape: Tape) -> dict[int, list[Saved]]:
-    """Node -> what it keeps that the recorder never saw."""
-    found: dict[int, list[Saved]] = defaultdict(list)
+    """Node -> saved tensors that the recorder never saw."""
+    hidden: dict[int, list[Saved]] = defaultdict(list)
     for item in tape.saved:
         if item.root is None:
-            found[item.node].append(item)
-    return found
+            hidden[item.node].append(item)
+    return hidden

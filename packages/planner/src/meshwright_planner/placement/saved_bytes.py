@@ -1,4 +1,4 @@
-"""How many bytes autograd keeps under a placement that is given."""
+"""Bytes that autograd saves under a given placement."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshwright_planner.placement.solution import Placement
 
 @dataclass(frozen=True)
 class SavedPlaces:
-    """Which of the saved tensors of a tape count, whatever their sizes.
+    """The saved tensors of a tape that count, independent of their sizes.
 
     Attributes:
-        representative: (place in `tape.saved`, representative node) of those that others are like.
-        copies: storage of theirs -> how many it stands for: all that come of alike nodes and are kept by alike nodes.
-        owned: (place, representative node) of all but parameters and buffers, each storage with the first node that keeps it.
+        representative: (place in `tape.saved`, representative node) of one tensor per class of equal ones.
+        copies: storage -> size of its class: storages that equal nodes make and equal nodes save.
+        owned: (place, representative node) of all but parameters and buffers, each storage with the first node that saves it.
     """
 
     representative: tuple[tuple[int, int], ...]
@@ -25,7 +25,7 @@ class SavedPlaces:
 
     @staticmethod
     def of(problem: ProblemView) -> SavedPlaces:
-        """Those of the tape of a problem, looked up once for it and for all that differ from it in sizes only."""
+        """The places of a problem's tape, cached for all tapes that differ in sizes only."""
         key = ("saved places", problem.tape.recompute)
         return problem.quotient.once_for(problem.tape, key, lambda _: SavedPlaces._look(problem))
 
@@ -45,15 +45,15 @@ class SavedPlaces:
             if item.root not in users and not tape.lasts(item.root):
                 owned.append((place, node))
             users[item.root].append((place, node))
-        alike: dict[object, int] = {}
+        classes: dict[object, int] = {}
         copies: dict[int, int] = {}
-        for root, own in users.items():
-            # not by the nodes alone: the first block keeps what the embedding made, the others what blocks made
-            kept = tuple((k, _slot(problem, place), tape.saved[place].output) for place, k in own)
-            first = alike.setdefault((quotient.value(root), kept), root)
+        for root, saved in users.items():
+            # the producer counts too: the first block saves an output of the embedding, the others of blocks
+            kept = tuple((k, _slot(problem, place), tape.saved[place].output) for place, k in saved)
+            first = classes.setdefault((quotient.value(root), kept), root)
             copies[first] = copies.get(first, 0) + 1
             if first == root:
-                representative += own
+                representative += saved
         return SavedPlaces(tuple(sorted(representative)), copies, tuple(owned))
 
 
@@ -63,7 +63,7 @@ def _slot(problem: ProblemView, place: int) -> int | None:
 
 
 def kept_bytes(problem: ProblemView, placement: Placement) -> float:
-    """What autograd keeps on one rank under a placement, each storage once (as the integer program counts it)."""
+    """Bytes that autograd saves on one rank, each storage once (as the integer program counts)."""
     tape, quotient, costs = problem.tape, problem.quotient, problem.costs
     places = SavedPlaces.of(problem)
     kept: dict[object, float] = {}
@@ -76,7 +76,7 @@ def kept_bytes(problem: ProblemView, placement: Placement) -> float:
         split = problem.kept_split(item, option)
         if tape.lasts(item.root):
             if costs.split((placement.stored.get(quotient.value(item.root), "I"),)) == split:
-                continue  # what lasts, in the state that it is stored in, costs nothing more
+                continue  # a parameter in its stored state costs nothing more
         size = item.nbytes * places.copies[item.root] * costs.part(split)
         kept[item.root, split] = max(kept.get((item.root, split), 0.0), size)
     return sum(kept.values())

@@ -1,4 +1,4 @@
-"""What a search for placements answers."""
+"""The solution of a placement problem."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright_planner.placement.ilp import Conversion
 from meshwright_planner.placement.legal_rows import Option
 
 RESULT = -1
-"""Stands for whoever receives the model's results, as the consumer of an edge."""
+"""The consumer of the model's results, as the node of an edge."""
 
 
 def along(state: State | States) -> States:
-    """The state on each searched axis, outermost first: of a search on one, the state itself."""
+    """The state on each searched axis, outermost first; on one axis, a tuple of the state itself."""
     return state if isinstance(state, tuple) else (state,)
 
 
@@ -28,13 +28,13 @@ class Placement:
         conversions: the collectives between nodes.
         compute_seconds, communication_seconds: of one step on one rank, over all repetitions.
         forward_seconds: of the compute seconds, those of the forward pass.
-        saved_bytes: what autograd keeps on one rank.
+        saved_bytes: bytes that autograd saves on one rank.
         status: "optimal", or the solver's message when it stopped early with a solution.
         variables, binaries, rows: size of the program.
         seconds: time to build and solve.
-        times: microbatches that the counts, seconds and bytes are of.
-        again: representative node -> the part of its copies that runs twice, where some do.
-        bound: an objective that no placement goes below, where this one need not be the best.
+        times: number of microbatches in the counts, seconds and bytes.
+        again: representative node -> the fraction of its copies that is recomputed.
+        bound: lower bound of the objective, if this placement may not be optimal.
     """
 
     options: dict[int, Option]
@@ -56,6 +56,6 @@ class Placement:
 
 
 def seconds_of(options: Mapping[int, Option], counts: Mapping[int, int]) -> tuple[float, float]:
-    """Seconds that these take, so many of each, and those of the forward pass."""
-    every = [(option.seconds * counts[k], option.forward) for k, option in options.items()]
-    return sum(seconds for seconds, _ in every), sum(seconds * forward for seconds, forward in every)
+    """Seconds of these options with these counts, in all and of the forward pass."""
+    parts = [(option.seconds * counts[k], option.forward) for k, option in options.items()]
+    return sum(seconds for seconds, _ in parts), sum(seconds * forward for seconds, forward in parts)

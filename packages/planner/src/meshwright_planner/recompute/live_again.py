@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright_planner.memory.liveness import Living
+from meshwright_planner.memory.liveness import LiveRanges
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.trace.tape import Saved
 
@@ -79,7 +79,7 @@ def alive_again(
     it does (`again`: representative node -> the part of its copies that run twice).
     """
     quotient = problem.quotient
-    ahead = dict(zip(quotient.nodes, Living.of(problem).bytes(problem, placement), strict=True))
+    ahead = dict(zip(quotient.nodes, LiveRanges.of(problem).bytes(problem, placement), strict=True))
     alive: dict[int, float] = {}
     for one in blocks:
         saved = problem.tape.dropped if one.own else problem.tape.saved

@@ -1,5 +1,1 @@
-"""Placements on two searched axes at once.
-
-A value has one state per axis, outermost first; what that needs and costs is in the modules here.  Where a placement on one
-axis has a State, one on two has a tuple of them.
-"""
+"""Placements on two searched axes at once: states are tuples with one State per axis, outermost first."""

@@ -1,4 +1,4 @@
-"""What is legal on two axes: pairs of rows, the inner one legal for the local shapes that the outer one leaves.
+"""The legal options on two axes: pairs of rows; the inner one is legal for the local shapes of the outer one.
 
 The runtime derives a call in the same way, one axis after the other, outermost first (dtensor's `choose.py`).
 """
@@ -27,7 +27,7 @@ class JointLegality(Legality):
 
     Args:
         axes: legality on the outer and on the inner axis, of one tape.
-        sequence: True has what flows from block to block split along the sequence on one of the axes.
+        sequence: True requires values between blocks to be sharded along the sequence on one of the axes.
     """
 
     def __init__(self, axes: Sequence[Legality], sequence: bool | None = None) -> None:
@@ -43,20 +43,20 @@ class JointLegality(Legality):
         """The legal pairs of node `index`, fully replicated first."""
         outer = self.axes[0]
         node = self.tape.nodes[index]
-        found: dict[tuple[States, States], Option] = {}
+        options: dict[tuple[States, States], Option] = {}
         for first in outer.options(index):
             for second in self._inside(index, first):
                 ins, outs = pairs(first.ins, second.ins), pairs(first.outs, second.outs)
-                if (ins, outs) not in found and self._keeps_sequence(node.outs, outs):
-                    found[ins, outs] = self.option(index, ins, outs)
-        return list(found.values())
+                if (ins, outs) not in options and self._keeps_sequence(node.outs, outs):
+                    options[ins, outs] = self.option(index, ins, outs)
+        return list(options.values())
 
     def option(self, index: int, ins: States, outs: States) -> Option:
-        """What one way of doing a node costs."""
+        """The option of a node with these states."""
         node, values = self.tape.nodes[index], self.tape.values
         if index not in self._works:
-            known = self.flops(index), self.backward(index), self.tape.again[index]
-            self._works[index] = work_of(node, values, self.tape.flows[index], *known)
+            work_inputs = self.flops(index), self.backward(index), self.tape.again[index]
+            self._works[index] = work_of(node, values, self.tape.flows[index], *work_inputs)
         seconds, forward = self.costs.timed(self._works[index], node, values, ins, outs)
         inners = tuple(self._inside_call(index, ins, outs))
         inner_seconds = sum(map(self.costs.collective, inners)) * (1 + self.tape.again[index])
@@ -66,32 +66,32 @@ class JointLegality(Legality):
         """The pairs in which a parameter may be stored, whole first."""
         outer, inner = self.axes
         shape = self.tape.values[value].shape
-        found: list[State] = []
+        states: list[State] = []
         for first in outer.parameter_states(value):
             left = self._left(shape, first)
             for state in inner.parameter_states(value):
                 second = inside(state, first, inner.costs.degree)
                 if second is not None and self._nests(shape, left, first, second):
-                    found.append(pairs((first,), (second,))[0])
-        return list(dict.fromkeys(found))
+                    states.append(pairs((first,), (second,))[0])
+        return list(dict.fromkeys(states))
 
     def splits_sequence(self, value: int, state: State) -> bool:
-        """Whether a value in `state` is split along the sequence on either axis."""
+        """Whether a value in `state` is sharded along the sequence on either axis."""
         return any(axis.splits_sequence(value, s) for axis, s in zip(self.axes, along(state), strict=False))
 
     def flops(self, index: int) -> float:
-        """Operations of the forward pass of a node."""
+        """FLOPs of the forward pass of a node."""
         return self.axes[0].flops(index)
 
     def on(self, tape: Tape) -> JointLegality:
-        """The same of a tape that differs from this one in sizes, and in what autograd keeps."""
+        """The same for a tape that differs in sizes and saved tensors only."""
         other = copy.copy(self)
         other.tape, other._works = tape, {}
         other.axes = (self.axes[0].on(tape), self.axes[1].on(tape))
         return other
 
     def across(self, costs: object) -> JointLegality:
-        """The same with ranks that other links join."""
+        """The same for ranks joined by other links."""
         assert isinstance(costs, JointCosts)
         other = copy.copy(self)
         other.costs = costs
@@ -100,7 +100,7 @@ class JointLegality(Legality):
 
     # ---- the inner axis
     def _inside(self, index: int, first: Option) -> Iterator[Strategy]:
-        """The rows of the inner axis for the shapes that a row of the outer one leaves."""
+        """The rows of the inner axis for the local shapes of a row of the outer one."""
         inner = self.axes[1]
         node, values = self.tape.nodes[index], self.tape.values
         degree = inner.costs.degree
@@ -109,8 +109,8 @@ class JointLegality(Legality):
         view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in states}, degree)
         rows = self.rules.strategies(view)
         ins, outs = (
-            [self._runs(runs, state, degree) for runs, state in zip(known, some, strict=True)]
-            for known, some in zip(inner.runs(index), (first.ins, first.outs), strict=True)
+            [self._runs(runs, state, degree) for runs, state in zip(shards, some, strict=True)]
+            for shards, some in zip(inner.runs(index), (first.ins, first.outs), strict=True)
         )
         if any(ins) or any(outs):
             rows = self.rules.lifted(view, rows, ins, outs)
@@ -118,11 +118,11 @@ class JointLegality(Legality):
         if node.call is None or not node.ins or index in self.tape.writes:
             rows = rows[:1]
         for row in rows:
-            every = (
+            pairs_of_states = (
                 *zip(node.ins, first.ins, row.ins, strict=True),
                 *zip(node.outs, first.outs, row.outs, strict=True),
             )
-            if all(self._fits(ref, shapes[ref], a, b) for ref, a, b in every):
+            if all(self._fits(ref, shapes[ref], a, b) for ref, a, b in pairs_of_states):
                 yield row
 
     def _fits(self, ref: Ref, left: tuple[int, ...], first: State, second: State) -> bool:
@@ -132,7 +132,7 @@ class JointLegality(Legality):
         return not whole and self._nests(self.tape.values[ref.i].shape, left, first, second)
 
     def _nests(self, shape: tuple[int, ...], left: tuple[int, ...], first: State, second: State) -> bool:
-        """Whether the inner axis can cut what the outer one leaves: of a dim that both cut, every part is as long."""
+        """Whether the inner axis can shard the local shape of the outer one; a dim that both shard must divide evenly."""
         if not isinstance(second, int):
             return True
         dim, (outer, inner) = int(second), self.costs.degrees
@@ -145,33 +145,33 @@ class JointLegality(Legality):
     def _left(self, shape: tuple[int, ...], first: State) -> tuple[int, ...]:
         return local_shape_of(shape, (self.axes[0].costs.degree,), (0,), (first,))
 
-    def _runs(self, known: Iterable[State], first: State, degree: int) -> list[State]:
-        found = (inside(run, first, degree) for run in known)
-        return [run for run in found if run is not None]
+    def _runs(self, shards: Iterable[State], first: State, degree: int) -> list[State]:
+        inner = (inside(run, first, degree) for run in shards)
+        return [run for run in inner if run is not None]
 
     def _inside_call(self, index: int, ins: States, outs: States) -> Iterator[Collective]:
-        """What a composite communicates, per axis, on what the other axis leaves of its tensors."""
+        """The collectives of a composite, per axis, on the shards of the other axis."""
         node, values = self.tape.nodes[index], self.tape.values
         composite = self._composites.get(node.name) if node.op is None else None
         if composite is None:
             return
         refs, states = (*node.ins, *node.outs), (*ins, *outs)
         for axis, degree in enumerate(self.costs.degrees):
-            own = [along(s)[axis] for s in states]
-            if not any(map(is_shard, own)):
+            axis_states = [along(s)[axis] for s in states]
+            if not any(map(is_shard, axis_states)):
                 continue
             shapes = {
                 ref: _seen(values[ref.i].shape, self.costs.degrees, along(s), axis)
                 for ref, s in zip(refs, states, strict=True)
             }
             view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in refs}, degree)
-            row = Strategy(tuple(own[: len(ins)]), tuple(own[len(ins) :]), "hand")
+            row = Strategy(tuple(axis_states[: len(ins)]), tuple(axis_states[len(ins) :]), "hand")
             nbytes = int(composite.extra_comm_bytes(view, row))
             if nbytes:
                 yield Collective("all_reduce", nbytes, axis)
 
     def _keeps_sequence(self, refs: Sequence[Ref], states: States) -> bool:
-        """Whether what flows from block to block is split along the sequence, where that is wanted."""
+        """Whether values between blocks are sharded along the sequence, if that is required."""
         return not self._between or all(
             self.quotient.value(r.i) not in self._between or self.splits_sequence(r.i, s)
             for r, s in zip(refs, states, strict=True)
@@ -184,18 +184,18 @@ def pairs(first: States, second: States) -> States:
 
 
 def _seen(shape: tuple[int, ...], degrees: Sequence[int], states: States, axis: int) -> tuple[int, ...]:
-    """The shape of what the ranks along one axis hold together."""
+    """The shape of the tensor that the ranks along one axis hold together."""
     left = list(local_shape_of(shape, degrees, (0,) * len(degrees), states))
-    own = states[axis]
-    if isinstance(own, int):
-        left[own] = min(left[own] * degrees[axis], shape[own])
+    state = states[axis]
+    if isinstance(state, int):
+        left[state] = min(left[state] * degrees[axis], shape[state])
     return tuple(left)
 
 
 def inside(state: State, outer: State, degree: int) -> State | None:
-    """A state of `degree` ranks for what `outer` leaves of a value, from one for the whole value; None where there is none.
+    """The state of `degree` ranks on a shard of `outer`, from a state of the whole value; None if there is none.
 
-    Parts of a fused dim that the outer axis has cut one by one are shorter inside.
+    The parts of a fused dim are shorter within a shard of the outer axis.
     """
     if not isinstance(state, IntervalShard) or not isinstance(outer, int) or int(outer) != int(state):
         return state
@@ -209,4 +209,4 @@ def inside(state: State, outer: State, degree: int) -> State | None:
 
 
 Pins = Mapping[str, Sequence[State | None]]
-"""Parameter name -> state on each axis, None where it is free."""
+"""Parameter name -> state on each axis, None: free."""

@@ -1,4 +1,4 @@
-"""What things cost on two searched axes: work by the ranks of both, each collective on the link of its own axis."""
+"""Costs on several searched axes: operations by the ranks of all, each collective on the link of its axis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JointCosts(AxisCosts):
 
     @staticmethod
     def of(axes: Sequence[AxisCosts]) -> JointCosts:
-        """Those of axes on one cluster, outermost first."""
+        """The costs of axes on one cluster, outermost first."""
         first = axes[0]
         degree = math.prod(a.degree for a in axes)
         return JointCosts(first.cluster, first.link, degree, first.meshed, first.model, tuple(axes))
@@ -40,19 +40,19 @@ class JointCosts(AxisCosts):
         return self.axes[collective.axis].collective(collective)
 
     def share(self, state: State) -> float:
-        """The part of a value that one rank holds."""
+        """The fraction of a value that one rank holds."""
         return self.part(self.split((state,)))
 
     def split(self, states: Iterable[State]) -> Hashable:
         """Per axis, whether work on tensors in these states is divided along it."""
-        every = list(states)
+        all_states = list(states)
         return tuple(
-            any(is_shard(s[axis] if isinstance(s, tuple) else s) for s in every)
+            any(is_shard(s[axis] if isinstance(s, tuple) else s) for s in all_states)
             for axis in range(len(self.axes))
         )
 
     def sharers(self, split: Hashable) -> int:
-        """How many ranks share what is divided so."""
+        """Number of ranks that share work divided so."""
         assert isinstance(split, tuple)
         return math.prod(a.degree for a, divided in zip(self.axes, split, strict=True) if divided)
 
@@ -64,11 +64,11 @@ class JointCosts(AxisCosts):
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Of the axes."""
+        """Degrees of the axes."""
         return tuple(a.degree for a in self.axes)
 
     def ranks(self, collective: Collective) -> int:
-        """How many take part in a collective."""
+        """Number of ranks in a collective."""
         return self.axes[collective.axis].degree
 
 
@@ -86,9 +86,9 @@ class Move:
 
 @dataclass(frozen=True)
 class Stage:
-    """What the runtime does in one go, and keeps: the states that it ends in, and its collectives.
+    """A conversion that the runtime does at once and caches: its target states and its collectives.
 
-    `kept`: consumers that want the same share it; what only cuts is done by each.
+    `kept`: consumers share the result; a stage that only slices is done by each.
     """
 
     target: States
@@ -98,22 +98,22 @@ class Stage:
 
 @lru_cache(maxsize=65536)
 def stages(source: States, target: States) -> tuple[Stage, ...] | None:
-    """How the runtime brings a value from some states to others (`local_in`, `route`); None where it cannot.
+    """The stages in which the runtime converts a value (`local_in`, `route`); None if it cannot.
 
-    A Partial that becomes X is first reduced, so that everyone shares that, and the rest starts from there.
+    A Partial that becomes X is reduced first; all consumers share that, and the rest starts from there.
     """
     if not all(map(convertible, source, target)):
         return None
-    found = []
+    result = []
     if any(a == "P" and b == "X" for a, b in zip(source, target, strict=True)):
         between: States = tuple(
             "I" if a == "P" and b == "X" else a for a, b in zip(source, target, strict=True)
         )
-        found.append(_stage(source, between))
+        result.append(_stage(source, between))
         source = between
     if source != target:
-        found.append(_stage(source, target))
-    return tuple(found)
+        result.append(_stage(source, target))
+    return tuple(result)
 
 
 def _stage(source: States, target: States) -> Stage:
@@ -122,14 +122,14 @@ def _stage(source: States, target: States) -> Stage:
     moved = cut = False
     for axis, a, b in route(source, target):
         others = tuple(is_shard(s) and i != axis for i, s in enumerate(current))
-        ahead, back = forward_move(a, b, 1), backward_move(a, b, 1)
-        if ahead is not None:
-            moves.append(Move(a, b, "forward", ahead, axis, others))
+        forward, backward = forward_move(a, b, 1), backward_move(a, b, 1)
+        if forward is not None:
+            moves.append(Move(a, b, "forward", forward, axis, others))
             moved = True
         elif forward_kind(a) != forward_kind(b):
             cut = True
-        if back is not None:
-            moves.append(Move(a, b, "backward", back, axis, others))
+        if backward is not None:
+            moves.append(Move(a, b, "backward", backward, axis, others))
         current[axis] = b
     return Stage(target, tuple(moves), moved or not cut)
 

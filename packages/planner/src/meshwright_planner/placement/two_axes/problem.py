@@ -1,4 +1,4 @@
-"""The search for placements of one tape on two axes."""
+"""The placement problem of one tape on two axes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from meshwright_planner.placement.two_axes.solve import solve
 
 
 class JointProblem(PlacementProblem):
-    """As PlacementProblem, with one state per axis wherever that has a state.
+    """As PlacementProblem, with one state per axis.
 
     Attributes:
-        fixed: number of an axis and a placement: on that axis everything is as there.
+        fixed: number of an axis and a placement: on that axis all states are those of the placement.
     """
 
     whole: State = ("I", "I")  # type: ignore[assignment]
-    patience = 600.0  # one program of two axes takes about 20 at most where nothing else runs
+    patience = 600.0  # one program of two axes takes about 20 at most on an idle machine
     legality: JointLegality
     costs: JointCosts
 
     def __init__(self, legality: JointLegality, pins: Pins | None = None) -> None:
-        """`pins`: how parameters are stored on each axis, None where that is free."""
+        """`pins`: states of parameters on each axis, None: free."""
         super().__init__(legality)
         self.pinned_states = _held(legality, pins or {})
         self.fixed: tuple[int, Placement | None] | None = None
@@ -37,18 +37,18 @@ class JointProblem(PlacementProblem):
 
     # ---- what is legal
     def storable(self, value: int, divided: bool) -> list[State]:
-        """The pairs in which a parameter may be stored; `divided`: over as many ranks as can use it so."""
+        """The pairs in which a parameter may be stored; `divided`: sharded over the most ranks that can use it."""
         key = (value, divided)
         if key not in self._storable:
-            every = [s for s in self.legality.parameter_states(value) if self._allowed(value, s)]
-            self._storable[key] = self._most_divided(value, every) if divided else every
+            states = [s for s in self.legality.parameter_states(value) if self._allowed(value, s)]
+            self._storable[key] = self._most_divided(value, states) if divided else states
         return self._storable[key]
 
     def _allowed(self, value: int, state: State) -> bool:
-        held = self.pinned_states.get(value, (None, None))
+        pinned_pair = self.pinned_states.get(value, (None, None))
         degree = self.legality.axes[1].costs.degree
         first = along(state)[0]
-        wanted = (held[0], None if held[1] is None else inside(held[1], first, degree))
+        wanted = (pinned_pair[0], None if pinned_pair[1] is None else inside(pinned_pair[1], first, degree))
         if any(w is not None and w != s for w, s in zip(wanted, along(state), strict=True)):
             return False
         if self.fixed is None:
@@ -67,7 +67,7 @@ class JointProblem(PlacementProblem):
         )
 
     def usable(self, value: int, states: Sequence[State]) -> list[State]:
-        """Those of the states in which every reader can use a parameter without moving a shard of it."""
+        """The states in which every reader can use a parameter without moving a shard of it."""
         readers = self._readers.get(value, [])
         wanted = [{option.ins[position] for option in self.options[node]} for node, position in readers]
         return [s for s in states if all(any(self._used_as(value, s, w) for w in some) for some in wanted)]
@@ -78,19 +78,19 @@ class JointProblem(PlacementProblem):
     @property
     def _readers(self) -> dict[int, list[tuple[int, int]]]:
         def find() -> dict[int, list[tuple[int, int]]]:
-            found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+            readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
             for value, node, position in self.quotient.edges:
-                found[value].append((node, position))
-            return found
+                readers[value].append((node, position))
+            return readers
 
         return self.quotient.once("readers", find)
 
     def weights(self, alone: bool = False) -> frozenset[int]:
-        """See PlacementProblem.weights: parameters that can be used as shards on one of the axes at least."""
+        """See PlacementProblem.weights: parameters that can be used as shards on at least one axis."""
         quotient, values, nodes = self.quotient, self.tape.values, self.tape.nodes
         calls = Counter((n.call, n.call_inputs) for n in map(nodes.__getitem__, quotient.nodes))
         sizes: dict[int, int] = {}
-        found = set()
+        usable = set()
         for value, readers in self._readers.items():
             if not self.is_parameter(value) or len(values[value].shape) < 2 or value in self.pinned_states:
                 continue
@@ -100,25 +100,25 @@ class JointProblem(PlacementProblem):
             if alone and any(calls[nodes[n].call, nodes[n].call_inputs] > 1 for n, _ in readers):
                 continue
             if any(any(map(is_shard, along(s))) for s in self.usable(value, self.storable(value, False))):
-                found.add(value)
+                usable.add(value)
         total = sum(sizes.values())
-        return frozenset(v for v in found if sizes[v] >= NOTICEABLE * total)
+        return frozenset(v for v in usable if sizes[v] >= NOTICEABLE * total)
 
     def may_move(self, value: int, source: State, target: State) -> bool:
-        """Whether a value may be brought from one pair to another: shards of a weight stay where they are (see `stays`)."""
+        """Whether a value may be converted from one pair to another: shards of a weight never move."""
         if not self.is_parameter(value):
             return True
-        held = self.pinned_states.get(value, (None, None))
+        pinned_pair = self.pinned_states.get(value, (None, None))
         cut = [int(s) if isinstance(s, int) else None for s in along(source)]
         for axis, (a, b) in enumerate(zip(along(source), along(target), strict=True)):
-            if a == b or held[axis] is not None:
+            if a == b or pinned_pair[axis] is not None:
                 continue
-            # an outer shard of a dim is not put around an inner one without lifting that
+            # a dim with an inner shard cannot get an outer shard without moving the inner one
             if is_shard(a) or (isinstance(b, int) and axis == 0 and int(b) == cut[1]):
                 return False
         return True
 
-    # ---- what it costs
+    # ---- costs
     def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
         way = stages(along(source), along(target))
         if way is None:
@@ -147,7 +147,7 @@ class JointProblem(PlacementProblem):
         return other
 
     def with_fixed(self, axis: int, placement: Placement | None) -> JointProblem:
-        """The same where everything on one axis is as in a placement; None: whole."""
+        """The same with the states of one axis fixed to those of a placement; None: replicated."""
         other = copy.copy(self)
         other.fixed, other._storable = (axis, placement), {}
 
@@ -177,9 +177,12 @@ class JointProblem(PlacementProblem):
 
 
 def _held(legality: JointLegality, pins: Pins) -> dict[int, tuple[State | None, ...]]:
-    """Value -> the states on each axis in which the user, or a strategy, stores it."""
+    """Value -> the states on each axis in which the user or a strategy stores it."""
     by_axis = [
-        pinned(own, {name: s for name, some in pins.items() if (s := some[axis]) is not None})
-        for axis, own in enumerate(legality.axes)
+        pinned(legality_of_axis, {name: s for name, some in pins.items() if (s := some[axis]) is not None})
+        for axis, legality_of_axis in enumerate(legality.axes)
     ]
-    return {value: tuple(own.get(value) for own in by_axis) for value in {**by_axis[0], **by_axis[1]}}
+    return {
+        value: tuple(legality_of_axis.get(value) for legality_of_axis in by_axis)
+        for value in {**by_axis[0], **by_axis[1]}
+    }

@@ -1,9 +1,9 @@
-"""Placements on two axes: one integer program where that is small enough, else in turns, with a bound said.
+"""Placements on two axes: one integer program if it is small enough, else alternating optimization with a lower bound.
 
-In turns, one axis is placed with the other as it is, over and over, until nothing improves.  It begins with the axes placed one
-after the other, in either order, so that it is never worse than those.
+Alternating optimization places one axis with the other fixed, until nothing improves.  It starts with the axes placed one after
+the other, in both orders, so it is never worse than those.
 
-All programs of one answer share its time: half of it is for the one program, and what is left for the turns and the bound.
+All programs share the time limit: half of it is for the single program, the rest for the alternation and the bound.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshwright_planner.placement.solution import Placement
 from meshwright_planner.placement.two_axes.legal_rows import JointLegality
 
 EXACT = 200_000
-"""Pairs of states on edges up to which both axes are placed by one program."""
+"""Most pairs of states on edges for which one program places both axes."""
 
 TURNS = 8
-"""Rounds of turns after which nothing is tried any more."""
+"""Maximum number of rounds of the alternation."""
 
 BOUND = 0.1
-"""Part of the time of turns that is kept for the bound."""
+"""Fraction of the time of the alternation that is reserved for the bound."""
 
 
 class TwoAxisView(ProblemView, Protocol):
@@ -62,29 +62,29 @@ def solve(
     Args:
         problem, memory, divided: see PlacementProblem.solve.
         time_limit: seconds for everything.
-        exact: pairs up to which one program is solved; None for EXACT.
+        exact: pairs up to which one program is solved; None: EXACT.
 
     Raises:
         Unsolved: the time was over before there was an answer.
     """
     start = time.perf_counter()
-    found, late = None, None
+    placement, late = None, None
     if count_pairs(problem) <= (EXACT if exact is None else exact):
         try:
-            found = solve_program(problem, memory, divided, time_limit / 2)
+            placement = solve_program(problem, memory, divided, time_limit / 2)
         except Unsolved as unsolved:
             late = unsolved
         else:
-            if found is None or found.status == "optimal":
-                return found
+            if placement is None or placement.status == "optimal":
+                return placement
     turning = time_limit - (time.perf_counter() - start)
     try:
         other = in_turns(problem, memory, divided, turning * (1 - BOUND))
     except Unsolved as unsolved:
         other, late = None, unsolved
-    best = min((p for p in (found, other) if p is not None), key=lambda p: p.objective, default=None)
+    best = min((p for p in (placement, other) if p is not None), key=lambda p: p.objective, default=None)
     if best is None:
-        if late is not None:  # turns that lead nowhere do not say that nothing does
+        if late is not None:  # a failed alternation does not prove that there is no placement
             raise late
         return None
     bound = lower_bound(problem, max(1.0, time_limit - (time.perf_counter() - start)))
@@ -98,7 +98,7 @@ def one_after_the_other(
     time_limit: float = 60.0,
     first: int = 0,
 ) -> Placement | None:
-    """Axis `first` placed with the other whole, then the other with the first as it is.
+    """Place axis `first` with the other replicated, then the other with the first fixed.
 
     Raises:
         Unsolved: as of `solve`.
@@ -118,22 +118,22 @@ def in_turns(
     divided: frozenset[int] = frozenset(),
     time_limit: float = 60.0,
 ) -> Placement | None:
-    """The best of both orders, improved on one axis after the other until that changes nothing, or the time is over.
+    """The better of both orders, improved on one axis after the other until nothing changes or the time is over.
 
     Raises:
-        Unsolved: it was over before there was an answer in either order.
+        Unsolved: the time was over before there was an answer in either order.
     """
     end = time.perf_counter() + time_limit
     best, late = None, None
     for first in (0, 1):
         left = end - time.perf_counter()
         try:
-            found = one_after_the_other(problem, memory, divided, left / (3 - first), first)
+            placement = one_after_the_other(problem, memory, divided, left / (3 - first), first)
         except Unsolved as unsolved:
             late = unsolved
             continue
-        if found is not None and (best is None or found.objective < best.objective):
-            best = found
+        if placement is not None and (best is None or placement.objective < best.objective):
+            best = placement
     if best is None and late is not None:
         raise late
     still = 0
@@ -142,27 +142,32 @@ def in_turns(
         if best is None or still == 2 or left <= 0:
             break
         try:
-            found = solve_program(problem.with_fixed(turn % 2, best), memory, divided, left)
+            placement = solve_program(problem.with_fixed(turn % 2, best), memory, divided, left)
         except Unsolved:
             break
-        better = found is not None and found.objective < best.objective * (1 - GAP)
+        better = placement is not None and placement.objective < best.objective * (1 - GAP)
         still = 0 if better else still + 1
-        best = found if better else best
+        best = placement if better else best
     return best
 
 
 def lower_bound(problem: TwoAxisView, time_limit: float = 60.0) -> float:
-    """Seconds that no placement goes below: the best on the outer axis, were the inner one to cost nothing.
+    """A lower bound of the objective: the best placement on the outer axis, with no communication on the inner one.
 
-    Every operation there takes what its best row on the inner axis takes, and every value is as small as the inner axis
-    could make it.
+    Every operation has the seconds of its best row on the inner axis, and every value the size of its smallest shard there.
     """
     outer, inner = problem.legality.axes
-    pins = {value: held[0] for value, held in problem.pinned_states.items() if held[0] is not None}
+    pins = {
+        value: pinned_pair[0]
+        for value, pinned_pair in problem.pinned_states.items()
+        if pinned_pair[0] is not None
+    }
     least = PlacementProblem(outer)
     least.pins = pins
-    own = outer.costs
-    least.costs = _Divided(own.cluster, own.link, own.degree, own.meshed, own.model, inner.costs.degree)
+    costs = outer.costs
+    least.costs = _Divided(
+        costs.cluster, costs.link, costs.degree, costs.meshed, costs.model, inner.costs.degree
+    )
     for k, options in least.options.items():
         seconds: dict[object, float] = {}
         for pair in problem.options[k]:
@@ -183,19 +188,19 @@ def lower_bound(problem: TwoAxisView, time_limit: float = 60.0) -> float:
 
 @dataclass(frozen=True)
 class _Divided(AxisCosts):
-    """Costs of collectives of values that others have divided into as many parts as they can."""
+    """Costs of collectives of values that the inner axis divides into as many parts as possible."""
 
     parts: int = 1
 
     def collective(self, collective: Collective | None) -> float:
-        """Seconds of the smallest that it can be."""
+        """Seconds of the smallest such collective."""
         if collective is None:
             return 0.0
         return super().collective(replace(collective, nbytes=collective.nbytes // self.parts))
 
 
 def count_pairs(problem: TwoAxisView) -> int:
-    """How many pairs of (state left in, state wanted in) the edges of a problem have: the size of its program."""
+    """Number of pairs (produced state, wanted state) on the edges of a problem: the size of its program."""
     left: dict[int, set[State]] = defaultdict(set)
     for k in problem.quotient.nodes:
         for option in problem.options[k]:
