@@ -62,7 +62,7 @@ def entry_points() -> dict[str, Callable[..., Any]]:
         for name in LOADED:
             importlib.import_module(name)
     modules = {n: m for n, m in list(sys.modules.items()) if m is not None and n.partition(".")[0] == "torch"}
-    own = {
+    allowed = {
         id(value)
         for module in modules.values()
         for name, value in list(vars(module).items())
@@ -72,7 +72,7 @@ def entry_points() -> dict[str, Callable[..., Any]]:
         f"{where}.{name}": value
         for where, module in modules.items()
         for name, value in list(vars(module).items())
-        if id(value) in own
+        if id(value) in allowed
     }
 
 
@@ -93,8 +93,8 @@ def tracers(kind: type = torch.fx.Tracer) -> Iterator[type]:
 def refused() -> Iterator[dict[str, Callable[..., Any]]]:
     """Inside, whatever captures raises; so does making an FX graph or a TorchScript one in any other way. Yields what was found."""
     with pytest.MonkeyPatch.context() as patch:
-        found = entry_points()
-        for name in found:
+        entries = entry_points()
+        for name in entries:
             where, _, attribute = name.rpartition(".")
             patch.setattr(sys.modules[where], attribute, _refuse)
         for tracer in tracers():
@@ -108,4 +108,4 @@ def refused() -> Iterator[dict[str, Callable[..., Any]]]:
             (torch._C._dynamo.eval_frame, "set_eval_frame"),
         ):
             patch.setattr(owner, attribute, _refuse)
-        yield found
+        yield entries

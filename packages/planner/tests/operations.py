@@ -23,18 +23,18 @@ def counted(model: nn.Module, batch: Batch) -> tuple[float, float]:
     """What torch counts of the forward and of the backward pass; attention by its products, since kernels are not counted."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(*batch.args, **batch.kwargs).sum()
-        ahead = counter.get_total_flops()
+        forward = counter.get_total_flops()
         out.backward()
-    return ahead, counter.get_total_flops() - ahead
+    return forward, counter.get_total_flops() - forward
 
 
 def planned(model: nn.Module, batch: Batch) -> tuple[float, float]:
     """What the planner says of both, with what the model's own checkpoints run again."""
     tape = record(model, batch, BOOK.composites)
-    ahead = [forward_flops(node, tape.values, by_name(BOOK.composites)) for node in tape.nodes]
-    nodes = zip(tape.nodes, tape.flows, ahead, strict=True)
+    forward = [forward_flops(node, tape.values, by_name(BOOK.composites)) for node in tape.nodes]
+    nodes = zip(tape.nodes, tape.flows, forward, strict=True)
     back = sum(backward_flops(node, tape.values, flows, f) for node, flows, f in nodes)
-    return sum(ahead), back + sum(again * f for again, f in zip(tape.again, ahead, strict=True))
+    return sum(forward), back + sum(again * f for again, f in zip(tape.again, forward, strict=True))
 
 
 def profiled(model: nn.Module, batch: Batch) -> tuple[float, float]:
@@ -45,7 +45,7 @@ def profiled(model: nn.Module, batch: Batch) -> tuple[float, float]:
 
 def kept(model: nn.Module, batch: Batch) -> int:
     """Bytes of the distinct storages that autograd keeps in a real run, parameters and buffers aside."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    lasting = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     held: list[torch.Tensor] = []  # an address must not be used again
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def kept(model: nn.Module, batch: Batch) -> int:
         out = model(*batch.args, **batch.kwargs)
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     assert out.requires_grad
-    return sum(size for address, size in sizes.items() if address not in own)
+    return sum(size for address, size in sizes.items() if address not in lasting)
 
 
 class Residual(nn.Module):

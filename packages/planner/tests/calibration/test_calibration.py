@@ -42,9 +42,9 @@ def lay(model: nn.Module, batch: torch.Tensor) -> nn.Module:
 
 
 def measured_together(rank: int, size: int, path: str) -> None:
-    found = profile.measure_ranks(lay, FEW, (2**10, 2**14))
+    result = profile.measure_ranks(lay, FEW, (2**10, 2**14))
     if rank == 0:
-        found.save(Path(path))
+        result.save(Path(path))
 
 
 def small_profile() -> Cluster:
@@ -60,26 +60,24 @@ def small_profile() -> Cluster:
     return replace(LAPTOP_CPU, cores=2, hides_launch=False, hides_communication=False, work=curves)
 
 
-def test_curves_rise_and_every_kind_can_be_measured() -> None:
+def test_curves_rise_for_every_kind() -> None:
     for kind in operations.KINDS:
         curve = operations.measured(kind, torch.float32, operations.streams(kind, torch.float32, 2e5), FEW)
         for points in (curve.forward, curve.backward):
             sizes, seconds = zip(*points, strict=True)
             assert list(sizes) == sorted(set(sizes)) and list(seconds) == sorted(seconds) and seconds[0] > 0
-    ahead, back = operations.launches(FEW)
-    assert 0 < ahead < 1e-3 and 0 < back < 1e-3
+    forward, back = operations.launches(FEW)
+    assert 0 < forward < 1e-3 and 0 < back < 1e-3
 
 
-def test_between_points_and_beyond_them() -> None:
+def test_interpolation_and_extrapolation_of_curves() -> None:
     points = ((1e2, 1e-5), (1e4, 1e-3))
     assert interpolated(points, 1.0) == 1e-5
     assert interpolated(points, 1e3) == pytest.approx(1e-4)
     assert interpolated(points, 1e6) == pytest.approx(1e-1)
 
 
-def test_ranks_measure_each_other_and_the_profile_can_be_planned_with(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
+def test_profile_of_several_ranks_is_usable(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(2, measured_together, str(tmp_path / "part.json"))
     part = RankMeasurements.load(tmp_path / "part.json")
     assert part.slower >= 1.0 and part.dispatch_s >= 0.0
@@ -97,7 +95,7 @@ def test_ranks_measure_each_other_and_the_profile_can_be_planned_with(
     assert link.seconds("all_reduce", 2**14, 2) == reduced.points[-1][1]
 
 
-def test_measured_work_is_what_a_plan_is_costed_by() -> None:
+def test_plan_costs_use_measured_curves() -> None:
     """With ten times longer products the same plan takes longer, and what crowds a machine slows all of it."""
     cluster = small_profile()
     slow = replace(
@@ -144,7 +142,7 @@ def test_one_rank_measures_all_but_links(rank_pool: RankPool, tmp_path: Path) ->
     assert eager().plan(Mlp(), torch.randn(4, 64), PlanRequest(cluster=cluster, world_size=1))[0].predicted
 
 
-def test_a_model_s_own_code_is_what_its_step_takes_beyond_its_operations(
+def test_host_overhead_is_the_step_time_beyond_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Measured on a step of a given length; priced once for each operation."""
@@ -157,7 +155,7 @@ def test_a_model_s_own_code_is_what_its_step_takes_beyond_its_operations(
     assert after - before == pytest.approx(count * 5e-6)
 
 
-def test_a_mesh_costs_each_operation_what_a_step_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_overhead_is_the_added_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
     count, _ = host_overhead.recorded(LAPTOP_CPU, 2)
     laid: list[object] = []
 
@@ -173,7 +171,7 @@ def test_a_mesh_costs_each_operation_what_a_step_takes_longer(monkeypatch: pytes
     assert host_overhead.laid(3, lay) == pytest.approx(2e-6)
 
 
-def test_backward_passes_are_timed_without_the_call_of_autograd() -> None:
+def test_backward_timing_excludes_the_autograd_call() -> None:
     cases = list(operations.streams("pointwise", torch.float32, 2e4))
     with_call, without = (
         operations.measured("pointwise", torch.float32, iter(cases), FEW, e) for e in (0.0, 1.0)
@@ -181,7 +179,7 @@ def test_backward_passes_are_timed_without_the_call_of_autograd() -> None:
     assert without.backward[0][1] < with_call.backward[0][1] / 2
 
 
-def test_results_are_kept_so_that_others_are_written_to_other_memory() -> None:
+def test_results_are_kept_alive_during_timing() -> None:
     """As autograd keeps them; of many, the last ones."""
     x = torch.randn(64)
     seen: list[int] = []
@@ -201,7 +199,7 @@ def test_results_are_kept_so_that_others_are_written_to_other_memory() -> None:
     assert len(seen) == 2
 
 
-def test_what_is_kept_counts_what_autograd_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_bytes_include_saved_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss is one number, and holds the probabilities of all classes: a thousand of those would fill a machine."""
     kept: list[int] = []
     turns = operations._turns
@@ -216,7 +214,7 @@ def test_what_is_kept_counts_what_autograd_holds(monkeypatch: pytest.MonkeyPatch
     assert min(kept) >= x.numel() * 4
 
 
-def test_products_that_move_more_than_their_operations_need_take_longer() -> None:
+def test_thin_products_take_longer() -> None:
     """Few rows and a large weight: beyond what equal sides move, by what was measured; equal sides as before."""
     even = MeasuredWork("matmul", "float32", ((1.0, 1e-6),), ((1.0, 2e-6),))
     thin = MeasuredWork("thin", "float32", ((1e6, 1e-3),), ((1e6, 2e-3),))
@@ -226,11 +224,11 @@ def test_products_that_move_more_than_their_operations_need_take_longer() -> Non
         seconds = []
         for cluster in (plain, replace(plain, work=(even, thin))):
             model = nn.Linear(64, width, bias=False)
-            found = eager().plan(
+            result = eager().plan(
                 model, torch.randn(rows, 64, requires_grad=True), PlanRequest(cluster=cluster, world_size=1)
             )[0]
-            assert found.predicted is not None
-            seconds.append(found.predicted.compute_seconds)
+            assert result.predicted is not None
+            seconds.append(result.predicted.compute_seconds)
         return seconds[1] - seconds[0]
 
     assert longer(64, 64) == 0.0
@@ -246,10 +244,10 @@ def test_a_batch_of_even_products_is_not_thin() -> None:
     assert even_bytes(flops, 2, 64) == even_bytes(flops, 4, 64) / 2
 
 
-def test_what_a_thin_product_takes_beyond_an_even_one_is_measured() -> None:
+def test_thin_product_overhead_is_measured() -> None:
     even = MeasuredWork("matmul", "float32", ((1.0, 1e-18),), ((1.0, 1e-18),))
-    found = operations.thin(FEW, 0.0, even, (4, 16, 4096))
-    ((nbytes, ahead),), ((_, back),) = found.forward, found.backward
-    assert 0 < nbytes < 4.0 * (4 * 16 + 16 * 4096 + 4 * 4096) and ahead > 0 and back > 0
+    result = operations.thin(FEW, 0.0, even, (4, 16, 4096))
+    ((nbytes, forward),), ((_, back),) = result.forward, result.backward
+    assert 0 < nbytes < 4.0 * (4 * 16 + 16 * 4096 + 4 * 4096) and forward > 0 and back > 0
     slow = MeasuredWork("matmul", "float32", ((1.0, 1.0),), ((1.0, 1.0),))
     assert operations.thin(FEW, 0.0, slow, (4, 16, 4096)).forward[0][1] == 0.0

@@ -26,13 +26,13 @@ from meshwright_planner.clusters.registry import (
 )
 from meshwright_planner.simulation import parse_straggler
 
-CROWDED = replace(LAPTOP_CPU, cores=2, crowding=((1, 1.0), (2, 1.2), (4, 2.4)))
+OVERSUBSCRIBED = replace(LAPTOP_CPU, cores=2, crowding=((1, 1.0), (2, 1.2), (4, 2.4)))
 
 NVLINK = {"name": "nvlink", "size": 8, "latency_s": 2e-6, "bandwidth_Bps": 450e9}
 INFINIBAND = {"name": "infiniband", "size": 0, "latency_s": 5e-6, "bandwidth_Bps": 50e9}
 
 
-def test_every_profile_says_its_source_and_survives_a_round_trip(tmp_path: Path) -> None:
+def test_profiles_have_a_source_and_round_trip(tmp_path: Path) -> None:
     assert {name for name, _ in PROFILES.values()} == {f.stem for f in FOLDER.glob("*.json")}
     for name, _ in PROFILES.values():
         cluster = named(name)
@@ -42,12 +42,12 @@ def test_every_profile_says_its_source_and_survives_a_round_trip(tmp_path: Path)
     assert {"p3.16xlarge", "mi300x", "dgx-b200", "dgx-h200"} <= {name for name, _ in PROFILES.values()}
 
 
-def test_a_measured_machine_survives_a_round_trip_and_is_found_by_its_path(tmp_path: Path) -> None:
+def test_measured_machine_round_trips_and_loads_by_path(tmp_path: Path) -> None:
     work = (MeasuredWork("matmul", "float32", ((1e3, 1e-5), (1e6, 1e-4)), ((1e3, 2e-5), (1e6, 2e-4))),)
     moved = (MeasuredCollective("all_reduce", 2, ((1e3, 1e-4), (1e6, 1e-3)), 4),)
-    own = replace(CROWDED, name="mine", work=work, collectives=moved, hides_communication=False)
-    write(own, tmp_path / "mine.json")
-    assert cluster_of(str(tmp_path / "mine.json"), HOST) == own
+    measured = replace(OVERSUBSCRIBED, name="mine", work=work, collectives=moved, hides_communication=False)
+    write(measured, tmp_path / "mine.json")
+    assert cluster_of(str(tmp_path / "mine.json"), HOST) == measured
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_measured_machine_survives_a_round_trip_and_is_found_by_its_path(tmp_p
         ({"links": [{**NVLINK, "sizes": [4, 2]}, INFINIBAND]}, "up to 4 ranks.*devices_per_node is 8"),
         ({"devices_per_node": 4}, "devices_per_node is 4, and 'nvlink' joins 8 ranks"),
         ({"links": [{**NVLINK, "size": 2}, INFINIBAND]}, "devices_per_node is 8, and 'nvlink' joins 2 ranks"),
-        ({"links": [NVLINK, {**INFINIBAND, "name": "nvlink"}]}, "two levels have one name"),
+        ({"links": [NVLINK, {**INFINIBAND, "name": "nvlink"}]}, "two levels have the same name"),
         (
             {"links": [NVLINK, {**INFINIBAND, "size": 12}, {**INFINIBAND, "name": "spine"}]},
             "begins at rank 12",
@@ -72,12 +72,12 @@ def test_a_measured_machine_survives_a_round_trip_and_is_found_by_its_path(tmp_p
         ({"reserved_bytes": 10**12}, "reserved_bytes is 1000000000000, and memory_bytes .*: nothing is left"),
         (
             {"links": [{n: v for n, v in NVLINK.items() if n != "size"}, INFINIBAND]},
-            "'nvlink' says neither size nor sizes",
+            "'nvlink' has neither size nor sizes",
         ),
         ({"work": [{"kind": "matmul", "dtype": "float32", "forward": [[2, 1], [1, 1]]}]}, "ascend"),
     ],
 )
-def test_a_wrong_file_is_refused_by_field(tmp_path: Path, change: dict[str, object], told: str) -> None:
+def test_error_of_a_wrong_file_names_the_field(tmp_path: Path, change: dict[str, object], told: str) -> None:
     data = json.loads((FOLDER / "dgx-h100.json").read_text()) | change
     (tmp_path / "wrong.json").write_text(json.dumps(data))
     with pytest.raises(UsageError, match=told):
@@ -86,7 +86,7 @@ def test_a_wrong_file_is_refused_by_field(tmp_path: Path, change: dict[str, obje
         cluster_of("none.json", HOST)
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_binary_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_bytes(b"\xff\xfe{\0")
     with pytest.raises(
         UsageError, match=r"wrong\.json' is no text in UTF-8 \(byte 0 is 0xff\); give a JSON file"
@@ -94,7 +94,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         cluster_of(str(tmp_path / "wrong.json"), HOST)
 
 
-def test_a_path_is_a_path_and_a_number_no_cluster(tmp_path: Path) -> None:
+def test_path_is_accepted_and_number_rejected(tmp_path: Path) -> None:
     write(DGX_H100, tmp_path / "own.json")
     assert cluster_of(tmp_path / "own.json", HOST) == DGX_H100
     (planned,) = eager().plan(
@@ -107,18 +107,18 @@ def test_a_path_is_a_path_and_a_number_no_cluster(tmp_path: Path) -> None:
         eager().plan(Transformer(layers=1), tokens(), PlanRequest(cluster=8))  # type: ignore[arg-type]
 
 
-def test_sizes_of_a_level_need_no_size_beside_them(tmp_path: Path) -> None:
+def test_level_with_sizes_needs_no_size(tmp_path: Path) -> None:
     uneven = {n: v for n, v in NVLINK.items() if n != "size"} | {"sizes": [8, 4]}
     data = json.loads((FOLDER / "dgx-h100.json").read_text()) | {"links": [uneven, INFINIBAND]}
     (tmp_path / "uneven.json").write_text(json.dumps(data))
-    found = cluster_of(str(tmp_path / "uneven.json"), HOST)
-    assert found.links[0].groups(16) == [0, 8, 12, 16] and found.links[0].size == 8
-    write(found, tmp_path / "again.json")
-    assert cluster_of(str(tmp_path / "again.json"), HOST) == found
+    result = cluster_of(str(tmp_path / "uneven.json"), HOST)
+    assert result.links[0].groups(16) == [0, 8, 12, 16] and result.links[0].size == 8
+    write(result, tmp_path / "again.json")
+    assert cluster_of(str(tmp_path / "again.json"), HOST) == result
 
 
 @pytest.mark.parametrize("outer", [{"size": 8}, {"size": 8, "sizes": (8, 4)}])
-def test_no_more_ranks_than_the_links_join(outer: dict[str, Any]) -> None:
+def test_more_ranks_than_the_links_join_are_rejected(outer: dict[str, Any]) -> None:
     alone = replace(DGX_H100, links=(replace(DGX_H100.links[0], **outer),))
     assert alone.most_ranks == 8 and alone.running(8).link(1, 8).name == "nvlink"
     assert DGX_H100.most_ranks is None
@@ -138,9 +138,9 @@ def test_a_small_collective_takes_the_tree_and_a_large_one_over_nodes_the_hierar
     assert min(small, key=lambda a: small[a]) in ("tree", "hierarchical") and small["ring"] > small["tree"]
     for sizes, nbytes in ((small, 1e3), (large, 1e10)):
         assert link.seconds("all_reduce", nbytes, 512) == min(sizes.values())
-    one = DGX_H100.link(1, 8)
-    assert set(one.algorithms("all_gather", 1e6, 8)) == {"ring"}
-    assert one.algorithms("all_reduce", 1e9, 8)["ring"] < one.algorithms("all_reduce", 1e9, 8)["tree"]
+    inner_link = DGX_H100.link(1, 8)
+    assert set(inner_link.algorithms("all_gather", 1e6, 8)) == {"ring"}
+    assert inner_link.algorithms("all_reduce", 1e9, 8)["ring"] < inner_link.algorithms("all_reduce", 1e9, 8)["tree"]
     # 64 nodes, each card sends its eighth over its own network: by hand
     inner = 7 * 2e-6 + 7 / 8 * 1e10 / 450e9
     outer = min(2 * (63 * 5e-6 + 63 / 64 * 1.25e9 / 50e9), 2 * (6 * 5e-6 + 1.25e9 / 50e9))
@@ -159,49 +159,47 @@ def test_a_group_that_straddles_uneven_nodes_pays_the_network() -> None:
 
 
 def test_ranks_that_share_cores_slow_each_other() -> None:
-    assert CROWDED.running(1).rate("float32") == CROWDED.rate("float32")
-    assert CROWDED.running(2).rate("float32") == pytest.approx(CROWDED.rate("float32") / 1.2)
-    assert CROWDED.running(3).launch_s == pytest.approx(CROWDED.launch_s * 1.8)
-    assert CROWDED.running(8).streams == pytest.approx(CROWDED.streams / 4.8)
-    assert CROWDED.running(4).running(2) == CROWDED.running(2).running(2)
+    assert OVERSUBSCRIBED.running(1).rate("float32") == OVERSUBSCRIBED.rate("float32")
+    assert OVERSUBSCRIBED.running(2).rate("float32") == pytest.approx(OVERSUBSCRIBED.rate("float32") / 1.2)
+    assert OVERSUBSCRIBED.running(3).launch_s == pytest.approx(OVERSUBSCRIBED.launch_s * 1.8)
+    assert OVERSUBSCRIBED.running(8).streams == pytest.approx(OVERSUBSCRIBED.streams / 4.8)
+    assert OVERSUBSCRIBED.running(4).running(2) == OVERSUBSCRIBED.running(2).running(2)
     assert DGX_H100.running(4096).rate("bfloat16") == DGX_H100.rate("bfloat16")
 
 
-def test_what_was_measured_stands_in_place_of_the_model() -> None:
+def test_measurements_replace_the_link_model() -> None:
     points = ((1e3, 1e-4), (1e5, 1e-3))
     measured = tuple(
         MeasuredCollective("all_reduce", 2, tuple((n, s * ranks) for n, s in points), ranks)
         for ranks in (2, 4)
     )
-    cluster = replace(CROWDED, collectives=measured)
+    cluster = replace(OVERSUBSCRIBED, collectives=measured)
     assert cluster.running(2).link(1, 2).seconds("all_reduce", 1e4, 2) == pytest.approx(2 * 10**-3.5)
     assert cluster.running(4).link(1, 2).seconds("all_reduce", 10, 2) == pytest.approx(4e-4)
     assert cluster.running(4).link(1, 4).seconds("all_reduce", 1e6, 4) == pytest.approx(4e-2 * 1.5)
     assert cluster.running(2).link(1, 2).seconds("all_gather", 1e6, 2) == pytest.approx(50e-6 + 5e5 / 1e9)
 
 
-def test_who_waits_leaves_its_core_to_the_others() -> None:
+def test_waiting_rank_leaves_its_core_to_others() -> None:
     assert DGX_H100.running(8).shared_core_factors(4) == ()
-    assert CROWDED.running(2).shared_core_factors(2) == (1 / 1.2, 1.0)
-    assert (
-        replace(CROWDED, crowding=((1, 1.0), (2, 1.0))).running(2).shared_core_factors(2) == ()
-    )  # a core each
-    assert CROWDED.running(4).shared_core_factors(4) == pytest.approx((1 / 2.4, 0.5, 0.75, 1.0))
-    assert CROWDED.running(4).shared_core_factors(2) == pytest.approx((0.5, 1.0))  # two ranks each
-    assert CROWDED.running(2 * CROWDED.devices_per_node).shared_core_factors(2) == ()  # a machine each
+    assert OVERSUBSCRIBED.running(2).shared_core_factors(2) == (1 / 1.2, 1.0)
+    assert replace(OVERSUBSCRIBED, crowding=((1, 1.0), (2, 1.0))).running(2).shared_core_factors(2) == ()  # a core each
+    assert OVERSUBSCRIBED.running(4).shared_core_factors(4) == pytest.approx((1 / 2.4, 0.5, 0.75, 1.0))
+    assert OVERSUBSCRIBED.running(4).shared_core_factors(2) == pytest.approx((0.5, 1.0))  # two ranks each
+    assert OVERSUBSCRIBED.running(2 * OVERSUBSCRIBED.devices_per_node).shared_core_factors(2) == ()  # a machine each
 
 
 def planned(
     cluster: Cluster | str, ranks: int, planner: str = "eager", length: int = 32, **pins: int
 ) -> ParallelPlan:
     request = PlanRequest(cluster=cluster, world_size=ranks, **pins)  # type: ignore[arg-type]
-    found = (eager() if planner == "eager" else manual()).plan(
+    result = (eager() if planner == "eager" else manual()).plan(
         Transformer(layers=2), tokens(rows=48, length=length), request
     )
-    return found[0]
+    return result[0]
 
 
-def test_reports_name_the_links_that_are_crossed() -> None:
+def test_reports_name_crossed_links() -> None:
     plan = planned(DGX_H100, 16, tp=8)
     report = explain(plan, cluster=DGX_H100.running(16))
     assert report.to_dict()["plans"][0]["links"] == {"dp": ["infiniband"], "tp": ["nvlink"]}
@@ -212,7 +210,7 @@ def test_reports_name_the_links_that_are_crossed() -> None:
     assert "over nvlink" not in str(explain(plan)) and explain(plan).to_dict()["plans"][0]["links"] == {}
 
 
-def test_nodes_of_uneven_size_are_planned_for(tmp_path: Path) -> None:
+def test_plan_for_nodes_of_uneven_size(tmp_path: Path) -> None:
     """Two nodes of eight and two of four: an axis of eight straddles them and pays the network, one of four does not."""
     data = json.loads((FOLDER / "dgx-h100.json").read_text())
     data |= {"name": "mixed", "links": [{**NVLINK, "size": 8, "sizes": [8, 4]}, INFINIBAND]}
@@ -234,7 +232,7 @@ def test_nodes_of_uneven_size_are_planned_for(tmp_path: Path) -> None:
     assert free.degree("tp") <= 4
 
 
-def test_a_slow_node_holds_up_those_that_work_with_it(tmp_path: Path) -> None:
+def test_slow_node_delays_its_groups(tmp_path: Path) -> None:
     slow = (SlowNode(1, 1.5), SlowNode(2, link="infiniband", share=0.25))
     cluster = replace(DGX_H100, slow_nodes=slow)
     write(cluster, tmp_path / "slow.json")
@@ -257,7 +255,7 @@ def test_a_slow_node_holds_up_those_that_work_with_it(tmp_path: Path) -> None:
     assert "node 2 has 25% of infiniband" in "\n".join(weak.provenance.notes)
 
 
-def test_measured_links_are_not_made_slow_once_more(tmp_path: Path) -> None:
+def test_measured_links_are_not_slowed_twice(tmp_path: Path) -> None:
     measured = MeasuredCollective("all_reduce", 2, ((1e3, 1e-4), (1e6, 1e-3)), 2)
     cluster = replace(
         LAPTOP_CPU, collectives=(measured,), slow_nodes=(SlowNode(0, link="loopback", share=0.5),)
@@ -268,7 +266,7 @@ def test_measured_links_are_not_made_slow_once_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"node": -1}, "node=-1.*from 0"),
         ({"node": True}, "node=True.*from 0"),
@@ -280,6 +278,6 @@ def test_measured_links_are_not_made_slow_once_more(tmp_path: Path) -> None:
         ({"node": 0, "link": "infinband", "share": 0.5}, "'infinband'; there are nvlink, infiniband"),
     ],
 )
-def test_wrong_slow_nodes_are_refused_without_a_file_too(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_wrong_slow_nodes_are_rejected_without_a_file(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         replace(DGX_H100, slow_nodes=(SlowNode(**wrong),))

@@ -24,13 +24,13 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def devices(monkeypatch: pytest.MonkeyPatch, name: str, count: int = 4, memory: int = 85 * 10**9) -> None:
     """As if torch saw so many devices of that name."""
-    found = SimpleNamespace(name=name, total_memory=memory)
+    properties = SimpleNamespace(name=name, total_memory=memory)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
 
-def test_fast_links_join_as_many_devices_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_innermost_link_joins_the_devices_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     devices(monkeypatch, "NVIDIA H100 80GB HBM3")
     cluster = cluster_of(None, HOST, 8)
     assert (cluster.devices_per_node, cluster.memory_bytes) == (4, 85 * 10**9)
@@ -41,7 +41,7 @@ def test_fast_links_join_as_many_devices_as_there_are(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA H1000"])
-def test_a_device_that_no_profile_is_of_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_device_without_profile_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     devices(monkeypatch, name)
     with pytest.raises(UsageError, match=rf"'{name}'.*meshwright calibrate.*cluster='machine.json'"):
         cluster_of(None, HOST)
@@ -55,7 +55,7 @@ def test_a_device_that_no_profile_is_of_is_refused(monkeypatch: pytest.MonkeyPat
         ("Tesla V100-SXM2-32GB", "p3.16xlarge"),
     ],
 )
-def test_a_near_device_is_said_to_be_near(monkeypatch: pytest.MonkeyPatch, name: str, profile: str) -> None:
+def test_related_device_is_noted(monkeypatch: pytest.MonkeyPatch, name: str, profile: str) -> None:
     devices(monkeypatch, name)
     plan = eager().plan(Mlp(), torch.zeros(8, 64), PlanRequest(world_size=2))[0]
     note = next(note for note in plan.provenance.notes if "machine at hand" in note)
@@ -72,13 +72,13 @@ def test_a_near_device_is_said_to_be_near(monkeypatch: pytest.MonkeyPatch, name:
         ("AMD Instinct MI300X", "mi300x"),
     ],
 )
-def test_a_known_device_has_its_own_profile(monkeypatch: pytest.MonkeyPatch, name: str, profile: str) -> None:
+def test_device_with_profile_uses_it(monkeypatch: pytest.MonkeyPatch, name: str, profile: str) -> None:
     devices(monkeypatch, name)
     source = cluster_of(None, HOST).source
     assert f"{profile!r}, not measured" in source
 
 
-def test_processors_share_the_memory_and_the_cores_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_ranks_share_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(local_machine, "usable_cores", lambda: 3)
     monkeypatch.setattr(local_machine, "usable_memory", lambda: 48 * 2**30)
@@ -98,11 +98,11 @@ def test_processors_share_the_memory_and_the_cores_that_there_are(monkeypatch: p
         cluster_of(plan.provenance.cluster, HOST, 6)
 
 
-def test_memory_is_what_the_machine_has_at_most() -> None:
+def test_memory_is_limited_by_the_machine() -> None:
     assert 2**28 < local_machine.usable_memory() < 2**50
 
 
-def test_a_level_around_the_innermost_may_end_where_nodes_do(tmp_path: Path) -> None:
+def test_outer_level_may_end_at_nodes(tmp_path: Path) -> None:
     data = json.loads((FOLDER / "dgx-h100.json").read_text())
     inner, outer = data["links"]
     data["links"] = [{**inner, "name": "bridge", "size": 2}, inner, outer]

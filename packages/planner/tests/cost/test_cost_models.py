@@ -35,21 +35,21 @@ CALIBRATED = replace(
 
 
 class Constant:
-    """Whatever it is, it takes as long; `asked` keeps what it was asked."""
+    """Every operation takes the same time; `questions` keeps the arguments."""
 
     operation_says: ClassVar[Callable[[Operation], Any]] = lambda op: 1e-3
     collective_says: ClassVar[Callable[[Communication], Any]] = lambda c: 1e-2
-    asked: ClassVar[list[Operation | Communication]] = []
+    questions: ClassVar[list[Operation | Communication]] = []
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
     def operation(self, operation: Operation) -> Any:
-        type(self).asked.append(operation)
+        type(self).questions.append(operation)
         return type(self).operation_says(operation)
 
     def collective(self, communication: Communication) -> Any:
-        type(self).asked.append(communication)
+        type(self).questions.append(communication)
         return type(self).collective_says(communication)
 
 
@@ -58,16 +58,18 @@ def target_of(kind: object) -> str:
 
 
 def host_with(*records: CostModelSpec) -> PluginHost:
-    own = {r.name: Registered(r, "acme-costs", "1.0", "acme") for r in (*meshwright_cost_models(), *records)}
-    return PluginHost({StrategySpec: HOST.strategies(), CostModelSpec: own})
+    default = {
+        r.name: Registered(r, "acme-costs", "1.0", "acme") for r in (*meshwright_cost_models(), *records)
+    }
+    return PluginHost({StrategySpec: HOST.strategies(), CostModelSpec: default})
 
 
 def planned(
     cost_model: str | None, cluster: Cluster = LAPTOP_CPU, host: PluginHost | None = None, **pins: Any
 ) -> ParallelPlan:
-    own = host or host_with(CostModelSpec(name="constant", target=target_of(Constant)))
+    default = host or host_with(CostModelSpec(name="constant", target=target_of(Constant)))
     request = PlanRequest(cluster=cluster, world_size=2, cost_model=cost_model, **pins)
-    return EagerPlanner(own).plan(Transformer(layers=2), tokens(rows=4), request)[0]
+    return EagerPlanner(default).plan(Transformer(layers=2), tokens(rows=4), request)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -75,18 +77,18 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Constant, "asked", [])
 
 
-def same_prediction(one: ParallelPlan, other: ParallelPlan) -> bool:
-    return one.predicted == other.predicted and one.degrees == other.degrees
+def same_prediction(first: ParallelPlan, other: ParallelPlan) -> bool:
+    return first.predicted == other.predicted and first.degrees == other.degrees
 
 
 @pytest.mark.parametrize("pins", [{"dp": 2}, {"tp": 2}, {}], ids=["dp", "tp", "searched"])
-def test_ours_are_the_figures_of_the_cluster(pins: dict[str, int]) -> None:
-    own, measured = planned(None, CALIBRATED, **pins), planned("measured", CALIBRATED, **pins)
-    assert same_prediction(own, measured)
-    assert own.provenance.cost_model is None and measured.provenance.cost_model == "measured"
+def test_first_party_models_use_the_figures_of_the_cluster(pins: dict[str, int]) -> None:
+    default, measured = planned(None, CALIBRATED, **pins), planned("measured", CALIBRATED, **pins)
+    assert same_prediction(default, measured)
+    assert default.provenance.cost_model is None and measured.provenance.cost_model == "measured"
     datasheet = planned("roofline", CALIBRATED, **pins)
     assert same_prediction(datasheet, planned(None, replace(CALIBRATED, work=(), collectives=()), **pins))
-    assert not same_prediction(datasheet, own)
+    assert not same_prediction(datasheet, default)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +98,12 @@ def test_ours_are_the_figures_of_the_cluster(pins: dict[str, int]) -> None:
         (replace(CALIBRATED, collectives=()), "no collectives of cluster 'mine'"),
     ],
 )
-def test_measured_needs_a_cluster_that_was_calibrated(cluster: Cluster, missing: str) -> None:
+def test_measured_model_needs_a_calibrated_cluster(cluster: Cluster, missing: str) -> None:
     with pytest.raises(UsageError, match=missing + r".*meshwright calibrate"):
         planned("measured", cluster)
 
 
-def test_everything_a_step_takes_comes_from_the_cost_model() -> None:
+def test_all_times_come_from_the_cost_model() -> None:
     data, tensor = planned("constant", dp=2), planned("constant", tp=2)
     assert data.predicted is not None and data.predicted.split is not None
     operations = data.predicted.compute_seconds / 1e-3
@@ -114,13 +116,13 @@ def test_everything_a_step_takes_comes_from_the_cost_model() -> None:
     assert sums == pytest.approx(sum(c.count for c in tensor.collectives if c.axis == "tp")) and sums > 1
 
 
-def test_it_is_told_what_one_rank_has() -> None:
+def test_cost_model_gets_local_sizes() -> None:
     planned("constant", DGX_H100, tp=2)
-    operations = [one for one in Constant.asked if isinstance(one, Operation)]
+    operations = [first for first in Constant.questions if isinstance(first, Operation)]
     assert len(operations) == len(set(operations))
-    linear = [one for one in operations if one.name == "linear" and one.inputs[0] == (4, 32, 64)]
-    assert {one.inputs[1] for one in linear} >= {(64, 64), (32, 64), (256, 64), (128, 64)}
-    shard = next(one for one in linear if one.inputs[1] == (128, 64))
+    linear = [first for first in operations if first.name == "linear" and first.inputs[0] == (4, 32, 64)]
+    assert {first.inputs[1] for first in linear} >= {(64, 64), (32, 64), (256, 64), (128, 64)}
+    shard = next(first for first in linear if first.inputs[1] == (128, 64))
     assert (
         shard.kind == "matmul"
         and shard.dtype == "float32"
@@ -128,15 +130,15 @@ def test_it_is_told_what_one_rank_has() -> None:
         and shard.outputs == ((4, 32, 128),)
     )
     assert shard.flops == 2 * 4 * 32 * 64 * 128 and shard.made == (4.0 * 4 * 32 * 128,)
-    (update,) = {one.name for one in operations if one.kind == "update"}
+    (update,) = {first.name for first in operations if first.kind == "update"}
     assert update == "adamw"
-    moved = {(one.axis, one.levels) for one in Constant.asked if isinstance(one, Communication)}
+    moved = {(first.axis, first.levels) for first in Constant.questions if isinstance(first, Communication)}
     assert moved == {("tp", ("nvlink",))}
-    Constant.asked.clear()
+    Constant.questions.clear()
     request = PlanRequest(cluster=DGX_H100, world_size=16, cost_model="constant", dp=16)
     host = host_with(CostModelSpec(name="constant", target=target_of(Constant)))
     EagerPlanner(host).plan(Transformer(layers=2), tokens(rows=16), request)
-    (sums,) = (one for one in Constant.asked if isinstance(one, Communication))
+    (sums,) = (first for first in Constant.questions if isinstance(first, Communication))
     assert (sums.kind, sums.axis, sums.degree) == ("all_reduce", "dp", 16)
     assert sums.levels == ("nvlink", "infiniband")
 
@@ -160,7 +162,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
 @pytest.mark.parametrize(
     ("says", "told"), WRONG, ids=["raises", "negative", "nan", "inf", "pair", "text", "none"]
 )
-def test_an_answer_that_is_no_time_is_refused(
+def test_answer_that_is_no_time_is_rejected(
     monkeypatch: pytest.MonkeyPatch, which: str, says: Callable[[Any], Any], told: str
 ) -> None:
     monkeypatch.setattr(Constant, f"{which}_says", staticmethod(says))
@@ -193,7 +195,7 @@ def fails(cluster: Cluster) -> None:
         ("rooflin", r"there is no cost model named 'rooflin'; did you mean 'roofline'\?"),
     ],
 )
-def test_a_model_that_cannot_be_had_says_why(name: str, told: str) -> None:
+def test_unusable_cost_model_is_rejected(name: str, told: str) -> None:
     records = [CostModelSpec(name=n, target=target_of(t)) for n, t in (("half", Half), ("fails", fails))]
     with pytest.raises(PluginError, match=told):
         planned(name, host=host_with(*records))
@@ -201,7 +203,7 @@ def test_a_model_that_cannot_be_had_says_why(name: str, told: str) -> None:
         planned("")
 
 
-def test_a_replay_says_that_it_does_not_know_the_cost_model() -> None:
+def test_simulation_notes_an_unknown_cost_model() -> None:
     plan = planned("constant", dp=2)
     assert "cost model constant" in plan.explain()
     notes = simulate(plan, LAPTOP_CPU.running(2), host=HOST).notes
@@ -220,7 +222,7 @@ class Quick(Roofline):
         return super().operation(operation) / 1000
 
 
-def test_no_bound_is_claimed_of_a_subclass_of_ours() -> None:
+def test_subclass_of_a_first_party_model_has_no_bound() -> None:
     host = host_with(CostModelSpec(name="quick", target=target_of(Quick)))
     predicted = planned("quick", host=host).predicted
     assert predicted is not None and predicted.gap is None

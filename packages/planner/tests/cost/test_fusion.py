@@ -35,18 +35,18 @@ class Chain(nn.Module):
         return F.silu(torch.tanh(self.between(torch.tanh(F.silu(x * self.scale)))))
 
 
-def test_one_kernel_reads_and_writes_once() -> None:
+def test_fused_kernel_reads_and_writes_once() -> None:
     with torch.device("meta"):
         whole, cut = Chain(between=False), Chain(between=True)
     # five operations of a read and a write each; back, a function reads a gradient and what is kept and writes one, and the
     # scaling writes none; one kernel reads and writes once, and back reads the gradient and its input again
     assert saved(whole) == pytest.approx((5 * 2 + 4 * 3 + 2 - 2 - 2) * ONCE, rel=1e-6)
-    # a layer is no part of a kernel: three operations before it, two behind it, which hand a gradient back to it
-    before, behind = 3 * 2 + 2 * 3 + 2 - 2 - 2, 2 * 2 + 2 * 3 - 2 - 3
-    assert saved(cut) == pytest.approx((before + behind) * ONCE, rel=1e-6)
+    # a linear layer is no part of a kernel: three operations before it, two after it, which return a gradient to it
+    before, after = 3 * 2 + 2 * 3 + 2 - 2 - 2, 2 * 2 + 2 * 3 - 2 - 3
+    assert saved(cut) == pytest.approx((before + after) * ONCE, rel=1e-6)
 
 
-def test_products_alone_save_nothing() -> None:
+def test_products_save_nothing_by_fusion() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
         attention, x = Attention(256, 4), torch.empty(2, 512, 256)

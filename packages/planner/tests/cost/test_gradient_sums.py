@@ -45,7 +45,7 @@ HOST = host_of(Summing, Between, Sharing)
 
 
 @pytest.mark.parametrize("degrees", [{"dp": 2, "cp": 8}, {"dp": 2, "bp": 2, "cp": 4}, {"dp": 4, "cp": 4}])
-def test_a_sum_over_joined_axes_takes_what_the_replay_says(degrees: dict[str, int]) -> None:
+def test_sum_over_joined_axes_has_the_simulated_seconds(degrees: dict[str, int]) -> None:
     with torch.device("meta"):
         model, x = Mlp(4096, 8192), torch.empty(64, 4096)
     world = math.prod(degrees.values())
@@ -74,7 +74,7 @@ def test_axes_with_nothing_between_them_are_one() -> None:
 
 @pytest.mark.parametrize("sizes", [(0, (8, 4)), (6, ()), (8, ()), (4, ())])
 @pytest.mark.parametrize("shape", [(2, 2, 4), (3, 2, 2), (2, 4, 3), (4, 3, 2)])
-def test_the_fewest_members_of_a_group_are_those_that_there_are(
+def test_smallest_group_of_joined_axes(
     shape: tuple[int, int, int], sizes: tuple[int, tuple[int, ...]]
 ) -> None:
     """Of the ranks that differ on the first and last axis alone, as counted one by one."""
@@ -87,7 +87,7 @@ def test_the_fewest_members_of_a_group_are_those_that_there_are(
     for middle in range(between):
         ranks = [(a * between + middle) * last + b for a, b in itertools.product(range(first), range(last))]
         fewest = min(fewest, *Counter(node[r] for r in ranks).values())
-    cluster = Cluster("lab", 8, 1, {"float32": 1.0}, 1.0, (level, LinkLevel("wire", 0, 0.0, 1.0)), "")
+    cluster = Cluster("lab", 8, 1, {"float32": 1.0}, 1.0, (level, LinkLevel("network", 0, 0.0, 1.0)), "")
     link = cluster.running(world).link_over([(between * last, first), (1, last)])
     assert link.members == (1 if fewest == first * last else fewest)
-    assert link.name == ("node" if fewest == first * last else "wire")
+    assert link.name == ("node" if fewest == first * last else "network")

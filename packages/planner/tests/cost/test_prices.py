@@ -61,11 +61,11 @@ def test_the_link_of_an_axis() -> None:
     assert LAPTOP_CPU.link(1, 512).name == "loopback"
     with pytest.raises(ValueError, match="no links"):
         Cluster("none", 1, 1, {"float32": 1.0}, 1.0, (), "").link(1, 2)
-    flat = Cluster("flat", 1, 1, {"float32": 1.0}, 1.0, (LinkLevel("wire", 0, 0.0, 10.0),), "")
+    flat = Cluster("flat", 1, 1, {"float32": 1.0}, 1.0, (LinkLevel("network", 0, 0.0, 10.0),), "")
     assert flat.link(1, 2).seconds("all_reduce", 100, 2) == pytest.approx(2 * 0.5 * 100 / 10)
 
 
-def test_clusters_are_found_and_say_their_source() -> None:
+def test_clusters_are_registered_with_their_source() -> None:
     for cluster in (DGX_A100, DGX_H100, LAPTOP_CPU):
         assert cluster.source and cluster.usable_bytes > 0
         assert cluster_of(cluster, HOST) is cluster
@@ -97,7 +97,7 @@ def test_a_large_product_is_bound_by_flops_and_a_norm_by_bytes() -> None:
     assert seconds == pytest.approx(3 * nbytes / (3.35e12 * 0.8))
 
 
-def test_what_autograd_keeps_is_what_it_really_keeps() -> None:
+def test_saved_bytes_equal_those_of_autograd() -> None:
     book = RuleBook.first_party()
     for model, batch in (
         (Transformer(layers=2, dropout=0.1), Batch.of(tokens())),
@@ -126,7 +126,7 @@ def test_dead_code_is_dropped_and_gradients_flow_where_they_should() -> None:
     assert grad == {"input:0": False, "param:used.weight": True, "param:used.bias": False}
 
 
-def test_copies_of_a_block_have_the_work_that_their_own_operations_have() -> None:
+def test_copied_blocks_have_the_work_of_run_blocks() -> None:
     book = RuleBook.first_party()
     tape = record(Transformer(), Batch.of(tokens()), book.composites)
 
@@ -136,7 +136,7 @@ def test_copies_of_a_block_have_the_work_that_their_own_operations_have() -> Non
             Legality(tape, quotient(tape, merge), book, costs, tape.rows, {}, None), {}
         )
         parts = module_work(Replay(problem, problem.replicated()))
-        said = (
+        sources = (
             "module",
             "seconds",
             "saved_bytes",
@@ -146,7 +146,7 @@ def test_copies_of_a_block_have_the_work_that_their_own_operations_have() -> Non
             "deferred_bytes",
             "forward",
         )
-        return [tuple(getattr(part, name) for name in said) for part in parts]
+        return [tuple(getattr(part, name) for name in sources) for part in parts]
 
     merged = work(merge=True)
     assert len(quotient(tape).nodes) < len(tape.nodes)

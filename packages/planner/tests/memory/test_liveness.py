@@ -1,4 +1,4 @@
-"""Peaks of the forward pass, beside counted bytes of tensors."""
+"""Peaks of the forward pass against counted bytes of tensors."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ def of_one(model: nn.Module, batch: dict[str, torch.Tensor]) -> PlacementProblem
 
 
 @pytest.mark.parametrize("kind", [Frozen, Joined, InPlace])
-def test_the_forward_pass_may_hold_most(kind: type[nn.Module]) -> None:
+def test_peak_may_be_in_the_forward_pass(kind: type[nn.Module]) -> None:
     model, batch = kind(), {"x": torch.randn(2048, 32)}
     plan = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))[0]
     assert plan.predicted is not None
     assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.05)
 
 
-def test_what_divides_a_model_is_told_of_its_forward_pass() -> None:
+def test_module_work_has_temporaries_of_the_forward_pass() -> None:
     problem = of_one(Frozen(), {"x": torch.randn(2048, 32)})
     work = module_work(Replay(problem, problem.replicated()))
     assert max(part.transient_bytes for part in work) >= 2 * 2048 * 1024 * 4
 
 
-def test_what_is_kept_is_not_alive_too() -> None:
+def test_saved_tensors_are_not_counted_as_live() -> None:
     """A value counts until it is kept; views of it and what lasts are nothing new."""
     problem = of_one(Transformer(layers=4), tokens(rows=8))
     replay = Replay(problem, problem.replicated())

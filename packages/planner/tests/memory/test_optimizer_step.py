@@ -1,4 +1,4 @@
-"""What a step of an optimizer makes beside gradients and states: counted with torch's own, and as predicted."""
+"""Temporary copies of an optimizer step: counted with torch's optimizers, and predicted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLACK = 256
 
 
 def counted(name: str, **how: bool) -> tuple[int, int]:
-    """(bytes of states, most bytes beside them) of the third step."""
+    """(bytes of states, peak bytes of temporaries) of the third step."""
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
     optimizer = MADE[name](parameters, lr=0.1, **how)
     for p in parameters:
@@ -39,8 +39,8 @@ def counted(name: str, **how: bool) -> tuple[int, int]:
         optimizer.step()
     held: Iterable[Any] = (x for state in optimizer.state.values() for x in state.values())
     states = [x for x in held if isinstance(x, torch.Tensor) and x.numel() > 1]
-    known = [*parameters, *(p.grad for p in parameters if p.grad is not None), *states]
-    with Counting(known) as counting:
+    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None), *states]
+    with Counting(tensors) as counting:
         before = counting.alive
         counting.restart()
         optimizer.step()
@@ -49,18 +49,20 @@ def counted(name: str, **how: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", sorted(COPIES))
 @pytest.mark.parametrize("way", ["foreach", "loop", "fused"])
-def test_copies_are_those_that_torch_makes(name: str, way: str) -> None:
+def test_optimizer_copies_equal_those_of_torch(name: str, way: str) -> None:
     how = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[way]
-    states, beside = counted(name, **how)
-    every = 4 * sum(SIZES)
-    assert states == OPTIMIZERS[name] * every
+    states, temporary = counted(name, **how)
+    total = 4 * sum(SIZES)
+    assert states == OPTIMIZERS[name] * total
     copies = COPIES[name]
-    loop = max(copies.last * a + copies.own * b for a, b in pairwise((0, *(4 * size for size in SIZES))))
-    expected = {"foreach": copies.together * every, "loop": loop, "fused": 0}[way]
-    assert expected <= beside <= expected + SLACK
+    loop = max(
+        copies.previous * a + copies.current * b for a, b in pairwise((0, *(4 * size for size in SIZES)))
+    )
+    expected = {"foreach": copies.together * total, "loop": loop, "fused": 0}[way]
+    assert expected <= temporary <= expected + SLACK
 
 
-def test_no_more_optimizers_are_offered_than_were_counted() -> None:
+def test_all_optimizers_have_counted_copies() -> None:
     assert set(COPIES) == set(OPTIMIZERS) == set(MADE)
 
 
@@ -73,24 +75,24 @@ def test_no_more_optimizers_are_offered_than_were_counted() -> None:
         ("sgd-momentum", False, Moment(0.0, 1.0, 0.0, stepping=True)),
     ],
 )
-def test_the_moment_of_a_step(name: str, together: bool, expected: Moment) -> None:
+def test_moment_of_the_optimizer_step(name: str, together: bool, expected: Moment) -> None:
     assert optimizer_moment([10.0, 4.0, 5.0], name, together) == expected
     assert optimizer_moment([], name, False).transient_bytes == 0
 
 
 @pytest.mark.parametrize("name", sorted(COPIES))
-def test_gradients_of_a_plan_are_gradients(name: str) -> None:
-    """Few tokens, so that memory is fullest while the optimizer steps: what it copies is told apart from gradients."""
+def test_planned_gradients_exclude_optimizer_copies(name: str) -> None:
+    """Few tokens, so that the peak is in the optimizer step: its copies are separate from gradients."""
     model, batch = Transformer(layers=4), tokens(1, length=4)
-    every = sum(p.numel() * p.element_size() for p in model.parameters())
-    found = {}
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    plans = {}
     for cluster in (DGX_H100, LAPTOP_CPU):
         plan = eager().plan(model, batch, PlanRequest(cluster=cluster, world_size=1, optimizer=name))[0]
         assert plan.predicted is not None
-        memory = found[cluster.name] = plan.predicted.memory_bytes
-        assert memory["gradients"] <= every and memory["optimizer"] == OPTIMIZERS[name] * every
-    at_once = found[DGX_H100.name]
+        memory = plans[cluster.name] = plan.predicted.memory_bytes
+        assert memory["gradients"] <= total and memory["optimizer"] == OPTIMIZERS[name] * total
+    at_once = plans[DGX_H100.name]
     if COPIES[name].together:
-        assert (at_once["gradients"], at_once["temporaries"]) == (every, every)
+        assert (at_once["gradients"], at_once["temporaries"]) == (total, total)
     else:  # nothing is copied: the fullest moment is one of the backward pass, wherever that runs
-        assert at_once == found[LAPTOP_CPU.name]
+        assert at_once == plans[LAPTOP_CPU.name]

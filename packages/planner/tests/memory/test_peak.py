@@ -1,4 +1,4 @@
-"""Predicted memory beside counted bytes of tensors, on one rank; on several it is benchmarks/planner_memory.py."""
+"""Predicted memory against counted bytes of tensors, on one rank; for several see benchmarks/planner_memory.py."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def counted(model: nn.Module, batch: dict[str, torch.Tensor], patch: pytest.Monk
 
 
 @pytest.mark.parametrize(("layers", "rows"), [(4, 8), (2, 1)])
-def test_what_one_rank_holds_at_most_is_what_was_predicted(
-    layers: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_of_one_rank_equals_prediction(layers: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where activations are most of it, and where the optimizer's step is."""
     model, batch = Transformer(layers=layers), tokens(rows=rows)
     plan = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))[0]
@@ -63,7 +61,7 @@ def test_what_one_rank_holds_at_most_is_what_was_predicted(
     assert plan.predicted.total_bytes == pytest.approx(counted(model, batch, monkeypatch), rel=0.05)
 
 
-def test_the_count_sees_what_lives_and_forgets_what_dies() -> None:
+def test_live_bytes_follow_tensor_lifetimes() -> None:
     held = torch.zeros(1000)
     with Counting([held]) as counting:
         assert counting.alive == 4000
@@ -76,7 +74,7 @@ def test_the_count_sees_what_lives_and_forgets_what_dies() -> None:
         assert counting.alive == 4000 and counting.peak == 8000
 
 
-def test_the_moment_that_holds_most_counts() -> None:
+def test_peak_is_the_largest_moment() -> None:
     memory = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 100, "temporaries": 0}
     when = (Moment(1.0, 0.0, 5.0), Moment(0.5, 0.5, 8.0), Moment(0.0, 1.0, 20.0))
     assert at_peak(memory, when) == {**memory, "gradients": 0, "temporaries": 5}
@@ -89,11 +87,11 @@ def test_the_moment_that_holds_most_counts() -> None:
     assert (lasting["gradients"], lasting["activations"]) == (40, 100)
     assert at_peak({**memory, "gradients": 60}, when[1:2], bucket=5.0, always=40.0)["gradients"] == 55
     twice = (Moment(1.0, 0.0, 5.0, 7.0),)
-    found = [
+    result = [
         at_peak(memory, twice, b, copies=c)["temporaries"]
         for b, c in ((0.0, True), (1.0, True), (1.0, False))
     ]
-    assert found == [5, 12, 5]
+    assert result == [5, 12, 5]
 
 
 def kept_item_by_item(problem: PlacementProblem, placement: Placement) -> tuple[float, list[float]]:
@@ -118,45 +116,51 @@ def kept_item_by_item(problem: PlacementProblem, placement: Placement) -> tuple[
         if lasting[item.root] and costs.split((stored,)) == split:
             continue
         kept[item.root, split] = max(kept.get((item.root, split), 0.0), item.nbytes * costs.part(split))
-    own = dict.fromkeys(quotient.nodes, 0.0)
+    per_node = dict.fromkeys(quotient.nodes, 0.0)
     for k, size in first.values():
-        own[k] += size
-    return sum(kept.values()), list(own.values())
+        per_node[k] += size
+    return sum(kept.values()), list(per_node.values())
 
 
 @pytest.mark.parametrize("policy", [None, "full", "selective"])
-def test_what_is_kept_is_what_each_saved_tensor_says(policy: str | None) -> None:
+def test_saved_bytes_equal_the_sum_of_saved_tensors(policy: str | None) -> None:
     model, book, dice = Transformer(layers=4), RuleBook.first_party(), random.Random(policy)
     tape = record(model, Batch.of(tokens()), book.composites)
     costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 2), 2)
     problem = PlacementProblem(Legality(tape, quotient(tape), book, costs, tape.rows))
     placement = problem.replicated()
     for _ in range(3):
-        options = {k: dice.choice(own) for k, own in problem.options.items()}
+        options = {k: dice.choice(per_node) for k, per_node in problem.options.items()}
         some = replace(placement, options=options)
-        left, found, _ = (
+        left, result, _ = (
             recomputed(problem, some, recompute_rules(model, policy)) if policy else (problem, some, {})
         )
-        whole, own = kept_item_by_item(left, found)
-        assert kept_bytes(left, found) == pytest.approx(whole, rel=1e-12)
-        assert Replay(left, found).kept == pytest.approx(own, rel=1e-12)
+        whole, per_node = kept_item_by_item(left, result)
+        assert kept_bytes(left, result) == pytest.approx(whole, rel=1e-12)
+        assert Replay(left, result).kept == pytest.approx(per_node, rel=1e-12)
 
 
-def test_no_moment_that_may_hold_most_is_left_out() -> None:
+def test_dominated_moments_only_are_dropped() -> None:
     dice = random.Random(0)
     for _ in range(20):
-        every = [Moment(*(dice.randint(0, 5) for _ in range(4))) for _ in range(60)]
-        found = moments(SimpleNamespace(moments=lambda every=every: every[1:]), every[0])  # type: ignore[arg-type]
-        some = every[1:]
-        best = {one for one in some if not any(other.dominates(one) and other != one for other in some)}
-        assert set(found[:-1]) == best and len(found[:-1]) == len(best)
-        assert found[-1] is every[0]  # which gradients are there when the optimizer steps is another question
+        candidates = [Moment(*(dice.randint(0, 5) for _ in range(4))) for _ in range(60)]
+        result = moments(SimpleNamespace(moments=lambda candidates=candidates: candidates[1:]), candidates[0])  # type: ignore[arg-type]
+        some = candidates[1:]
+        best = {
+            moment
+            for moment in some
+            if not any(other.dominates(moment) and other != moment for other in some)
+        }
+        assert set(result[:-1]) == best and len(result[:-1]) == len(best)
+        assert (
+            result[-1] is candidates[0]
+        )  # which gradients are there when the optimizer steps is another question
 
 
-def test_when_the_optimizer_steps_shared_gradients_are_shards_alone() -> None:
+def test_sharded_gradients_are_shards_in_the_optimizer_step() -> None:
     parts = {"parameters": 5, "gradients": 100, "optimizer": 20, "activations": 10, "temporaries": 0}
     stepping = Moment(0.0, 1.0, 0.0, stepping=True, copies=1.0)
-    # a buffer of a whole unit counts while gradients come, and is gone when the optimizer copies what it steps
+    # a bucket of a whole unit counts during the backward pass, and is freed before the optimizer step
     assert at_peak(parts, (Moment(0.0, 1.0, 0.0), stepping), stepped=25.0)["gradients"] == 100
     alone, whole = at_peak(parts, (stepping,), stepped=25.0), at_peak(parts, (stepping,))
     assert (alone["gradients"], alone["temporaries"]) == (25, 25)
@@ -165,7 +169,7 @@ def test_when_the_optimizer_steps_shared_gradients_are_shards_alone() -> None:
     assert at_peak(parts, (one_by_one,), stepped=25.0)["temporaries"] == 70
 
 
-def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permanent_gradients_count_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where activations are most, what the strategy says that stays is there too; and a bucket of the others."""
     model, batch = Transformer(layers=4), tokens(8)
     sizes = [p.numel() * 4 for p in model.parameters()]
@@ -183,15 +187,15 @@ def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.Monke
 
         Summed.__qualname__, Summed.__module__ = "Summed", planner_models.__name__
         monkeypatch.setattr(planner_models, "Summed", Summed, raising=False)
-        found = EagerPlanner(host_of(Summed)).plan(
+        result = EagerPlanner(host_of(Summed)).plan(
             model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=2, dp=2)
         )
-        assert found[0].predicted is not None
-        assert found[0].predicted.memory_bytes["activations"] > 0
-        return found[0].predicted.memory_bytes["gradients"]
+        assert result[0].predicted is not None
+        assert result[0].predicted.memory_bytes["activations"] > 0
+        return result[0].predicted.memory_bytes["gradients"]
 
-    none, part, every = map(gradients, (0.0, 0.5, 1.0))
-    assert none < sum(sizes) / 2 <= part < every == sum(sizes)
+    none, part, candidates = map(gradients, (0.0, 0.5, 1.0))
+    assert none < sum(sizes) / 2 <= part < candidates == sum(sizes)
     assert gradients(0.0, 2**20) > 2**20 / 2
     # what the strategy may tell it from
     assert {
@@ -199,7 +203,7 @@ def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.Monke
     } == {sum(sizes)}
 
 
-def test_what_an_axis_owns_is_divided_before_it_is_summed() -> None:
+def test_parameters_of_an_axis_are_divided_before_the_sum() -> None:
     """What is cut is smaller; of whole ones a rank has a part; what is only summed over the axis is not summed at all."""
     size = ParameterSize((8, 6), (), (4, 4), True)
     cut, both = (
@@ -210,34 +214,34 @@ def test_what_an_axis_owns_is_divided_before_it_is_summed() -> None:
     unit = dict.fromkeys(["free", *owned], size)
     stated = {"cut": {"ep": "S(0)"}, "both": {"ep": "S(0)", "tp": "S(1)"}}
 
-    def found(*over: str) -> list[tuple[ParameterSize, ...]]:
+    def units_of(*over: str) -> list[tuple[ParameterSize, ...]]:
         return list(
             summed_units([unit, unit], {"ep": frozenset(owned)}, stated, {"dp": 2, "ep": 4, "tp": 2}, over)
         )
 
-    first, second = found("dp", "ep")
+    first, second = units_of("dp", "ep")
     assert first is second and Counter(first) == {size: 1 + 2, cut: 1, both: 1}
-    assert found("ep") == [(size,)] * 2
+    assert units_of("ep") == [(size,)] * 2
 
 
-def test_parameters_of_the_computed_dtype_have_no_copies() -> None:
+def test_parameters_in_compute_dtype_have_no_copies() -> None:
     """Those of another one do, each in the dtype that is computed in."""
 
     def parameters(model: nn.Module, precision: str | None) -> int:
         request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, precision=precision)
-        found = eager().plan(model, tokens(), request)[0].predicted
-        assert found is not None
-        return found.memory_bytes["parameters"]
+        result = eager().plan(model, tokens(), request)[0].predicted
+        assert result is not None
+        return result.memory_bytes["parameters"]
 
     wide, narrow = Transformer(), Transformer().to(torch.bfloat16)
-    own = sum(p.numel() for p in wide.parameters())
-    assert parameters(wide, None) == 4 * own and parameters(wide, "bf16") == 6 * own
-    assert parameters(narrow, None) == parameters(narrow, "bf16") == 2 * own
+    per_node = sum(p.numel() for p in wide.parameters())
+    assert parameters(wide, None) == 4 * per_node and parameters(wide, "bf16") == 6 * per_node
+    assert parameters(narrow, None) == parameters(narrow, "bf16") == 2 * per_node
     narrow.norm.float()
-    assert parameters(narrow, "bf16") == 2 * own + (2 + 2) * 2 * 64
+    assert parameters(narrow, "bf16") == 2 * per_node + (2 + 2) * 2 * 64
 
 
-def test_buffers_that_autograd_keeps_are_there_once() -> None:
+def test_saved_buffers_count_once() -> None:
     class Projected(nn.Module):
         def __init__(self) -> None:
             super().__init__()

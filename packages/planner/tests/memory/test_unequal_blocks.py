@@ -1,4 +1,4 @@
-"""Predicted memory of modules that run again where they are not alike, beside counted bytes of tensors."""
+"""Predicted memory of unequal recomputed modules against counted bytes of tensors."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def of_one(model: nn.Module, batch: dict[str, torch.Tensor]) -> PlacementProblem
 
 
 @pytest.mark.parametrize("large", [0, 5, 11, -1])
-def test_the_largest_block_that_runs_again_is_what_is_alive(large: int) -> None:
-    """Not the mean of all; the small ones do not hold what it does."""
+def test_largest_recomputed_block_is_alive(large: int) -> None:
+    """Not the mean of all blocks: the small ones have fewer live bytes."""
     model, batch = Unequal(large), {"x": torch.randn(1024, 32)}
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, recompute="full")
     plan = eager().plan(model, batch, request)[0]
@@ -65,7 +65,7 @@ def test_the_largest_block_that_runs_again_is_what_is_alive(large: int) -> None:
     assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.06)
 
 
-def test_stages_are_told_of_each_block_what_it_has_alive() -> None:
+def test_module_work_has_live_bytes_of_each_block() -> None:
     model, batch = Unequal(5), {"x": torch.randn(1024, 32)}
     problem = of_one(model, batch)
     free = problem.replicated()
@@ -80,7 +80,7 @@ def test_stages_are_told_of_each_block_what_it_has_alive() -> None:
     assert large >= 1024 * 1024 * 4 and 0 < small < 1024 * 32 * 4 * 4 and more[""] == 0
 
 
-def test_inputs_of_blocks_that_run_again_are_all_kept() -> None:
+def test_inputs_of_recomputed_blocks_are_all_saved() -> None:
     """That of the first comes from the embedding, those of the others from a block: both are kept, as often as there are."""
     model = Transformer(layers=8)
     problem = of_one(model, tokens())
@@ -117,8 +117,8 @@ class Gate(nn.Module):
         return x + (self.up(h) * gate).relu()
 
 
-def test_what_runs_again_may_hold_most_when_it_runs_forward() -> None:
-    """What it has kept by then lies beside what lives there only."""
+def test_peak_may_be_in_the_forward_of_a_recomputed_block() -> None:
+    """Its saved tensors add to the tensors that live in its forward only."""
     model, batch = Gated(again=False), {"x": torch.randn(1024, 32)}
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, recompute="layers.*")
     plan = eager().plan(model, batch, request)[0]

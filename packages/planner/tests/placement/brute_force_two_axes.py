@@ -32,8 +32,8 @@ class Narrow(JointProblem):
         self.kept: dict[int, list[State]] = {}
 
     def storable(self, value: int, divided: bool) -> list[State]:
-        every = super().storable(value, divided)
-        return [s for s in every if s in self.kept.get(value, every)]
+        states = super().storable(value, divided)
+        return [s for s in states if s in self.kept.get(value, states)]
 
 
 def joint_problem_of(
@@ -58,12 +58,12 @@ def moved(problem: JointProblem, value: int, source: States, target: States) -> 
         for other, state in enumerate(here):
             if other != axis and is_shard(state):
                 size //= problem.costs.degrees[other]
-        ahead, back = forward_move(a, b, size), backward_move(a, b, size)
-        seconds += problem.costs.axes[axis].collective(ahead)
+        forward, back = forward_move(a, b, size), backward_move(a, b, size)
+        seconds += problem.costs.axes[axis].collective(forward)
         if problem.tape.grad[value]:
             seconds += problem.costs.axes[axis].collective(back)
-        sends |= ahead is not None
-        cuts |= ahead is None and forward_kind(a) != forward_kind(b)
+        sends |= forward is not None
+        cuts |= forward is None and forward_kind(a) != forward_kind(b)
         here[axis] = b
     return seconds, sends or not cuts
 

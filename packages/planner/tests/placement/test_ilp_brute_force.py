@@ -40,7 +40,7 @@ class Tiny(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_program_finds_what_brute_force_finds(seed: int) -> None:
+def test_program_equals_brute_force(seed: int) -> None:
     problem = problem_of(Tiny(), Batch.of(torch.randn(3, 8)))
     dice = random.Random(seed)
     for k, options in problem.options.items():
@@ -54,7 +54,7 @@ def test_the_program_finds_what_brute_force_finds(seed: int) -> None:
     assert solved.compute_seconds + solved.communication_seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
 
 
-def test_brute_force_would_notice_a_wrong_answer() -> None:
+def test_brute_force_detects_a_wrong_solution() -> None:
     problem = problem_of(Tiny(), Batch.of(torch.randn(3, 8)))
     replicated = problem.replicated()
     problem.options = {k: [replace(o, seconds=o.seconds + 1.0 * (o.ins[0] in ("I", "X"))) for o in options]
@@ -62,7 +62,7 @@ def test_brute_force_would_notice_a_wrong_answer() -> None:
     assert brute_force(problem) < replicated.compute_seconds + len(problem.options)
 
 
-def test_a_memory_limit_is_kept_or_nothing_is_found() -> None:
+def test_memory_limit_is_met_or_infeasible() -> None:
     problem = problem_of(Mlp(), Batch.of(torch.randn(3, 64)))
     free = problem.solve(FREE)
     weights = 4 * sum(p.numel() * 4 for p in Mlp().parameters())
@@ -72,7 +72,7 @@ def test_a_memory_limit_is_kept_or_nothing_is_found() -> None:
     assert problem.solve(replace(FREE, limit=0.1 * weights)) is None
 
 
-def test_repeated_blocks_merge_and_give_the_same_answer() -> None:
+def test_merged_blocks_give_the_same_solution() -> None:
     model, batch = Transformer(layers=4), Batch.of(tokens())
     merged, whole = problem_of(model, batch), problem_of(model, batch, merge=False)
     assert merged.quotient.groups == [[f"layers.{i}" for i in range(4)]]
@@ -101,7 +101,7 @@ def test_parallel_siblings_and_other_blocks_are_not_merged() -> None:
     assert groups(nn.Sequential(nn.Linear(64, 64), Mlp(), Mlp(64, 32))) == []
 
 
-def test_a_pinned_parameter_is_gathered_where_it_must_be() -> None:
+def test_pinned_parameter_is_gathered_if_needed() -> None:
     tape = record(Mlp(), Batch.of(torch.randn(3, 64)), BOOK.composites)
     costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 2), 2)
     legality = Legality(tape, quotient(tape), BOOK, costs)
@@ -113,17 +113,21 @@ def test_a_pinned_parameter_is_gathered_where_it_must_be() -> None:
 
 def test_batch_dims_follow_the_batch_through_views() -> None:
     def dims(tape: Tape, degree: int) -> set[tuple[tuple[int, ...], int]]:
-        found = batch_dims(tape, range(len(tape.nodes)), BOOK.strategies, degree, tape.rows)
-        return {(tape.values[v].shape, d) for v, ds in found.items() for d in ds}
+        batch_dims_found = batch_dims(tape, range(len(tape.nodes)), BOOK.strategies, degree, tape.rows)
+        return {(tape.values[v].shape, d) for v, ds in batch_dims_found.items() for d in ds}
 
     tape = record(Transformer(layers=1), Batch.of(tokens(rows=4)), BOOK.composites)
-    found = dims(tape, 2)
-    assert ((4, 32, 64), 0) in found and ((4, 8, 32, 8), 0) in found and ((128, 512), 0) in found
-    assert ((4, 32, 64), 1) not in found and ((4, 32, 64), 2) not in found
+    batch_dims_found = dims(tape, 2)
+    assert (
+        ((4, 32, 64), 0) in batch_dims_found
+        and ((4, 8, 32, 8), 0) in batch_dims_found
+        and ((128, 512), 0) in batch_dims_found
+    )
+    assert ((4, 32, 64), 1) not in batch_dims_found and ((4, 32, 64), 2) not in batch_dims_found
     assert dims(tape, 3) == set()  # four rows do not divide by three
 
 
-def test_patterns_never_speak_for_what_differs() -> None:
+def test_patterns_match_only_equal_rules() -> None:
     names = [f"m.layers.{i}.{part}" for i in range(12) for part in ("a.weight", "b.weight")]
     collapser = Collapser([[f"m.layers.{i}" for i in range(12)]])
     wanted = {name: name.endswith("a.weight") for name in names}

@@ -107,7 +107,7 @@ def test_no_placement_costs_less_where_memory_counts(seed: int) -> None:
     assert cost == pytest.approx(best, rel=1e-4, abs=1e-8)
 
 
-def test_what_one_consumer_alone_may_need_is_no_variable() -> None:
+def test_step_of_a_single_consumer_has_no_variable() -> None:
     """Its price is on the edges; what several consumers may share is a variable of its own."""
     several = 0
     for seed in range(10):

@@ -24,32 +24,32 @@ def placed(model: nn.Module, batch: Any, cluster: Cluster = LAPTOP_CPU, **option
     return {rule.pattern: rule.placement["tp"] for rule in eager().plan(model, batch, request)[0].parameters}
 
 
-def test_one_mark_turns_the_whole_mlp() -> None:
+def test_one_mark_changes_the_whole_mlp() -> None:
     model, batch = Mlp(), (torch.randn(8, 64),)
     free = placed(model, batch)
     assert free == {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}
     assert mark_sharding(model.up.weight, {"tp": Shard(-1)}) is model.up.weight
-    # the rows of `up` are summed up: its bias is whole, and `down` stays divided by what it reads
+    # the partial results of `up` are summed: its bias is replicated, and `down` stays sharded along its input
     assert placed(model, batch) == {"up.weight": "S(1)", "down.weight": "S(1)"}
     assert placed(model, batch, keep_user_sharding=False) == free
 
 
-def test_a_mark_on_one_layer_speaks_for_its_copies() -> None:
+def test_mark_on_one_layer_holds_for_its_copies() -> None:
     model, batch = Transformer(layers=2, hidden=128), tokens(rows=4)
     free = placed(model, batch, DGX_H100)
     assert free["layers.*.attention.q.weight"] == "S(0)" and free["layers.*.attention.o.weight"] == "S(1)"
     mark_sharding(model.layers[1].attention.q.weight, {"tp": Replicate()})
     mark_sharding(model.layers[0].mlp.up.weight, {"tp": Shard(0)})
-    found = placed(model, batch, DGX_H100)
-    assert "layers.*.attention.q.weight" not in found
+    placement = placed(model, batch, DGX_H100)
+    assert "layers.*.attention.q.weight" not in placement
     for name in ("mlp.up.weight", "mlp.up.bias", "mlp.down.weight"):
-        assert found[f"layers.*.{name}"] == free[f"layers.*.{name}"]
+        assert placement[f"layers.*.{name}"] == free[f"layers.*.{name}"]
     mark_sharding(model.layers[0].attention.q.weight, {"tp": Shard(0)})
     with pytest.raises(UsageError, match="mark them alike"):
         placed(model, batch, DGX_H100)
 
 
-def test_marks_that_cannot_be_had() -> None:
+def test_impossible_marks_are_rejected() -> None:
     model, batch = Mlp(), (torch.randn(8, 64),)
     with pytest.raises(UnsupportedError, match="2-D"):
         mark_sharding(model.up.weight, {"tp": Shard(2)})
@@ -64,7 +64,7 @@ def test_marks_that_cannot_be_had() -> None:
         placed(odd, batch)
 
 
-def test_a_tied_parameter_is_said_by_all_its_names() -> None:
+def test_error_names_all_names_of_a_tied_parameter() -> None:
     model = Transformer(layers=2, hidden=128)
     model.head.weight = model.embed.weight
     mark_sharding(model.head.weight, {"dp": Shard(0)})
@@ -73,7 +73,7 @@ def test_a_tied_parameter_is_said_by_all_its_names() -> None:
 
 
 class MarkedMlp(Mlp):
-    """Marks what it computes on the way."""
+    """Marks an activation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = mark_sharding(self.up(x), {"tp": Shard(-1), "cp": Shard(1)})

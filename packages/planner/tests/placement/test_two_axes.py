@@ -79,7 +79,7 @@ def test_no_joint_placement_costs_less(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, BLOCKS, 2))
-def test_turns_are_between_the_bound_and_the_axes_one_after_the_other(seed: int) -> None:
+def test_alternation_is_between_the_bound_and_sequential_axes(seed: int) -> None:
     problem = drawn(seed, most=4000)
     solved = problem.solve(FREE)
     singles = [one_after_the_other(problem, FREE, first=first) for first in (0, 1)]
@@ -95,7 +95,7 @@ def test_turns_are_between_the_bound_and_the_axes_one_after_the_other(seed: int)
             assert turns.objective <= single.objective * slack
 
 
-def test_both_axes_at_once_find_what_one_after_the_other_does_not() -> None:
+def test_joint_program_beats_sequential_axes() -> None:
     """The axis that comes first takes what is best for it alone, and leaves the other what is not."""
     better = 0
     for seed in range(12):
@@ -106,7 +106,7 @@ def test_both_axes_at_once_find_what_one_after_the_other_does_not() -> None:
     assert better
 
 
-def test_beyond_what_one_program_can_hold_turns_say_how_far_off_they_may_be() -> None:
+def test_alternation_of_large_problems_has_a_bound() -> None:
     problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
     exact = solve(problem, FREE, problem.weights(), 60.0)
     turns = solve(problem, FREE, problem.weights(), 60.0, exact=0)
@@ -117,7 +117,7 @@ def test_beyond_what_one_program_can_hold_turns_say_how_far_off_they_may_be() ->
     assert {turns.stored[v] for v in problem.weights()} == {(0, 0), (1, 1)}
 
 
-def test_one_dim_is_cut_by_both_axes_only_where_it_divides() -> None:
+def test_both_axes_shard_one_dim_only_if_it_divides() -> None:
     states = {inner: states_of(inner) for inner in (24, 20, 6)}
     assert (0, 0) in states[24] and (1, 0) in states[24]
     assert (0, 0) not in states[20] and (0, 1) in states[20] and (1, 0) in states[20]
@@ -144,14 +144,14 @@ class Fused(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, s, h))
 
 
-def test_parts_of_a_fused_projection_are_cut_by_both_axes() -> None:
+def test_both_axes_shard_parts_of_a_fused_projection() -> None:
     problem = joint_problem_of(Fused(), Batch.of(torch.randn(3, 16, 32)))
-    found = problem.solve(FREE, divided=problem.weights())
-    assert found is not None
-    outer, inner = found.stored[problem.tape.parameters["qkv.weight"]]  # type: ignore[misc]
+    placement = problem.solve(FREE, divided=problem.weights())
+    assert placement is not None
+    outer, inner = placement.stored[problem.tape.parameters["qkv.weight"]]  # type: ignore[misc]
     assert outer == segmented_shard(0, (32, 32, 32), 2) and inner == segmented_shard(0, (16, 16, 16), 2)
-    assert found.stored[problem.tape.parameters["out.weight"]] == (1, 1)
-    kinds = Counter((c.phase, c.collective.kind) for c in found.conversions)
+    assert placement.stored[problem.tape.parameters["out.weight"]] == (1, 1)
+    kinds = Counter((c.phase, c.collective.kind) for c in placement.conversions)
     assert kinds == {("forward", "all_reduce"): 2}  # the sum of the output, once on each axis
 
 
@@ -169,29 +169,29 @@ def in_vain(status: int, first: int, monkeypatch: pytest.MonkeyPatch) -> list[fl
     return limits
 
 
-def test_a_program_that_finds_nothing_in_time_does_not_say_that_there_is_nothing(
+def test_timeout_is_not_reported_as_infeasible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
     limits = in_vain(1, 1, monkeypatch)
-    found = problem.solve(FREE, divided=problem.weights(), time_limit=60.0)
-    assert found is not None and found.status == "in turns" and found.bound is not None
+    placement = problem.solve(FREE, divided=problem.weights(), time_limit=60.0)
+    assert placement is not None and placement.status == "in turns" and placement.bound is not None
     assert len(limits) > 3 and limits[0] == 30.0 and max(limits) <= 60.0
     in_vain(1, 100, monkeypatch)
-    with pytest.raises(Unsolved, match="says nothing of whether there is one"):
+    with pytest.raises(Unsolved, match="the search for one is not finished"):
         problem.solve(FREE, time_limit=60.0)
     limits = in_vain(2, 100, monkeypatch)  # infeasible: nothing else is asked
     assert problem.solve(FREE, time_limit=60.0) is None and len(limits) == 1
 
 
-def test_one_axis_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_on_one_axis_is_not_reported_as_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
     in_vain(1, 100, monkeypatch)
     with pytest.raises(Unsolved, match="no placement was found in 60 s"):
         problem.solve(FREE)
 
 
-def test_all_programs_of_an_answer_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_programs_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A solver that takes all the time that it is given."""
     problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
     real, clock = Program.solve, [0.0]
@@ -202,16 +202,16 @@ def test_all_programs_of_an_answer_share_its_time(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Program, "solve", solved)
     monkeypatch.setattr(solve_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    found = solve(problem, FREE, problem.weights(), 100.0, exact=0)
-    assert found is not None and found.status == "in turns" and clock[0] == pytest.approx(100.0)
+    placement = solve(problem, FREE, problem.weights(), 100.0, exact=0)
+    assert placement is not None and placement.status == "in turns" and clock[0] == pytest.approx(100.0)
 
 
-def test_what_costs_nothing_is_carried_out_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_without_cost_are_in_the_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cost model may say that collectives take no time: plans name them, as the runtime has them."""
     problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
     monkeypatch.setattr(JointCosts, "collective", lambda self, collective: 0.0)
-    found = problem.solve(FREE, divided=problem.weights())
-    assert found is not None and found.communication_seconds == 0.0
-    made = Counter((c.phase, c.collective.kind) for c in found.conversions)
-    ahead = sum(count for (phase, _), count in made.items() if phase == "forward")
-    assert ahead >= 2 and all(c.consumers for c in found.conversions), made
+    placement = problem.solve(FREE, divided=problem.weights())
+    assert placement is not None and placement.communication_seconds == 0.0
+    made = Counter((c.phase, c.collective.kind) for c in placement.conversions)
+    forward = sum(count for (phase, _), count in made.items() if phase == "forward")
+    assert forward >= 2 and all(c.consumers for c in placement.conversions), made

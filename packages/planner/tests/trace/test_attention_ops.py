@@ -22,7 +22,7 @@ class Heads(nn.Module):
     """Layers of nn.MultiheadAttention, one after the other."""
 
     def __init__(self, weights: bool, layers: int = 1, first: int = 10, masked: bool = False) -> None:
-        """`first`: tokens that are looked at."""
+        """`first`: number of attended tokens."""
         super().__init__()
         self.layers = nn.ModuleList(nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(layers))
         self.weights, self.first, self.masked = weights, first, masked
@@ -67,13 +67,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_attention_in_layers_of_torch_counts(name: str) -> None:
+def test_flops_of_attention_in_torch_layers(name: str) -> None:
     model, batch = MODELS[name](), Batch.of(torch.randn(2, 10, 32))
     assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
     assert record(model, batch, BOOK.composites).activation_bytes == kept(model, batch)
 
 
-def test_causal_attention_counts_half_there_too() -> None:
+def test_flops_of_causal_attention_in_torch_layers_are_half() -> None:
     """As where a model calls it itself: torch counts what is masked."""
 
     class Causal(nn.Module):
@@ -88,11 +88,11 @@ def test_causal_attention_counts_half_there_too() -> None:
 
     model, batch = Causal(), Batch.of(torch.randn(2, 10, 32))
     half = 2.0 * 2 * 10 * 10 * 32  # of each of the two products what a mask leaves out
-    ahead, back = planned(model, batch)
-    assert (ahead + half, back + 2 * half) == counted(model, batch)
+    forward, back = planned(model, batch)
+    assert (forward + half, back + 2 * half) == counted(model, batch)
 
 
-def test_the_fast_path_of_an_encoder_does_what_the_slow_one_does() -> None:
+def test_encoder_fast_path_has_the_flops_of_the_slow_path() -> None:
     """Features of a frozen encoder: torch computes them in one operation, of which its counter knows nothing."""
 
     class Features(nn.Module):
@@ -115,7 +115,7 @@ def test_the_fast_path_of_an_encoder_does_what_the_slow_one_does() -> None:
     assert planned(model, batch) == profiled(model, batch) == (4 * layer + head, head)
 
 
-def test_it_takes_as_long_as_where_a_model_calls_it_itself() -> None:
+def test_attention_of_torch_layers_has_the_seconds_of_a_direct_call() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -148,7 +148,7 @@ def test_it_takes_as_long_as_where_a_model_calls_it_itself() -> None:
         assert attention < seconds(model) < 1.05 * attention
 
 
-def test_it_goes_by_the_curve_of_attention() -> None:
+def test_attention_is_timed_by_its_measured_curve() -> None:
     tape = record(Heads(False), Batch.of(torch.randn(2, 10, 32)), BOOK.composites)
     (node,) = [n for n in tape.nodes if "attention" in n.name]
     width = tape.values[node.ins[0].i].shape[-1]

@@ -23,7 +23,7 @@ from meshwright_planner.trace.tape import Tape
 BOOK = RuleBook.first_party()
 
 
-def test_every_way_to_capture_a_graph_is_found_and_raises() -> None:
+def test_graph_captures_are_all_detected() -> None:
     x, linear = torch.ones(2), nn.Linear(2, 2)
     ways: dict[str, Callable[[], Any]] = {
         "torch.compile": lambda: torch.compile(linear),
@@ -37,8 +37,8 @@ def test_every_way_to_capture_a_graph_is_found_and_raises() -> None:
         "script": lambda: torch.jit.script(linear),
         "graph": lambda: torch.fx.Graph(),
     }
-    with refused() as found:
-        assert set(FIRST) <= set(found) and len(found) > 60
+    with refused() as captured:
+        assert set(FIRST) <= set(captured) and len(captured) > 60
         for name, way in ways.items():
             with pytest.raises(Captured):
                 way()
@@ -92,7 +92,7 @@ class Looks(nn.Module):
         return (self.second(hidden) if hidden.mean() < 100 else hidden).sum()
 
 
-def test_a_model_that_looks_at_data_is_run_on_some() -> None:
+def test_data_dependent_model_runs_on_real_data() -> None:
     tape = record(Looks(), Batch.of(torch.randn(4, 16)), BOOK.composites)
     assert tape.real and sum(n.name == "linear" for n in tape.nodes) == 2
 
@@ -111,7 +111,7 @@ def facts(tape: Tape) -> tuple[Any, ...]:
     return nodes, named, saved, tape.activation_bytes
 
 
-def test_blocks_that_are_not_run_are_as_if_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_blocks_equal_run_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = Transformer(layers=6), Batch.of(tokens())
     ran: list[str] = []
     short = record(model, batch, BOOK.composites)
@@ -124,16 +124,16 @@ def test_blocks_that_are_not_run_are_as_if_they_were(monkeypatch: pytest.MonkeyP
     assert not whole.copied and facts(short) == facts(whole)
 
 
-def test_blocks_that_were_alike_once_are_run_once_in_other_sizes() -> None:
-    model, known = Transformer(layers=6), RecordingCache()
-    record(model, Batch.of(tokens(rows=2)), BOOK.composites, cache=known)
-    assert known.trusted == {"layers.0"}
-    again = record(model, Batch.of(tokens(rows=4)), BOOK.composites, cache=known)
+def test_verified_blocks_run_once_in_other_sizes() -> None:
+    model, cache = Transformer(layers=6), RecordingCache()
+    record(model, Batch.of(tokens(rows=2)), BOOK.composites, cache=cache)
+    assert cache.trusted == {"layers.0"}
+    again = record(model, Batch.of(tokens(rows=4)), BOOK.composites, cache=cache)
     assert set(again.copied) == {f"layers.{i}" for i in (1, 2, 3, 4, 5)}
     assert facts(again) == facts(record(model, Batch.of(tokens(rows=4)), BOOK.composites))
 
 
-def test_a_block_that_is_not_like_the_others_is_run() -> None:
+def test_different_block_is_run() -> None:
     """The last of a family does more than its attributes tell: everything is run."""
 
     class Block(nn.Module):
@@ -146,13 +146,13 @@ def test_a_block_that_is_not_like_the_others_is_run() -> None:
             return self.b(x) if self.layer_idx < 5 else self.b(x).tanh()
 
     model = nn.Sequential(*(Block(i) for i in range(6)))
-    known = RecordingCache()
-    tape = record(model, Batch.of(torch.randn(4, 8)), BOOK.composites, cache=known)
-    assert not known.trusted
+    cache = RecordingCache()
+    tape = record(model, Batch.of(torch.randn(4, 8)), BOOK.composites, cache=cache)
+    assert not cache.trusted
     assert not tape.copied and sum(n.name == "aten.tanh.default" for n in tape.nodes) == 1
 
 
-def test_a_scaled_tape_is_the_recorded_one() -> None:
+def test_scaled_tape_equals_recorded_tape() -> None:
     model = Transformer(layers=2)
 
     def tape(rows: int) -> Tape:

@@ -66,46 +66,46 @@ class Products(nn.Module):
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
 )
-def test_operations_are_those_that_torch_counts(model: nn.Module, batch: Batch) -> None:
+def test_flops_equal_those_of_torch(model: nn.Module, batch: Batch) -> None:
     assert planned(model, batch) == counted(model, batch)
 
 
-def test_causal_attention_counts_half_of_what_torch_counts() -> None:
+def test_causal_attention_has_half_the_flops_of_torch() -> None:
     model, batch = Transformer(layers=2, hidden=64, heads=8), Batch.of(tokens(2, 32))
     halves = 2 * 2.0 * 2 * 32 * 32 * 2 * 64 / 2  # of both layers, the products that a mask leaves out
-    ahead, back = planned(model, batch)
-    assert (ahead + halves, back + 2 * halves) == counted(model, batch)
+    forward, back = planned(model, batch)
+    assert (forward + halves, back + 2 * halves) == counted(model, batch)
 
 
 class Asking(DataLike):
-    """Remembers what it was told of a plan."""
+    """Keeps its requests."""
 
-    asked: ClassVar[list[SearchRequest]] = []
+    requests: ClassVar[list[SearchRequest]] = []
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         return [2]
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        self.asked.append(request)
+        self.requests.append(request)
         return super().cost(request, degree, link)
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
-def test_strategies_are_told_the_operations_of_a_rank(recompute: str | None) -> None:
-    Asking.asked.clear()
+def test_strategies_get_the_flops_of_a_rank(recompute: str | None) -> None:
+    Asking.requests.clear()
     model = Transformer(layers=2)
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=2, recompute=recompute)
     EagerPlanner(host_of(Asking)).plan(model, tokens(4, 32), request)
-    ahead, back = planned(model, Batch.of(tokens(2, 32)))
+    forward, back = planned(model, Batch.of(tokens(2, 32)))
     again, _ = planned(model.layers[0], Batch.of(torch.randn(2, 32, 64)))
     again -= 2.0 * (2 * 32) * 256 * 64  # the product that a layer ends with does not run again
-    expected = ahead + back + (2 * again if recompute else 0.0)
+    expected = forward + back + (2 * again if recompute else 0.0)
     assert (
-        min(r.sizes.flops for r in Asking.asked) == expected
+        min(r.sizes.flops for r in Asking.requests) == expected
     )  # where it is open, recomputation is tried too
 
 
-def test_a_bias_makes_a_backward_product_no_longer() -> None:
+def test_bias_does_not_lengthen_the_backward_product() -> None:
     costs = AxisCosts(DGX_H100, DGX_H100.link(1, 1), 1)
     seconds = []
     for bias in (False, True):
@@ -120,7 +120,7 @@ def test_a_bias_makes_a_backward_product_no_longer() -> None:
     assert seconds[1] == pytest.approx(seconds[0], rel=1e-3)
 
 
-def test_the_forward_pass_is_what_gradients_leave_of_the_time() -> None:
+def test_forward_fraction_follows_the_number_of_gradients() -> None:
     """Of a frozen layer half of the time, or all where no gradient flows through it."""
 
     def parts(trained: str) -> tuple[float, float]:

@@ -47,7 +47,7 @@ class PartsBlock(nn.Module):
 
 
 class Looked(nn.Module):
-    """What is written to a part is of no account where the whole is only looked at without gradients."""
+    """A write to a slice has no gradient when the whole tensor is only read without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Looked(nn.Module):
     ],
     ids=["once", "three times", "in blocks", "without gradients"],
 )
-def test_what_is_written_to_a_part_of_a_tensor_is_computed(make: type[nn.Module]) -> None:
+def test_writes_to_a_slice_are_not_dead_code(make: type[nn.Module]) -> None:
     model, batch = make(), Batch.of(torch.randn(2, 10, 16))
     assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
     assert record(model, batch, BOOK.composites).activation_bytes == kept(model, batch)
@@ -87,15 +87,15 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_an_lstm_is_its_products(both: bool) -> None:
+def test_flops_of_an_lstm_are_its_products(both: bool) -> None:
     """Torch's counter knows nothing of the operation that each layer is; its backward makes every gradient."""
     model, batch = Recurrent(both), Batch.of(torch.randn(2, 10, 16))
     assert counted(model, batch) == (0, 0)
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    ahead = 2.0 * 2 * 10 * weights
-    assert planned(model, batch) == profiled(model, batch) == (ahead, 2 * ahead)
+    forward = 2.0 * 2 * 10 * weights
+    assert planned(model, batch) == profiled(model, batch) == (forward, 2 * forward)
     on_gpus = FLOPS[torch.ops.aten._cudnn_rnn.default]
-    assert on_gpus(batch.args[0], list(model.parameters())) == ahead
+    assert on_gpus(batch.args[0], list(model.parameters())) == forward
 
 
 class Spare(nn.Module):
@@ -109,15 +109,15 @@ class Spare(nn.Module):
         return {"loss": self.used(x).square().mean(), "more": self.spare(x)}
 
 
-def test_a_profile_says_what_runs_for_nothing() -> None:
+def test_profile_reports_unused_operations() -> None:
     model, x = Spare(), torch.randn(2, 10, 16)
     with FlopCounterMode(display=False) as counter:
         loss = model(x)["loss"]
-        ahead = counter.get_total_flops()
+        forward = counter.get_total_flops()
         loss.backward()
-    found = profile_model(model, x)
-    assert found.total.forward_flops == ahead == 2 * 20 * 16 * (8 + 4)
-    assert found.total.backward_flops == counter.get_total_flops() - ahead
-    assert (found["spare"].forward_flops, found["spare"].backward_flops) == (2 * 20 * 16 * 4, 0)
+    profile = profile_model(model, x)
+    assert profile.total.forward_flops == forward == 2 * 20 * 16 * (8 + 4)
+    assert profile.total.backward_flops == counter.get_total_flops() - forward
+    assert (profile["spare"].forward_flops, profile["spare"].backward_flops) == (2 * 20 * 16 * 4, 0)
     tape = record(model, Batch.of(x), BOOK.composites)
     assert {node.module for node in tape.nodes} == {"used", ""}  # a plan is of what is trained

@@ -70,7 +70,7 @@ class Again(nn.Module):
 
 
 class Hidden(torch.autograd.Function):
-    """Two products and what lies between them, with a backward pass of its own."""
+    """Two products with an operation between them, and a custom backward pass."""
 
     @staticmethod
     def forward(
@@ -86,13 +86,17 @@ class Hidden(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         x, up, down, inner = ctx.saved_tensors
         back = (grad @ down.t()) * (inner > 0)
-        asked = ctx.needs_input_grad[0]
+        required = ctx.needs_input_grad[0]
         flat, rows = x.flatten(0, 1), back.flatten(0, 1)
-        return back @ up.t() if asked else None, flat.t() @ rows, inner.flatten(0, 1).t() @ grad.flatten(0, 1)
+        return (
+            back @ up.t() if required else None,
+            flat.t() @ rows,
+            inner.flatten(0, 1).t() @ grad.flatten(0, 1),
+        )
 
 
 class Called(nn.Module):
-    """A Function behind a block that is trained, or runs without gradients."""
+    """A Function after a block that is trained, or runs without gradients."""
 
     def __init__(self, trained: bool) -> None:
         super().__init__()
@@ -124,20 +128,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operations_go_back_where_gradients_flow(name: str) -> None:
+def test_backward_flops_follow_gradients(name: str) -> None:
     make, width = CASES[name]
     model, batch = make(), Batch.of(torch.randn(2, 10, width))
     assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "function" not in name])
-def test_what_is_kept_follows(name: str) -> None:
+def test_saved_tensors_follow_gradients(name: str) -> None:
     make, width = CASES[name]
     model, batch = make(), Batch.of(torch.randn(2, 10, width))
     assert record(model, batch, BOOK.composites).activation_bytes == kept(model, batch)
 
 
-def test_gradients_of_parameters_are_those_that_come() -> None:
+def test_parameters_without_gradient_are_found() -> None:
     """A parameter may require a gradient and get none: where its block runs without."""
     model, batch = without_gradients(3), Batch.of(torch.randn(2, 10, 16))
     tape = record(model, batch, BOOK.composites)
@@ -146,7 +150,7 @@ def test_gradients_of_parameters_are_those_that_come() -> None:
         assert tape.grad[tape.parameters[name]] == (p.grad is not None), name
 
 
-def test_a_batch_that_gets_a_gradient_is_one_in_a_real_run_too() -> None:
+def test_batch_with_gradient_in_a_real_run() -> None:
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -156,13 +160,13 @@ def test_a_batch_that_gets_a_gradient_is_one_in_a_real_run_too() -> None:
             y = self.layer(x)
             return y.sum() if y.sum().item() > 1e9 else y.square().mean()
 
-    for asked in (False, True):
-        model, batch = Looks(), Batch.of(torch.randn(4, 8, requires_grad=asked))
+    for required in (False, True):
+        model, batch = Looks(), Batch.of(torch.randn(4, 8, requires_grad=required))
         assert record(model, batch, BOOK.composites).real
         assert planned(model, batch) == counted(model, batch)
 
 
-def test_a_plan_predicts_no_time_for_gradients_that_do_not_flow() -> None:
+def test_plan_has_no_time_for_missing_gradients() -> None:
     def parts(model: nn.Module) -> tuple[float, float]:
         batch = (torch.empty(64, 512, 16, device="meta"),)
         plan = EagerPlanner(host_of()).plan(

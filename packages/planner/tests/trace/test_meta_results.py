@@ -74,30 +74,30 @@ CALLS: list[tuple[Any, ...]] = [
 
 
 def geometry(x: torch.Tensor, given: list[torch.Tensor]) -> tuple[Any, ...]:
-    own = _torch.storage_key(x)
-    of = next((n for n, one in enumerate(given) if _torch.storage_key(one) == own), None)
+    ours = _torch.storage_key(x)
+    of = next((n for n, tensor in enumerate(given) if _torch.storage_key(tensor) == ours), None)
     return type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad, of
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: str(call[0]))
-def test_as_fake_tensors_have_it(call: tuple[Any, ...]) -> None:
+def test_meta_results_equal_fake_tensor_mode(call: tuple[Any, ...]) -> None:
     func, *args = call
     kwargs = args.pop() if isinstance(args[-1], dict) else {}
     given = [
         x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, torch.Tensor)
     ]
-    own, torchs = _torch.meta_result(MODE, func, tuple(args), kwargs), func(*args, **kwargs)
-    assert type(own) is type(torchs)
-    several = isinstance(own, (tuple, list))
-    pairs = zip(own, torchs, strict=True) if several else [(own, torchs)]
+    ours, torchs = _torch.meta_result(MODE, func, tuple(args), kwargs), func(*args, **kwargs)
+    assert type(ours) is type(torchs)
+    several = isinstance(ours, (tuple, list))
+    pairs = zip(ours, torchs, strict=True) if several else [(ours, torchs)]
     assert all(geometry(a, given) == geometry(b, given) for a, b in pairs)
 
 
-def test_everything_is_looked_at() -> None:
+def test_all_meta_operations_are_tested() -> None:
     assert {call[0] for call in CALLS} == _torch._META_OPS
 
 
-def test_what_is_not_asked_for() -> None:
+def test_other_operations_have_no_meta_result() -> None:
     """Real tensors, fakes of another mode, another device, results elsewhere, and other operations."""
     other = _torch.fake_like(_torch.fake_mode(), torch.empty(2, 8, 16, device="meta"), CPU)
     elsewhere = _torch.fake_like(MODE, torch.empty(2, 8, 16, device="meta"), torch.device("cuda:0"))

@@ -1,4 +1,4 @@
-"""The models and batches that are planned for: real or meta, scaled, refused, looked at, left as they were."""
+"""Models and batches of a plan: real or meta, scaled, rejected, data-dependent, restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.recorder.record import record
 
 
-def test_a_batch_that_the_model_does_not_take() -> None:
+def test_batch_that_forward_does_not_accept_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"Transformer.forward .*'idz'; it accepts: ids.*, labels") as caught:
         best(Transformer(layers=1), {"idz": torch.zeros(2, 8, dtype=torch.long), **tokens()})
     assert caught.value.__cause__ is None
@@ -30,7 +30,7 @@ def test_a_batch_that_the_model_does_not_take() -> None:
         best(Mlp(), torch.randn(2, 63))
 
 
-def test_a_model_that_needs_more_rows_than_a_rank_has() -> None:
+def test_model_that_needs_more_rows_than_a_rank_has() -> None:
     """Norms of the batch refuse one row; on ranks they see the rows of all."""
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 16))
     plans = eager().plan(
@@ -41,12 +41,12 @@ def test_a_model_that_needs_more_rows_than_a_rank_has() -> None:
         eager().plan(model, torch.randn(1, 16), PlanRequest(cluster=LAPTOP_CPU, world_size=1))
 
 
-def test_a_batch_in_an_object_is_told_where_tensors_are_looked_for() -> None:
+def test_batch_in_unregistered_class_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"no tensor, only SimpleNamespace; .*dicts, tuples, lists"):
         best(Mlp(), {"x": SimpleNamespace(x=torch.randn(2, 64))})
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_recording_restores_the_model() -> None:
     class Remembers(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen = x
@@ -54,7 +54,7 @@ def test_the_model_is_left_as_it_was() -> None:
             return super().forward(F.dropout(x, 0.5, self.training))
 
     model = Remembers()
-    model.act = own = nn.ReLU()
+    model.act = activation = nn.ReLU()
     before = {n: (id(p), p.clone()) for n, p in model.named_parameters()}
     torch.manual_seed(3)
     rng = torch.get_rng_state()
@@ -64,7 +64,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), rng) and plan.degree("tp") == 2
     after = dict(model.named_parameters())
     assert all(id(after[n]) == i and torch.equal(after[n], p) for n, (i, p) in before.items())
-    assert model.act is own
+    assert model.act is activation
     assert not hasattr(model, "seen") and all(p.grad is None for p in model.parameters())
     assert not model._forward_hooks and type(model.up.weight) is nn.Parameter
 
@@ -87,7 +87,7 @@ def test_global_batch_size_scales_the_example() -> None:
 
 
 class Picky(nn.Module):
-    """Looks at its data."""
+    """Reads its data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Picky(nn.Module):
         return y[y.sum(-1) > -1e9].sum() if bool((y > -1e9).all()) else y.sum()
 
 
-def test_a_model_that_looks_at_its_data_is_run_for_real() -> None:
+def test_data_dependent_model_needs_a_real_run() -> None:
     plan = best(Picky(), torch.randn(4, 8))
     assert any("real run" in note for note in plan.provenance.notes)
     assert not any("real run" in note for note in best(Mlp(), torch.randn(4, 64)).provenance.notes)
@@ -113,7 +113,7 @@ def test_a_model_that_looks_at_its_data_is_run_for_real() -> None:
 
 
 class ReadsIntegers(Mlp):
-    """Looks at the integers of its batch, and at what becomes of them, but at no floating-point value."""
+    """Reads the integers of its batch and values computed from them, but no floating-point value."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if bool(mask.all()) and int(torch.arange(len(x)).max()) == len(x) - 1:
@@ -121,7 +121,7 @@ class ReadsIntegers(Mlp):
         return super().forward(x * mask[:, None])
 
 
-def test_integers_may_be_looked_at_without_a_real_run() -> None:
+def test_reading_integers_needs_no_real_run() -> None:
     def operations(mask: torch.Tensor) -> int:
         batch = {"x": torch.randn(4, 64), "mask": mask}
         tape = record(ReadsIntegers(), Batch.of(batch), RuleBook.first_party().composites)

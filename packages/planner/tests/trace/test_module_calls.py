@@ -54,7 +54,7 @@ def recorded(kind: str) -> Tape:
 
 
 @pytest.mark.parametrize("kind", ["dicts", "whole", "parts"])
-def test_calls_are_known_of_copies_too(kind: str) -> None:
+def test_calls_inside_copied_blocks_are_recorded(kind: str) -> None:
     inside = {"dicts": ".b.parts", "whole": ".parts", "parts": ".parts"}[kind]
     within = {"dicts": ".b", "whole": "", "parts": None}[kind]
     expected = set()
@@ -69,22 +69,22 @@ def test_calls_are_known_of_copies_too(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "static", "known"),
+    ("kind", "static", "expected"),
     [
         ("dicts", "layers.*.*", "layers.*.*"),
         ("whole", "layers.*", "layers.*"),
         ("parts", "layers.*", "layers.*.*"),
     ],
 )
-def test_what_repeats_is_what_is_called(kind: str, static: str, known: str) -> None:
+def test_repeated_blocks_follow_module_calls(kind: str, static: str, expected: str) -> None:
     tape = recorded(kind)
     assert repeated_blocks(Model(kind)) == (static,)
-    assert repeated_blocks(Model(kind), tape.calls) == (known,)
-    every = recomputed_blocks(tape, [RecomputeRule(pattern="layers.*")])
+    assert repeated_blocks(Model(kind), tape.calls) == (expected,)
+    recomputed = recomputed_blocks(tape, [RecomputeRule(pattern="layers.*")])
     last = {"dicts": {"layers.4.n", "layers.4.b"}, "whole": {"layers.4"}, "parts": set()}[kind]
-    assert {name for name in every if name.startswith("layers.4")} == last
+    assert {name for name in recomputed if name.startswith("layers.4")} == last
 
 
-def test_what_is_returned_and_handed_on_is_known() -> None:
+def test_returned_values_and_scalars_are_recorded() -> None:
     tape = recorded("whole")
     assert tape.returned == tuple(tape.results)

@@ -1,4 +1,4 @@
-"""Planning leaves a model as it was: what its forward hangs up, counts and replaces is put back, on the one rank that plans."""
+"""Planning restores a model: hooks, counters and replaced layers of its forward, on the one rank that plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Tracker:
-    """What a model may hang on itself beside modules."""
+    """Objects other than modules that a model may have as attributes."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -41,7 +41,7 @@ class Tracker:
 
 
 class Hooked(nn.Module):
-    """Hangs up hooks in its first forward, and computes a loss from what they see; counts where it can."""
+    """Registers hooks in its first forward, and computes a loss from their tensors; counts calls."""
 
     def __init__(self, layers: int = 5) -> None:
         super().__init__()
@@ -85,19 +85,17 @@ def everything(model: Hooked) -> tuple[Any, ...]:
     return hooks, attributes, held, list(model.last), model._hooked, list(model._now)
 
 
-def test_planning_leaves_hooks_lists_and_objects_as_they_were() -> None:
+def test_planning_restores_hooks_lists_and_objects() -> None:
     model = Hooked()
     before, layers, rows = everything(model), model.layers, model.history["rows"]
     eager().plan(model, torch.randn(4, 8), PlanRequest(cluster=LAPTOP_CPU, world_size=4))
     assert everything(model) == before and len(model.layers) == 5
     assert model.layers is layers and model.history["rows"] is rows, "other containers than before"
     model(torch.randn(4, 8))
-    assert len(model._now) == 5 and model.tracker.calls == 1, (
-        "the first real forward hangs up its hooks itself"
-    )
+    assert len(model._now) == 5 and model.tracker.calls == 1, "the first real forward registers its own hooks"
 
 
-def test_hooks_of_the_user_stay() -> None:
+def test_user_hooks_stay() -> None:
     model, seen = Hooked(), []
     handle = model.layers[1].register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
     record(model, Batch.of(torch.randn(4, 8)), BOOK.composites)
@@ -105,10 +103,8 @@ def test_hooks_of_the_user_stay() -> None:
     assert seen == [(4, 8)] and not model.layers[1]._forward_hooks
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["hung up in the forward", "hung up before"])
-def test_hooks_of_blocks_that_are_not_run_see_what_they_would(
-    monkeypatch: pytest.MonkeyPatch, before: bool
-) -> None:
+@pytest.mark.parametrize("before", [False, True], ids=["registered in the forward", "registered before"])
+def test_hooks_of_copied_blocks_get_their_own_tensors(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
     model, batch = Hooked(), Batch.of(torch.randn(4, 8))
     if before:
         model(torch.randn(2, 8))
@@ -124,7 +120,7 @@ def test_hooks_of_blocks_that_are_not_run_see_what_they_would(
 
 
 @pytest.mark.parametrize("kind", ["computes", "replaces", "with keywords", "before", "unlike"])
-def test_blocks_with_hooks_that_do_more_are_all_run(kind: str) -> None:
+def test_blocks_with_active_hooks_are_all_run(kind: str) -> None:
     model, seen = Hooked(), []
     for place, block in enumerate(model.layers):
         if kind == "computes":
@@ -141,7 +137,7 @@ def test_blocks_with_hooks_that_do_more_are_all_run(kind: str) -> None:
     assert not tape.copied or (kind == "unlike" and set(tape.copied) == {"layers.2"})
 
 
-def test_a_hook_that_computes_in_a_copy_only_has_all_blocks_run() -> None:
+def test_all_blocks_run_when_a_hook_computes_in_a_copy() -> None:
     """The same code in every block, and another thing to do: all is recorded again, with every block run."""
     model, seen = Hooked(), []
 
@@ -154,7 +150,7 @@ def test_a_hook_that_computes_in_a_copy_only_has_all_blocks_run() -> None:
     assert not tape.copied
 
 
-def test_a_run_that_raises_is_put_back_too() -> None:
+def test_model_is_restored_when_the_run_raises() -> None:
     model = Hooked()
     before = everything(model)
     with pytest.raises(Exception, match="reduction dim"):
@@ -162,7 +158,7 @@ def test_a_run_that_raises_is_put_back_too() -> None:
     assert everything(model) == before
 
 
-def test_what_holds_itself_is_written_down_once() -> None:
+def test_recursive_container_is_saved_once() -> None:
     module = nn.Linear(2, 2)
     ring: list[Any] = [{1, 2}, (deque([3]), {"a": [4]})]
     ring.append(ring)

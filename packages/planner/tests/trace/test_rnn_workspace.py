@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class InPlace(nn.Module):
-    """A product that is written over: the gradient of the other operand needs what it was."""
+    """A product that is overwritten: the gradient of the other operand needs its old value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,16 +45,16 @@ class InPlace(nn.Module):
 
 def kept(model: nn.Module, x: torch.Tensor) -> int:
     """Bytes of the storages that autograd keeps in a real run, parameters aside."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, torch.Tensor] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(x)
-    return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in own)
+    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in parameters)
 
 
 def recorded(model: nn.Module, rows: int) -> Tape:
@@ -74,18 +74,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recurrent_layers_keep_what_they_are_said_to(name: str) -> None:
+def test_saved_bytes_of_recurrent_layers(name: str) -> None:
     model = MODELS[name]()
     real = kept(model, torch.randn(16, 32, 128))
     assert recorded(model, 16).activation_bytes == pytest.approx(real, rel=2e-3)
 
 
-def test_what_is_overwritten_is_kept() -> None:
+def test_overwritten_tensor_is_saved() -> None:
     model, x = InPlace(), torch.randn(8, 16)
     assert record(model, Batch.of(x), BOOK.composites).activation_bytes == kept(model, x)
 
 
-def test_a_workspace_grows_with_the_rows() -> None:
+def test_workspace_is_proportional_to_rows() -> None:
     model = Layer(nn.LSTM)
     family = TapeFamily(recorded(model, 2), recorded(model, 4))
     scaled = family.at(16)
@@ -93,7 +93,7 @@ def test_a_workspace_grows_with_the_rows() -> None:
     assert scaled.activation_bytes == recorded(model, 16).activation_bytes
 
 
-def test_a_wide_layer_is_told_from_a_narrower_one() -> None:
+def test_workspace_of_a_wide_layer_follows_from_a_narrow_one() -> None:
     """Features of 2,048 are not run."""
     rest = (False, [], 2, 2048, 1, True, False, False, True)
     x, weight = torch.empty(32, 16, 512, device="meta"), torch.empty(4 * 2048, 512, device="meta")

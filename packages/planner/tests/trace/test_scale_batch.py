@@ -61,30 +61,30 @@ def pairs(rows: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_all_pairs_of_rows_grow_with_their_square(flat: bool) -> None:
+def test_pairs_of_rows_grow_quadratically(flat: bool) -> None:
     model, batch = Contrastive(flat), pairs(512)
     plan = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))[0]
     assert plan.predicted is not None
     assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.05)
 
 
-def test_a_third_tape_is_recorded_only_where_two_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_third_tape_is_recorded_only_for_non_proportional_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every one where it says otherwise than they do."""
     assert recorded(Transformer(), tokens(rows=64), monkeypatch) == [2, 4]
     assert recorded(Contrastive(), pairs(64), monkeypatch) == [2, 4, 8]
-    found = recorded(Contrastive(flat=True), pairs(64), monkeypatch)
-    assert found[:3] == [2, 4, 8] and {32, 64} <= set(found)
+    tapes = recorded(Contrastive(flat=True), pairs(64), monkeypatch)
+    assert tapes[:3] == [2, 4, 8] and {32, 64} <= set(tapes)
     assert {6, 3} <= set(recorded(Contrastive(flat=True), pairs(6), monkeypatch))
 
 
-def test_models_that_take_no_few_rows_are_recorded_as_they_are() -> None:
+def test_models_that_need_many_rows_are_recorded_at_their_size() -> None:
     model, batch = Hard(), {"x": torch.randn(64, 32)}
     plan = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))[0]
     assert plan.predicted is not None
     assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.05)
 
 
-def test_one_row_is_recorded_only_where_it_may_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_is_recorded_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is far out of the question by tapes of more rows is left at that."""
     rows: list[int] = []
     record = tapes.record

@@ -29,19 +29,19 @@ aten = torch.ops.aten
 Run = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
 
 
-def each(reentrant: bool, every: int = 1) -> Run:
+def each(reentrant: bool, stride: int = 1) -> Run:
     """Every so manyth block runs again."""
 
     def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         for n, block in enumerate(blocks):
-            x = block(x) if n % every else checkpoint(block, x, use_reentrant=reentrant)
+            x = block(x) if n % stride else checkpoint(block, x, use_reentrant=reentrant)
         return x
 
     return run
 
 
 def segments(reentrant: bool, *sizes: int) -> Run:
-    """So many blocks each run again together, those behind them do not."""
+    """`stride` blocks are recomputed together; the last blocks are not."""
 
     def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         first = 0
@@ -54,12 +54,12 @@ def segments(reentrant: bool, *sizes: int) -> Run:
     return run
 
 
-def nested(outer: bool, inner: bool, behind: bool = True) -> Run:
-    """Halves that run again, in which each block does; `behind`: something that keeps its input follows it."""
+def nested(outer: bool, inner: bool, followed: bool = True) -> Run:
+    """Recomputed halves with recomputed blocks; `followed`: something that keeps its input follows it."""
 
     def half(blocks: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
         x = each(inner)(nn.ModuleList(blocks), x)
-        return x * x if behind else x
+        return x * x if followed else x
 
     def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         for some in (list(blocks)[:3], list(blocks)[3:]):
@@ -81,7 +81,7 @@ def _of_features(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
 
 
 def _detached(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-    """What one of them gives is looked at, and nothing is trained by it: it never runs again."""
+    """The output of one block is only read, without gradients: it is never recomputed."""
     y = each(False)(nn.ModuleList(list(blocks)[:3]), x)
     return y + checkpoint(blocks[3], y, use_reentrant=False).detach()
 
@@ -97,7 +97,7 @@ CASES: dict[str, Run] = {
     "the first two": segments(False, 2),
     "all together": segments(False, 6),
     "nested": nested(False, False),
-    "nested, nothing behind": nested(False, False, behind=False),
+    "nested, nothing after": nested(False, False, followed=False),
     "nested, reentrant": nested(True, True),
     "reentrant in one that is not": nested(False, True),
     "one that is not in a reentrant one": nested(True, False),
@@ -109,7 +109,7 @@ CASES: dict[str, Run] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_what_runs_again_is_counted(name: str) -> None:
+def test_recomputed_flops_are_counted(name: str) -> None:
     model, batch = Net(CASES[name]), Batch.of(torch.randn(2, 10, 16))
     assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
     assert record(model, batch, BOOK.composites).activation_bytes == kept(model, batch)
@@ -149,7 +149,7 @@ def _every_other() -> tuple[Any, Any]:
         (partial(_with_policy, _every_other), (96,)),
     ],
 )
-def test_what_a_policy_keeps_does_not_run_again(run: Run, products: tuple[int, ...]) -> None:
+def test_operations_saved_by_a_policy_are_not_recomputed(run: Run, products: tuple[int, ...]) -> None:
     """`products`: columns of the results that each block keeps."""
     model, batch = Net(run), Batch.of(torch.randn(2, 10, 16))
     assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
@@ -157,18 +157,18 @@ def test_what_a_policy_keeps_does_not_run_again(run: Run, products: tuple[int, .
     assert tape.activation_bytes == kept(model, batch) + 6 * 4 * 2 * 10 * sum(products)
 
 
-def test_attention_that_a_policy_keeps_does_not_run_again() -> None:
+def test_attention_saved_by_a_policy_is_not_recomputed() -> None:
     """Torch's counter is not asked: it knows nothing of the operation that is kept."""
     run = selective(aten._scaled_dot_product_flash_attention_for_cpu.default)
     attention = 2 * 2.0 * 2 * 10 * 10 * 32
     batch = Batch.of(torch.randn(2, 10, 16))
-    (ahead, back), (same, less) = planned(Net(each(False)), batch), planned(Net(run), batch)
-    assert (same, less) == (ahead, back - 6 * attention)
+    (forward, back), (same, less) = planned(Net(each(False)), batch), planned(Net(run), batch)
+    assert (same, less) == (forward, back - 6 * attention)
     more = record(Net(run), batch, BOOK.composites).activation_bytes - kept(Net(run), batch)
-    assert more == 6 * 4 * (2 * 10 * 32 + 2 * 4 * 10)  # what it gives, and a number for each row and head
+    assert more == 6 * 4 * (2 * 10 * 32 + 2 * 4 * 10)  # its output, and one number per row and head
 
 
-def test_frozen_blocks_run_again_as_far_as_gradients_go() -> None:
+def test_frozen_blocks_are_recomputed_only_where_gradients_flow() -> None:
     for prefix in (("first", "blocks.0", "blocks.1", "blocks.2"), ("blocks.3", "blocks.4")):
         model, batch = Net(each(False)), Batch.of(torch.randn(2, 10, 16))
         for name, p in model.named_parameters():
@@ -176,38 +176,38 @@ def test_frozen_blocks_run_again_as_far_as_gradients_go() -> None:
         assert planned(model, batch) == counted(model, batch)
 
 
-def test_it_says_where_what_runs_again_is() -> None:
-    found = profile_model(Net(each(False, 2)), torch.randn(2, 10, 16))
+def test_profile_names_recomputed_modules() -> None:
+    result = profile_model(Net(each(False, 2)), torch.randn(2, 10, 16))
     tokens = 2 * 10
-    ahead = 2.0 * tokens * 32 * 96 + 2 * 2.0 * tokens * 10 * 32  # not the last product, which keeps nothing
-    assert [found[f"blocks.{n}"].again_flops for n in range(6)] == [ahead, 0] * 3
-    assert found["blocks.0.out"].again_flops == 0 < found["blocks.0.qkv"].again_flops
-    assert found["blocks.0"].backward_flops == found["blocks.1"].backward_flops
+    forward = 2.0 * tokens * 32 * 96 + 2 * 2.0 * tokens * 10 * 32  # not the last product, which keeps nothing
+    assert [result[f"blocks.{n}"].again_flops for n in range(6)] == [forward, 0] * 3
+    assert result["blocks.0.out"].again_flops == 0 < result["blocks.0.qkv"].again_flops
+    assert result["blocks.0"].backward_flops == result["blocks.1"].backward_flops
 
 
 def predicted(model: nn.Module, recompute: str | None = None) -> Prediction:
     """What is predicted of a step on one rank."""
     batch = {"x": torch.randn(64, 128, 16)}
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, recompute=recompute)
-    found = EagerPlanner(host_of()).plan(model, batch, request)[0].predicted
-    assert found is not None
-    return found
+    result = EagerPlanner(host_of()).plan(model, batch, request)[0].predicted
+    assert result is not None
+    return result
 
 
-def test_a_plan_predicts_of_them_what_it_predicts_of_its_own() -> None:
-    own, asked, without = (
+def test_user_checkpoints_are_predicted_like_planned_recomputation() -> None:
+    default, requested, without = (
         predicted(Net(run), recompute)
         for run, recompute in ((each(False), None), (through, "full"), (through, None))
     )
-    assert own.compute_seconds == asked.compute_seconds > without.compute_seconds
-    assert own.memory_bytes == asked.memory_bytes
-    assert own.split is not None and asked.split is not None
-    (ours,), (theirs,) = own.split.stages, asked.split.stages
+    assert default.compute_seconds == requested.compute_seconds > without.compute_seconds
+    assert default.memory_bytes == requested.memory_bytes
+    assert default.split is not None and requested.split is not None
+    (ours,), (theirs,) = default.split.stages, requested.split.stages
     assert (ours.forward_seconds, ours.backward_seconds) == (theirs.forward_seconds, theirs.backward_seconds)
 
 
 @pytest.mark.parametrize("name", ["each", "each, reentrant", "pairs", "all together"])
-def test_memory_is_that_of_a_real_step(name: str) -> None:
+def test_memory_equals_that_of_a_real_step(name: str) -> None:
     """What they run again is there again while it goes back."""
     model = Net(CASES[name])
     counted_bytes = bytes_of(model, {"x": torch.randn(64, 128, 16)})
@@ -217,23 +217,23 @@ def test_memory_is_that_of_a_real_step(name: str) -> None:
 class Asking(DataLike):
     """Remembers what operations it was told of."""
 
-    asked: ClassVar[list[float]] = []
+    requested: ClassVar[list[float]] = []
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        self.asked.append(request.sizes.flops)
+        self.requested.append(request.sizes.flops)
         return super().cost(request, degree, link)
 
 
-def test_strategies_are_told_what_runs_again() -> None:
-    Asking.asked.clear()
+def test_strategies_get_recomputed_flops() -> None:
+    Asking.requested.clear()
     model = Net(each(False))
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=2)
     EagerPlanner(host_of(Asking)).plan(model, (torch.randn(4, 10, 16),), request)
-    ahead, back = counted(model, Batch.of(torch.randn(2, 10, 16)))
-    assert min(Asking.asked) == ahead + back
+    forward, back = counted(model, Batch.of(torch.randn(2, 10, 16)))
+    assert min(Asking.requested) == forward + back
 
 
-def test_most_copies_are_still_not_run() -> None:
+def test_checkpointed_blocks_are_copied() -> None:
     model, batch = Net(each(False), blocks=12), Batch.of(torch.randn(2, 10, 16))
     assert len(record(model, batch, BOOK.composites).copied) == 9  # all but the first two and the last
     assert planned(model, batch) == counted(model, batch)
