@@ -140,7 +140,10 @@ def test_a_small_collective_takes_the_tree_and_a_large_one_over_nodes_the_hierar
         assert link.seconds("all_reduce", nbytes, 512) == min(sizes.values())
     inner_link = DGX_H100.link(1, 8)
     assert set(inner_link.algorithms("all_gather", 1e6, 8)) == {"ring"}
-    assert inner_link.algorithms("all_reduce", 1e9, 8)["ring"] < inner_link.algorithms("all_reduce", 1e9, 8)["tree"]
+    assert (
+        inner_link.algorithms("all_reduce", 1e9, 8)["ring"]
+        < inner_link.algorithms("all_reduce", 1e9, 8)["tree"]
+    )
     # 64 nodes, each card sends its eighth over its own network: by hand
     inner = 7 * 2e-6 + 7 / 8 * 1e10 / 450e9
     outer = min(2 * (63 * 5e-6 + 63 / 64 * 1.25e9 / 50e9), 2 * (6 * 5e-6 + 1.25e9 / 50e9))
@@ -183,10 +186,14 @@ def test_measurements_replace_the_link_model() -> None:
 def test_waiting_rank_leaves_its_core_to_others() -> None:
     assert DGX_H100.running(8).shared_core_factors(4) == ()
     assert OVERSUBSCRIBED.running(2).shared_core_factors(2) == (1 / 1.2, 1.0)
-    assert replace(OVERSUBSCRIBED, crowding=((1, 1.0), (2, 1.0))).running(2).shared_core_factors(2) == ()  # a core each
+    assert (
+        replace(OVERSUBSCRIBED, crowding=((1, 1.0), (2, 1.0))).running(2).shared_core_factors(2) == ()
+    )  # a core each
     assert OVERSUBSCRIBED.running(4).shared_core_factors(4) == pytest.approx((1 / 2.4, 0.5, 0.75, 1.0))
     assert OVERSUBSCRIBED.running(4).shared_core_factors(2) == pytest.approx((0.5, 1.0))  # two ranks each
-    assert OVERSUBSCRIBED.running(2 * OVERSUBSCRIBED.devices_per_node).shared_core_factors(2) == ()  # a machine each
+    assert (
+        OVERSUBSCRIBED.running(2 * OVERSUBSCRIBED.devices_per_node).shared_core_factors(2) == ()
+    )  # a machine each
 
 
 def planned(
