@@ -89,7 +89,7 @@ def test_workspace_is_proportional_to_rows() -> None:
     model = Layer(nn.LSTM)
     family = TapeFamily(recorded(model, 2), recorded(model, 4))
     scaled = family.at(16)
-    assert family.sure and scaled is not None
+    assert family.proportional and scaled is not None
     assert scaled.activation_bytes == recorded(model, 16).activation_bytes
 
 

@@ -19,7 +19,8 @@ from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.localise import localise
 from meshwright_dtensor.rules.node import NodeView
 from meshwright_dtensor.sharding.boxes import dense_strides
-from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.sharding.states import I, States
+from meshwright_dtensor.trace.function_kinds import is_in_place
 from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.names import listing
@@ -30,28 +31,6 @@ SHOWN = 4
 
 LITTLE, FEW = 0.01, 4
 """Fraction of the bytes of all results, and number of collectives, up to which cross-row interaction is ignored."""
-
-
-def is_batch_independent(
-    prediction: PredictedRun, rank_tape: Tape, global_tape: Tape, grid: MeshShape
-) -> bool:
-    """Whether the model is batch-independent: no rows are moved, and every rank computes on its own rows only."""
-    return not prediction.moved and not any(
-        _computes_more(node, prediction.outs[k], rank_tape, global_tape, grid)
-        for k, node in enumerate(global_tape.nodes)
-    )
-
-
-def is_negligible(prediction: PredictedRun, rank_tape: Tape, global_tape: Tape, grid: MeshShape) -> bool:
-    """Whether the rows that are moved and computed in addition to a rank's own are too few to change the cost."""
-    made = more = 0
-    for k, node in enumerate(global_tape.nodes):
-        if node.call is not None and not is_view(node):
-            made += sum(rank_tape.values[r.i].nbytes for r in node.outs)
-            if _computes_more(node, prediction.outs[k], rank_tape, global_tape, grid):
-                more += sum(global_tape.values[r.i].nbytes for r in node.outs)
-    moved = sum(m.nbytes for m in prediction.moved)
-    return len(prediction.moved) <= FEW and more + moved <= LITTLE * made
 
 
 def local_states(
@@ -68,77 +47,109 @@ def local_states(
     return tuple(states(r.i) for r in node.ins), tuple(states(r.i) for r in node.outs)
 
 
-def with_moves(rank_tape: Tape, global_tape: Tape, prediction: PredictedRun, grid: MeshShape) -> Tape:
-    """The tape of one rank's rows, with the collectives for cross-row interactions."""
-    notes = DataRankTape(global_tape, rank_tape, rank_tape.rows, {}, prediction, grid, {}).division()
-    return replace(
-        rank_tape, origin=rank_tape if rank_tape.origin is None else rank_tape.origin, division=notes
-    )
-
-
 @dataclass
-class DataRankTape:
-    """Derives the tape of one rank from a tape of all rows.
+class DataRank:
+    """One data rank of a run, as the core is predicted to execute it.
 
     Args:
-        whole: the recorded run.
-        own: the same recorded with the rows of one rank, where it does the same operations then; it says exactly what is kept
-            inside of an operation.
-        rows: those of one rank.
-        start: value -> its states, of inputs and parameters.
-        found: what the core does with `whole`.
-        grid: the axes that divide rows.
+        global_tape: recorded with the rows of all ranks.
+        rank_tape: recorded with the rows of one rank.
+        same: both tapes are of the same operations, so that `rank_tape` has the exact sizes inside operations.
+        initial: value -> states of inputs and parameters.
+        prediction: of the core for `global_tape`.
+        grid: the axes that shard rows.
         composites: by the names of their nodes.
     """
 
     global_tape: Tape
-    rank_tape: Tape | None
-    rows: int
+    rank_tape: Tape
+    same: bool
     initial: Mapping[int, States]
     prediction: PredictedRun
     grid: MeshShape
     composites: Mapping[str, Composite]
 
-    def tape(self) -> Tape:
-        """The tape of one rank."""
-        global_tape = self.global_tape
+    def is_batch_independent(self) -> bool:
+        """Whether no rows are moved, and every rank computes on its own rows only."""
+        return not self.prediction.moved and not any(
+            map(self._computes_more, range(len(self.global_tape.nodes)))
+        )
+
+    def is_negligible(self) -> bool:
+        """Whether the rows that are moved and computed in addition to a rank's own are too few to change the cost."""
+        made = more = 0
+        for k, node in enumerate(self.global_tape.nodes):
+            if node.call is not None and not is_view(node):
+                made += sum(self.rank_tape.values[r.i].nbytes for r in node.outs)
+                if self._computes_more(k):
+                    more += sum(self.global_tape.values[r.i].nbytes for r in node.outs)
+        moved = self.prediction.moved
+        return len(moved) <= FEW and more + sum(m.nbytes for m in moved) <= LITTLE * made
+
+    def lost_write(self) -> Node | None:
+        """The first view of moved rows that is written through: the core refuses it at run time."""
         states_of = dict(self.initial)
-        for node, outs in zip(global_tape.nodes, self.prediction.outs, strict=True):
+        for k, node in enumerate(self.global_tape.nodes):
+            # the core converts the result of an in-place call back
+            if k in self.global_tape.through and not (
+                node.call is not None and is_in_place(node.call.function)
+            ):
+                stored = states_of.get(node.ins[0].i, (I,) * self.grid.ndim)
+                if any(isinstance(state, int) for state in stored) and stored != self.prediction.ins[k][0]:
+                    return node
+            outs = zip(node.outs, self.prediction.outs[k], strict=True)
+            states_of.update((ref.i, states) for ref, states in outs)
+        return None
+
+    def with_moves(self) -> Tape:
+        """The tape of the rank's rows, with the collectives for cross-row interactions."""
+        own = self.rank_tape
+        return replace(own, origin=own if own.origin is None else own.origin, division=self.division())
+
+    def tape(self) -> Tape:
+        """The tape of the rank, derived from the global tape."""
+        tape, own = self.global_tape, self.rank_tape
+        states_of = dict(self.initial)
+        for node, outs in zip(tape.nodes, self.prediction.outs, strict=True):
             states_of.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
         shapes = [
             self.grid.local(v.shape, states_of[i]) if i in states_of else v.shape
-            for i, v in enumerate(global_tape.values)
+            for i, v in enumerate(tape.values)
         ]
         values = [self._value(i, shape) for i, shape in enumerate(shapes)]
         return replace(
-            global_tape,
+            tape,
             values=values,
-            nodes=[self._node(k, values) for k in range(len(global_tape.nodes))],
-            saved=self._kept(
-                global_tape.saved, None if self.rank_tape is None else self.rank_tape.saved, values
-            ),
-            dropped=self._kept(
-                global_tape.dropped, None if self.rank_tape is None else self.rank_tape.dropped, values
-            ),
-            rows=self.rows,
+            nodes=[self._node(k, values) for k in range(len(tape.nodes))],
+            saved=self._kept(tape.saved, own.saved, values),
+            dropped=self._kept(tape.dropped, own.dropped, values),
+            rows=own.rows,
             origin=None,
             division=self.division(),
         )
 
     def _value(self, index: int, shape: tuple[int, ...]) -> Value:
-        global_tape = self.global_tape.values[index]
-        for same in (global_tape,) if self.rank_tape is None else (self.rank_tape.values[index], global_tape):
-            if shape == same.shape:
-                return same
+        value = self.global_tape.values[index]
+        for candidate in (self.rank_tape.values[index], value) if self.same else (value,):
+            if shape == candidate.shape:
+                return candidate
         dims = range(len(shape))
-        order = sorted(dims, key=lambda d: -global_tape.stride[d]) if global_tape.stride else dims
-        return replace(global_tape, shape=shape, stride=dense_strides(shape, list(order)))
+        order = sorted(dims, key=lambda d: -value.stride[d]) if value.stride else dims
+        return replace(value, shape=shape, stride=dense_strides(shape, list(order)))
 
     def _read(self, k: int) -> list[tuple[int, ...]]:
         """The shapes in which a node reads its inputs, after conversions."""
         values = self.global_tape.values
         pairs = zip(self.global_tape.nodes[k].ins, self.prediction.ins[k], strict=True)
         return [self.grid.local(values[r.i].shape, s) for r, s in pairs]
+
+    def _computes_more(self, k: int) -> bool:
+        """Whether the rank computes more of a result of a node than its own rows need."""
+        node, whole, own = self.global_tape.nodes[k], self.global_tape.values, self.rank_tape.values
+        return not is_view(node) and any(
+            math.prod(self.grid.local(whole[r.i].shape, states)) > math.prod(own[r.i].shape)
+            for r, states in zip(node.outs, self.prediction.outs[k], strict=True)
+        )
 
     def _part(self, k: int) -> float:
         """The fraction of the work of a node that one rank does."""
@@ -150,7 +161,7 @@ class DataRankTape:
 
     def _node(self, k: int, values: list[Value]) -> Node:
         node, read = self.global_tape.nodes[k], self._read(k)
-        if self.rank_tape is not None:
+        if self.same:
             rank_node = self.rank_tape.nodes[k]
             rank_shapes = (self.rank_tape.values[r.i].shape for r in (*rank_node.ins, *rank_node.outs))
             if (
@@ -169,12 +180,10 @@ class DataRankTape:
             args, kwargs = node.args, node.kwargs
         return replace(node, args=args, kwargs=kwargs, flops=flops * self._part(k))
 
-    def _kept(
-        self, items: Sequence[Saved], rank_items: Sequence[Saved] | None, values: list[Value]
-    ) -> list[Saved]:
+    def _kept(self, items: Sequence[Saved], rank_items: Sequence[Saved], values: list[Value]) -> list[Saved]:
         """Saved tensors with the sizes in which the nodes that save them read them."""
-        rank_saved = itertools.repeat(None) if rank_items is None else rank_items
-        return [self._saved(item, like, values) for item, like in zip(items, rank_saved)]
+        of_rank = rank_items if self.same else itertools.repeat(None)
+        return [self._saved(item, rank_item, values) for item, rank_item in zip(items, of_rank)]
 
     def _saved(self, item: Saved, rank_item: Saved | None, values: list[Value]) -> Saved:
         part = self._part(item.by)
@@ -189,18 +198,14 @@ class DataRankTape:
         shape = values[item.value].shape if states is None else self.grid.local(seen.shape, states)
         if shape == seen.shape:
             return item
-        if (
-            rank_item is not None
-            and self.rank_tape is not None
-            and shape == self.rank_tape.values[item.value].shape
-        ):
+        if rank_item is not None and shape == self.rank_tape.values[item.value].shape:
             return item._replace(nbytes=rank_item.nbytes)
         return item._replace(nbytes=math.prod(shape) * seen.dtype.itemsize)
 
     def division(self) -> Division:
         """The collectives for cross-row interactions, and notes."""
         moved = Counter(m for m in self.prediction.moved if m.nbytes)
-        flows = self._from_rows() if self.rank_tape is None else set()
+        from_rows = set() if self.same else self._from_rows()
         replicated = [
             node
             for k, node in enumerate(self.global_tape.nodes)
@@ -208,18 +213,10 @@ class DataRankTape:
             and not any(
                 isinstance(s, int) for s in itertools.chain(*self.prediction.ins[k], *self.prediction.outs[k])
             )
-            and (
-                any(r.i in flows for r in node.outs)
-                if self.rank_tape is None
-                else _computes_more(
-                    node, self.prediction.outs[k], self.rank_tape, self.global_tape, self.grid
-                )
-            )
+            and (self._computes_more(k) if self.same else any(r.i in from_rows for r in node.outs))
         ]
-        return Division(
-            tuple(moved.items()),
-            _notes(replicated, self.prediction, self.global_tape, moved, "+".join(self.grid.axes)),
-        )
+        notes = _notes(replicated, self.prediction, self.global_tape, moved, "+".join(self.grid.axes))
+        return Division(tuple(moved.items()), notes)
 
     def _from_rows(self) -> set[int]:
         """The values of more than one element that depend on inputs whose rows are sharded."""
@@ -228,16 +225,6 @@ class DataRankTape:
             if any(r.i in flows for r in node.ins):
                 flows.update(r.i for r in node.outs)
         return {i for i in flows if math.prod(self.global_tape.values[i].shape) > 1}
-
-
-def _computes_more(
-    node: Node, outs: tuple[States, ...], rank_tape: Tape, global_tape: Tape, grid: MeshShape
-) -> bool:
-    """Whether a rank computes more of a result of `node` than its own rows need."""
-    return not is_view(node) and any(
-        math.prod(grid.local(global_tape.values[r.i].shape, states)) > math.prod(rank_tape.values[r.i].shape)
-        for r, states in zip(node.outs, outs, strict=True)
-    )
 
 
 def _notes(

@@ -9,18 +9,11 @@ from typing import Literal
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.propagate.predict import predict_run
-from meshwright_dtensor.propagate.prediction import MeshShape, PredictedRun
+from meshwright_dtensor.propagate.prediction import MeshShape
 from meshwright_dtensor.rules import RuleBook
-from meshwright_dtensor.sharding.states import I, States
-from meshwright_dtensor.trace.function_kinds import is_in_place
+from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.trace.graph import Node
-from meshwright_planner.trace.data_rank import (
-    DataRankTape,
-    is_batch_independent,
-    is_negligible,
-    local_states,
-    with_moves,
-)
+from meshwright_planner.trace.data_rank import DataRank, local_states
 from meshwright_planner.trace.flops import by_name, forward_flops
 from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.scale_batch import same_program
@@ -57,57 +50,6 @@ def initial_states(global_tape: Tape, states: Mapping[str, States], axes: int) -
     return start
 
 
-def predict_rank(
-    rank_tape: Tape,
-    global_tape: Tape,
-    merged: Quotient,
-    grid: MeshShape,
-    book: RuleBook,
-    start: Mapping[int, States],
-    prefixes: tuple[str, ...] = (),
-) -> PredictedRun:
-    """The prediction of the core for the rows of `global_tape`; a rank of `grid` has those of `rank_tape`.
-
-    Args:
-        merged: the quotient of `global_tape`.
-        start: value -> states of parameters and inputs.
-        prefixes: of the names of modules that strategies run on each rank's rows.
-    """
-    weights = {i for i in start if (global_tape.values[i].name or "").startswith("param:")}
-
-    def strategy_states(index: int) -> tuple[tuple[States, ...], tuple[States, ...]] | None:
-        inside = bool(prefixes) and f"{global_tape.nodes[index].module}.".startswith(prefixes)
-        return local_states(rank_tape, global_tape, index, grid.ndim) if inside else None
-
-    return predict_run(
-        grid,
-        book,
-        global_tape.nodes,
-        global_tape.values,
-        global_tape.grad,
-        start,
-        weights,
-        strategy_states,
-        merged.node,
-        global_tape.results,
-    )
-
-
-def lost_write(
-    prediction: PredictedRun, global_tape: Tape, start: Mapping[int, States], grid: MeshShape
-) -> int | None:
-    """The first view of moved rows that is written through: the core refuses it at run time."""
-    states_of = dict(start)
-    for k, node in enumerate(global_tape.nodes):
-        # the core converts the result of an in-place call back
-        if k in global_tape.through and not (node.call is not None and is_in_place(node.call.function)):
-            stored = states_of.get(node.ins[0].i, (I,) * grid.ndim)
-            if any(isinstance(state, int) for state in stored) and stored != prediction.ins[k][0]:
-                return k
-        states_of.update((ref.i, states) for ref, states in zip(node.outs, prediction.outs[k], strict=True))
-    return None
-
-
 def _refused(view: Node, grid: MeshShape) -> PlanError:
     where = f" in {view.module}" if view.module else ""
     name = view.name if view.call is None else view.call.function
@@ -142,18 +84,16 @@ class DataRankTapes:
         the rows of the batch; `key`: of the cache; `modules`: those that strategies run on each rank's rows.
         """
         if key not in self._couplings:
-            grid = MeshShape(("rows",), (2,))
-            start = initial_states(more, {name: (0 if rows else "I",) for name, rows in counted.items()}, 1)
-            prefixes = tuple(f"{module}." for module in modules) if same_program(few, more) else ()
-            prediction = predict_rank(few, more, self._merged(more), grid, book, start, prefixes)
-            if is_batch_independent(prediction, few, more, grid):
+            same = same_program(few, more)
+            states: dict[str, States] = {name: (0 if rows else "I",) for name, rows in counted.items()}
+            grid, prefixes = MeshShape(("rows",), (2,)), _prefixes(modules) if same else ()
+            rank = self._rank((few, more, same), grid, book, states, prefixes)
+            if rank.is_batch_independent():
                 self._couplings[key] = "never"
-            else:  # a lost write is never negligible
-                slight = (
-                    is_negligible(prediction, few, more, grid)
-                    and lost_write(prediction, more, start, grid) is None
-                )
-                self._couplings[key] = "little" if slight else "much"
+            else:
+                # a lost write is never negligible
+                negligible = rank.is_negligible() and rank.lost_write() is None
+                self._couplings[key] = "little" if negligible else "much"
         return self._couplings[key]
 
     def of(
@@ -170,7 +110,8 @@ class DataRankTapes:
 
         Args:
             key: of the cache.
-            rank_tape: recorded with the rows of one rank; whole: with those of all, where it is not known yet.
+            rank_tape: recorded with the rows of one rank.
+            global_tape: records or returns the tape with the rows of all ranks.
             grid: the axes that divide rows.
             states: name of a batch tensor -> its states on the grid.
             modules: those that strategies run on each rank's rows.
@@ -199,28 +140,47 @@ class DataRankTapes:
         states: Mapping[str, States],
         modules: Sequence[str],
     ) -> Tape:
-        prefixes = tuple(f"{module}." for module in modules)
-        same = same_program(rank_tape, global_tape)
-        if (
-            not same
-            and prefixes
-            and any(f"{node.module}.".startswith(prefixes) for node in global_tape.nodes)
-        ):
+        same, prefixes = same_program(rank_tape, global_tape), _prefixes(modules)
+        if not same and prefixes and any(f"{n.module}.".startswith(prefixes) for n in global_tape.nodes):
             return replace(rank_tape, origin=None, division=Division(notes=(NOT_PREDICTED_EXPERTS,)))
-        start = initial_states(global_tape, states, grid.ndim)
-        prediction = predict_rank(
-            rank_tape, global_tape, self._merged(global_tape), grid, book, start, prefixes
-        )
-        if same and is_batch_independent(prediction, rank_tape, global_tape, grid):
+        rank = self._rank((rank_tape, global_tape, same), grid, book, states, prefixes)
+        if same and rank.is_batch_independent():
             return rank_tape
-        view = lost_write(prediction, global_tape, start, grid)
+        view = rank.lost_write()
         if view is not None:
-            raise _refused(global_tape.nodes[view], grid)
-        if same and (
-            len(rank_tape.nodes) > SMALL and is_negligible(prediction, rank_tape, global_tape, grid)
-        ):
-            return with_moves(rank_tape, global_tape, prediction, grid)
-        rank_run = rank_tape if same else None
-        return DataRankTape(
-            global_tape, rank_run, rank_tape.rows, start, prediction, grid, by_name(book.composites)
-        ).tape()
+            raise _refused(view, grid)
+        if same and len(rank_tape.nodes) > SMALL and rank.is_negligible():
+            return rank.with_moves()
+        return rank.tape()
+
+    def _rank(
+        self,
+        run: tuple[Tape, Tape, bool],
+        grid: MeshShape,
+        book: RuleBook,
+        states: Mapping[str, States],
+        prefixes: tuple[str, ...],
+    ) -> DataRank:
+        """The data rank with the prediction of the core.
+
+        `run`: rank tape, global tape, and whether both are of the same operations; `prefixes`: of the names of modules that
+        strategies run on each rank's rows.
+        """
+        rank_tape, global_tape, same = run
+        values, nodes = global_tape.values, global_tape.nodes
+        initial = initial_states(global_tape, states, grid.ndim)
+        weights = {i for i in initial if (values[i].name or "").startswith("param:")}
+
+        def strategy_states(index: int) -> tuple[tuple[States, ...], tuple[States, ...]] | None:
+            inside = bool(prefixes) and f"{nodes[index].module}.".startswith(prefixes)
+            return local_states(rank_tape, global_tape, index, grid.ndim) if inside else None
+
+        node_of, results = self._merged(global_tape).node, global_tape.results
+        prediction = predict_run(
+            grid, book, nodes, values, global_tape.grad, initial, weights, strategy_states, node_of, results
+        )
+        return DataRank(global_tape, rank_tape, same, initial, prediction, grid, by_name(book.composites))
+
+
+def _prefixes(modules: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{module}." for module in modules)
