@@ -23,7 +23,14 @@ from meshwright_dtensor.strategy import (
 from meshwright_pipeline import Schedule, Shape
 from meshwright_pipeline.planning import cost as cost_module
 from meshwright_pipeline.planning.full_batch_loss import tail_of, without_tail
-from meshwright_pipeline.planning.recompute import MOST_CHOICES, Choices, UnitOption, cheapest, moments
+from meshwright_pipeline.planning.recompute import (
+    MOST_CHOICES,
+    Choices,
+    RunChoice,
+    UnitOption,
+    cheapest,
+    moments,
+)
 from meshwright_pipeline.planning.simulate import StageCosts, predict
 from meshwright_pipeline.planning.stage_costs import divide
 from meshwright_pipeline.planning.survey import ModelSurvey
@@ -56,42 +63,51 @@ def bytes_of(ways: Sequence[UnitOption], count: int, running: bool) -> int:
     return count * kept + (max(0, over) if running else 0)
 
 
+Counts = tuple[tuple[int, ...], int]
+"""As in Moment: microbatches in flight on each stage, and the stage that runs backward."""
+
+
+def moment_bytes(stage: int, options: Sequence[UnitOption], when: Sequence[Counts]) -> list[int]:
+    return [bytes_of(options, counts[stage], running == stage) for counts, running in when]
+
+
+def every_need(
+    stages: Sequence[Sequence[Sequence[UnitOption]]], when: Sequence[Counts]
+) -> Iterator[tuple[float, int]]:
+    """(seconds, peak bytes) of every combination of options for the units of some stages."""
+    for combination in itertools.product(*(itertools.product(*units) for units in stages)):
+        by_stage = [moment_bytes(stage, units, when) for stage, units in enumerate(combination)]
+        yield sum(o.seconds for units in combination for o in units), max(map(sum, zip(*by_stage)))
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_cheapest_choice_matches_enumeration(seed: int) -> None:
     """One or two stages of a rank, random units, and memory for some of the choices."""
     draw = random.Random(seed)
     kinds = [some_ways(draw) for _ in range(4)]
     rows = [[draw.randrange(4) for _ in range(draw.randint(1, 4))] for _ in range(1 + seed % 2)]
-    # as in Moment: microbatches in flight on each stage, and the stage that runs backward
     when = [
         (tuple(draw.randint(1, 4) for _ in rows), draw.randrange(-1, len(rows))) for _ in range(1 + seed % 3)
     ]
 
-    def taken(stage: int, ways: Sequence[UnitOption]) -> list[int]:
-        return [bytes_of(ways, counts[stage], running == stage) for counts, running in when]
+    def memory(stage: int, choice: RunChoice) -> list[int]:
+        options = [kinds[kind][place] for kind, place in zip(rows[stage], choice.options, strict=True)]
+        return moment_bytes(stage, options, when)
 
-    all_choices = [list(itertools.product(*(kinds[kind] for kind in row))) for row in rows]
-    needs = [
-        (sum(way.seconds for ways in both for way in ways), max(map(sum, zip(*map(taken, range(9), both)))))
-        for both in itertools.product(*all_choices)
-    ]
+    needs = list(every_need([[kinds[kind] for kind in row] for row in rows], when))
     for room in sorted({need for _, need in needs})[:: max(1, len(needs) // 7)]:
         best = min(seconds for seconds, need in needs if need <= room)
         choices = Choices(kinds)
         stages = [choices.of(row) for row in rows]
         assert all(len(result) < MOST_CHOICES for result in stages)
-
-        def ways_of(stage: int, places: Sequence[int]) -> list[UnitOption]:
-            return [kinds[kind][place] for kind, place in zip(rows[stage], places, strict=True)]
-
-        result = cheapest(stages, lambda n, c: taken(n, ways_of(n, c.options)), [room] * len(when))
+        result = cheapest(stages, memory, [room] * len(when))
         assert result is not None and sum(choice.seconds for choice in result) == pytest.approx(best)
-    assert cheapest(stages, lambda n, c: taken(n, ways_of(n, c.options)), [0] * len(when)) is None
+    assert cheapest(stages, memory, [0] * len(when)) is None
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("count", [8, 12, 64])
-def test_moments_match_a_simulated_step(name: str, count: int) -> None:
+def test_whenmatch_a_simulated_step(name: str, count: int) -> None:
     """The highest peak equals that of the schedule's actions, also for long steps."""
     schedule = schedule_named(name)
     shape = Shape(4, 4 * schedule.stages_each, count)
@@ -130,7 +146,7 @@ class OnlyLong(OneForwardOneBackward):
         return super().actions(rank, shape)
 
 
-def test_moments_skip_shapes_that_the_schedule_refuses() -> None:
+def test_whenskip_shapes_that_the_schedule_refuses() -> None:
     shape = Shape(2, 2, 12)
     assert moments(OnlyLong(), shape) == moments(OneForwardOneBackward(), shape)
 
