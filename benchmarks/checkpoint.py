@@ -9,7 +9,8 @@ memcpy or training alone takes turns with it twice in a round (A B A B), and tim
 median over rounds, as GB/s of the whole state and as speed relative to the raw one of the same round, and each round's.
 
 The memcpy is of the same local bytes into memory that is there already, tensor by tensor, by as many threads, on all ranks at once.
-Stalls are those after `prepare_save`, called once at the start; `--unprepared` leaves it out: the first round shows what it is for.
+Stalls are those after `prepare_save`, called once at the start; `--unprepared` leaves it out:
+the first round then shows the stall that it avoids.
 Training is timed only while a save goes on: as many steps as are done until it is over, and as many alone before and after.
 """
 
@@ -77,7 +78,7 @@ def raw_read(model: nn.Module, path: Path, rank: int) -> None:
 
 
 def direct_read(model: nn.Module, path: Path, rank: int) -> None:
-    """As the raw read, around the system's cache; it arrives beside the model, in small pages."""
+    """As the raw read, with O_DIRECT, into memory in small pages next to the model."""
     fd = os.open(path / f"raw-{rank}", os.O_RDONLY | os.O_DIRECT)
     nbytes = os.fstat(fd).st_size
     memory = mmap.mmap(-1, CHUNK)
@@ -197,24 +198,24 @@ def measure(
     if not unprepared:
         prepare_save(model, wait=True)
     for number in range(rounds):
-        found: Times = {}
+        results: Times = {}
         with folder(base, rank) as path:
             if "save" in only or "load" in only:
-                saves(found, model, path, rank, number)
+                saves(results, model, path, rank, number)
             if "load" in only:
-                loads(found, model, other, path, rank)
+                loads(results, model, other, path, rank)
             if "stall" in only:
-                stalls(found, model, path)
+                stalls(results, model, path)
             if "train" in only:
-                trains(found, model, path)
-        for name, some in found.items():
+                trains(results, model, path)
+        for name, some in results.items():
             times.setdefault(name, []).append(sum(some) / len(some))
         if rank == 0:  # a run that is ended early has said something
-            print(json.dumps(found), file=sys.stderr, flush=True)
+            print(json.dumps(results), file=sys.stderr, flush=True)
     return times
 
 
-def saves(found: Times, model: nn.Module, path: Path, rank: int, number: int) -> None:
+def saves(results: Times, model: nn.Module, path: Path, rank: int, number: int) -> None:
     """Disks that take a burst favour who writes first, so each round another one does.
 
     Where a file system tells the disk which blocks are free (ext4's `discard`), the next commit does so: what the round before
@@ -224,16 +225,16 @@ def saves(found: Times, model: nn.Module, path: Path, rank: int, number: int) ->
         os.sync()
     dist.barrier()
     for name, write in [*WRITES.items()][number % len(WRITES) :] + [*WRITES.items()][: number % len(WRITES)]:
-        found.setdefault(f"save: {name}", []).append(seconds(lambda w=write: w(model, path, rank)))
+        results.setdefault(f"save: {name}", []).append(seconds(lambda w=write: w(model, path, rank)))
 
 
-def loads(found: Times, model: nn.Module, other: nn.Module, path: Path, rank: int) -> None:
+def loads(results: Times, model: nn.Module, other: nn.Module, path: Path, rank: int) -> None:
     """Raw, same layout, other dim, and again; then the others."""
 
     def cold(name: str, read: Callable[[nn.Module, Path, int], None], into: nn.Module) -> None:
         dist.barrier()
         drop_cache(path)
-        found.setdefault(name, []).append(seconds(lambda: read(into, path, rank)))
+        results.setdefault(name, []).append(seconds(lambda: read(into, path, rank)))
 
     for _ in range(2):
         cold("load: raw read", raw_read, model)
@@ -244,34 +245,34 @@ def loads(found: Times, model: nn.Module, other: nn.Module, path: Path, rank: in
     cold("load, other dim: dcp.load", dcp_read, other)
 
 
-def stalls(found: Times, model: nn.Module, path: Path) -> None:
+def stalls(results: Times, model: nn.Module, path: Path) -> None:
     """A copy of the local bytes into memory that is there, an asynchronous save, and again."""
     copies = [(t.clone(), t) for t in locals_of(model)]
     for turn in range(2):
-        found.setdefault("stall: memcpy", []).append(seconds(lambda: [a.copy_(b) for a, b in copies]))
+        results.setdefault("stall: memcpy", []).append(seconds(lambda: [a.copy_(b) for a, b in copies]))
         handles: list[Any] = []
         stall = seconds(lambda t=turn, h=handles: h.append(save(path / f"async-{t}", model=model)))
-        found.setdefault("stall: meshwright", []).append(stall)
+        results.setdefault("stall: meshwright", []).append(stall)
         handles[0].wait()
 
 
-def trains(found: Times, model: nn.Module, path: Path) -> None:
+def trains(results: Times, model: nn.Module, path: Path) -> None:
     """Seconds a step of what training does, products, while a save goes on and alone; of the slowest rank."""
     for turn in range(2):
-        handle = save(path / f"behind-{turn}", model=model)
+        handle = save(path / f"background-{turn}", model=model)
         dist.barrier()
         steps, start = 0, time.perf_counter()
         while not steps or not handle.done:
             step()
             steps += 1
-        behind = (time.perf_counter() - start) / steps
+        with_save = (time.perf_counter() - start) / steps
         handle.wait()
-        found.setdefault("train: while meshwright saves", []).append(slowest(behind))
+        results.setdefault("train: while meshwright saves", []).append(slowest(with_save))
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
             step()
-        found.setdefault("train: alone", []).append(slowest((time.perf_counter() - start) / steps))
+        results.setdefault("train: alone", []).append(slowest((time.perf_counter() - start) / steps))
 
 
 def step() -> None:
@@ -296,7 +297,7 @@ def main() -> None:
         times = pool.run(options.ranks, measure, *arguments, timeout=3600)[0]
     nbytes = max(round(options.gigabytes * 1e9 / (ROWS * COLUMNS * 4)), 1) * ROWS * COLUMNS * 4
     rows = []
-    for name, found in times.items():
+    for name, results in times.items():
         kind = name.split(":")[0].split(",")[0]
         base = times[
             {
@@ -306,15 +307,15 @@ def main() -> None:
                 "train": "train: alone",
             }[kind]
         ]
-        ratios = [b / t for b, t in zip(base, found, strict=True)]
-        speed = None if kind == "train" else nbytes / statistics.median(found) / 1e9
+        ratios = [b / t for b, t in zip(base, results, strict=True)]
+        speed = None if kind == "train" else nbytes / statistics.median(results) / 1e9
         rows.append(
             {
                 "name": name,
                 "GB/s": speed,
                 "of raw": statistics.median(ratios),
                 "rounds": ratios,
-                "seconds": found,
+                "seconds": results,
             }
         )
     if options.json:

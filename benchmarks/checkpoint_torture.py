@@ -73,7 +73,7 @@ def moments(folder: Path, count: int) -> int:
             hit = ranks if who == "both" else [ranks[int(who)]] if kind == "kill" else []
             for pid in hit:
                 end(pid)
-            time.sleep(0.2)  # what the others make of it
+            time.sleep(0.2)  # time for the other ranks to react
             for pid in ranks:
                 if pid not in hit:
                     end(pid)
@@ -92,12 +92,12 @@ def end(pid: int) -> None:
 
 def whole(folder: Path, committed: int) -> int:
     """The latest step: not older than what was there, and equal to what was saved; so is the first one."""
-    found = latest(folder)
-    assert found is not None
-    step = int(Path(found).name.removeprefix("step-"))
-    assert step >= committed, f"{committed} was committed, and {found} is the latest"
+    results = latest(folder)
+    assert results is not None
+    step = int(Path(results).name.removeprefix("step-"))
+    assert step >= committed, f"{committed} was committed, and {results} is the latest"
     model = state(-1)
-    for path, value in ((found, step), (folder / "step-0", 0)):
+    for path, value in ((results, step), (folder / "step-0", 0)):
         load(path, model=model)
         assert all((p == value).all() for p in model.parameters()), path
     return step

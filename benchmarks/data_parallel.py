@@ -138,7 +138,7 @@ def times(
     steps = [stepper(pair[0], name, ranks, plan), stepper(pair[1], name, ranks, None)]
     for step in steps:
         step(), step()
-    found = []
+    results = []
     for round_ in range(rounds):
         seconds = [0.0, 0.0]
         for which in (0, 1) if round_ % 2 else (1, 0):
@@ -147,8 +147,8 @@ def times(
             steps[which]()
             dist.barrier()
             seconds[which] = time.perf_counter() - start
-        found.append((seconds[0], seconds[1]))
-    return found
+        results.append((seconds[0], seconds[1]))
+    return results
 
 
 def resident() -> int:
@@ -185,13 +185,13 @@ def main() -> None:
             continue  # GPT-2's fused projection has no tensor parallelism in torch
         theirs, plan = PAIRS[ours], plan_of(ours, name, ranks)
         with RankPool() as pool:
-            found = pool.run(ranks, times, arguments.rounds, name, (ours, theirs), plan, timeout=1200)[0]
-        ratios = sorted(a / b for a, b in found)
+            timed = pool.run(ranks, times, arguments.rounds, name, (ours, theirs), plan, timeout=1200)[0]
+        ratios = sorted(a / b for a, b in timed)
         result: dict[str, Any] = {
-            "ours": ours, "theirs": theirs, "seconds": found,
+            "ours": ours, "theirs": theirs, "seconds": timed,
             "ratio": statistics.median(ratios), "least": ratios[0], "largest": ratios[-1],
         }  # fmt: skip
-        line = f"{ours:12s} {1e3 * statistics.median(a for a, _ in found):7.0f} ms, "
+        line = f"{ours:12s} {1e3 * statistics.median(a for a, _ in timed):7.0f} ms, "
         line += f"{result['ratio']:.2f} x {theirs} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         if arguments.memory:
             runs: list[list[float]] = [[], []]

@@ -169,7 +169,7 @@ def main() -> None:
         times = rounds({name: step(name) for name in places}, options.repeats, options.steps)
         tiers = MeshContext.of(mesh).report.tiers
     medians = {name: statistics.median(t) for name, t in times.items()}
-    # neighbours in time share what else the machine does: the ratio is taken in each round
+    # runs next to each other in time share the load of the machine: the ratio is taken in each round
     ratio = statistics.median(a / b for a, b in zip(times["meshwright"], times["plain"], strict=True))
     gain = statistics.median(a / b for a, b in zip(times["dtensor"], times["meshwright"], strict=True))
     print(

@@ -1,4 +1,4 @@
-"""The automatic plan beside the best two-dimensional sharding that a person writes: GPT-2, LLaMA-2 and GPT-Neo.
+"""The automatic plan compared with the best two-dimensional sharding that a person writes: GPT-2, LLaMA-2 and GPT-Neo.
 
     python benchmarks/planner_2d.py --predict                              # of 2B parameters, as predicted, 8 and 16 ranks
     python benchmarks/planner_2d.py --measure --cluster machine.json       # small ones, run on 4 gloo ranks of this machine
@@ -91,7 +91,7 @@ def build(name: str, whole: bool) -> tuple[nn.Module, Batch]:
 
 @dataclass(frozen=True)
 class Way:
-    """One of the person's: what it is called, the dims that are marked, what is pinned."""
+    """One sharding by hand: its name, the marked dims, the pinned options."""
 
     name: str
     embedding: int | None
@@ -117,10 +117,10 @@ def ways(ranks: int) -> Iterator[Way]:
 def marked(name: str, model: nn.Module, embedding: int | None) -> nn.Module:
     """The model with Megatron's marks."""
     if embedding is not None:
-        for own, parameter in model.named_parameters():
-            cut = embedding if own.endswith(EMBEDDINGS) else None
+        for ours, parameter in model.named_parameters():
+            cut = embedding if ours.endswith(EMBEDDINGS) else None
             for end, dim in MARKS[name].items():
-                cut = dim if own.endswith(end) else cut
+                cut = dim if ours.endswith(end) else cut
             if cut is not None:
                 mw.mark_sharding(parameter, {"tp": cut})
     return model
@@ -156,8 +156,8 @@ def seconds(plan: ParallelPlan) -> float:
 
 def identity(plan: ParallelPlan) -> dict[str, Any]:
     """What a plan does, without what is said of it."""
-    said = ("provenance", "predicted", "collectives")
-    return {key: value for key, value in json.loads(plan.to_json()).items() if key not in said}
+    published = ("provenance", "predicted", "collectives")
+    return {key: value for key, value in json.loads(plan.to_json()).items() if key not in published}
 
 
 def shown(plan: ParallelPlan) -> str:
@@ -182,21 +182,21 @@ def predict(name: str, ranks: int, cluster: str) -> dict[str, Any]:
     automatic = mw.plan(model, batch, **options)
     assert isinstance(automatic, ParallelPlan)
     took = time.process_time() - begin
-    found = {
+    plans_by_way = {
         way.name: plan for way in ways(ranks) if (plan := planned(make, name, way, **options)) is not None
     }
-    best = min(found, key=lambda key: seconds(found[key]))
-    ratio = seconds(automatic) / seconds(found[best])
+    best = min(plans_by_way, key=lambda key: seconds(plans_by_way[key]))
+    ratio = seconds(automatic) / seconds(plans_by_way[best])
     size = sum(p.numel() for p in model.parameters()) / 1e9
     print(
         f"{name} ({size:.2f}B), {cluster}, {ranks} ranks: automatic {1e3 * seconds(automatic):.1f} ms ({shown(automatic)}; "
-        f"found in {took:.1f} s), best of {len(found)} by hand {1e3 * seconds(found[best]):.1f} ms ({best}"
-        f"{', recompute' if found[best].recompute else ''}): {ratio:.3f}",
+        f"found in {took:.1f} s), best of {len(plans_by_way)} by hand {1e3 * seconds(plans_by_way[best]):.1f} ms ({best}"
+        f"{', recompute' if plans_by_way[best].recompute else ''}): {ratio:.3f}",
         flush=True,
     )
     return {
         "model": name, "parameters": size, "cluster": cluster, "ranks": ranks, "ratio": ratio, "automatic": shown(automatic),
-        "automatic_seconds": seconds(automatic), "by_hand": {key: seconds(plan) for key, plan in found.items()},
+        "automatic_seconds": seconds(automatic), "by_hand": {key: seconds(plan) for key, plan in plans_by_way.items()},
     }  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def measure(pool: RankPool, name: str, ranks: int, cluster: str, limit: float) -
             plans.append(plan)
     times = pool.run(ranks, turns, name, plans, limit, timeout=limit + 240)[0]
     same = {key for key, plan in zip(names, plans, strict=True) if identity(plan) == identity(automatic)}
-    middle = {key: statistics.median(own) for key, own in zip(names, times, strict=True)}
+    middle = {key: statistics.median(ours) for key, ours in zip(names, times, strict=True)}
     best = min(names[1:], key=lambda key: middle[key])
     rounds = [mine / other for mine, other in zip(times[0], times[names.index(best)], strict=True)]
     low, ratio, high = statistics.quantiles(rounds, n=4)

@@ -1,4 +1,4 @@
-"""Memory as predicted beside memory as it is: bytes of tensors that are alive, counted on real ranks.
+"""Predicted memory compared with measured memory: bytes of live tensors, counted on real ranks.
 
     python benchmarks/planner_memory.py [--only dp,tp] [--json memory.json]
 

@@ -82,7 +82,7 @@ def step(plan: Any) -> float:
 
 def torchtitan() -> tuple[list[dict[str, Any]], bool]:
     """Sequences of 8,192, two for each GPU, FSDP over all, bf16, every other product computed again ("selective op")."""
-    model, found = llama(), []
+    model, plans = llama(), []
     for ranks, compiled, published in TITAN:
         cluster = named("h100-96gb")
         plan = mw.plan(
@@ -95,23 +95,23 @@ def torchtitan() -> tuple[list[dict[str, Any]], bool]:
             seconds -= fused_saving(model, local, cluster, torch.bfloat16)
         rate = 2 * 8192 / seconds
         error = rate / published - 1
-        found.append(
+        plans.append(
             {"gpus": ranks, "compiled": compiled, "published": published, "predicted": rate, "error": error}
         )
         print(
             f"Llama-3 8B, {ranks:3} H100{', compiled' if compiled else ''}: published {published}, predicted {rate:.0f} "
             f"tokens/s/GPU ({100 * error:+.1f}%)", flush=True,
         )  # fmt: skip
-    mean = statistics.mean(abs(row["error"]) for row in found)
-    pairs = itertools.combinations(found, 2)
+    mean = statistics.mean(abs(row["error"]) for row in plans)
+    pairs = itertools.combinations(plans, 2)
     ordered = all((a["published"] < b["published"]) == (a["predicted"] < b["predicted"]) for a, b in pairs)
     pick = mw.plan(model, tokens(16, 8192), cluster=named("h100-96gb"), world_size=8, precision="bf16")
     gain = 2 * 8192 / step(pick)
     print(
         f"mean absolute error {100 * mean:.1f}% (at most {100 * ERROR:.0f}%), order {'right' if ordered else 'WRONG'}; the "
-        f"planner's own pick on 8: {mesh(pick)}, {gain:.0f} tokens/s/GPU (FSDP 8: {found[0]['predicted']:.0f})"
+        f"planner's own pick on 8: {mesh(pick)}, {gain:.0f} tokens/s/GPU (FSDP 8: {plans[0]['predicted']:.0f})"
     )
-    return found, mean <= ERROR and ordered and gain >= 0.999 * found[0]["predicted"]
+    return plans, mean <= ERROR and ordered and gain >= 0.999 * plans[0]["predicted"]
 
 
 def mesh(plan: Any) -> str:
@@ -130,7 +130,7 @@ def alpa() -> tuple[list[dict[str, Any]], bool]:
     Alpa turns sums of gradients over data ranks into reduce-scatters, so that those share the update (Zheng et al., 2022,
     4.2): its plans are costed with stage 2 of ZeRO.
     """
-    found, holds = [], True
+    plans, holds = [], True
     for billions, ranks, hidden, layers, heads, (pp, dp, tp, count) in ALPA:
         cluster, batch = named("p3.16xlarge"), tokens(1024, 1024)
         model = gpt(hidden, layers, heads)
@@ -155,13 +155,13 @@ def alpa() -> tuple[list[dict[str, Any]], bool]:
             "ours": step(ours),
             "pick": mesh(ours),
         }
-        found.append(row)
+        plans.append(row)
         print(
             f"GPT {billions}B on {ranks} V100: Alpa's {mesh(theirs)} ({theirs.predicted.total_bytes / 2**30:.1f} GiB) predicted "
             f"{step(theirs):.1f} s; the planner's {mesh(ours)} ({ours.predicted.total_bytes / 2**30:.1f} GiB) {step(ours):.1f} s"
             f"{'' if fast else ' SLOWER'}; planned in {time.perf_counter() - begin:.0f} s", flush=True,
         )  # fmt: skip
-    return found, holds
+    return plans, holds
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ the planner is then asked without pins.
 
 How it is measured.  The speed of a shared machine wanders by a quarter within minutes, so what is compared lives on the same
 ranks at once and takes turns, a few steps each, in rounds.  All configurations run in a first pass, some at a time and the pick
-among them; what they take counts by what the pick takes beside them.  The
+among them; their time is divided by the time of the pick in the same turn.  The
 fastest of it (within 25%) and the pick then run in further rounds, all of them in each.  The least of many noisy times is too
 short, so the best is never judged by the turns that chose it: it is chosen by every other round and judged by the rest, then
 the other way round, and the regret is the mean of both.  A turn counts with the median of its steps, a configuration with the
@@ -50,9 +50,9 @@ from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 WARM = 2
 """Steps after setting up that do not count."""
 TURN_S, MOST_STEPS = 0.2, 6
-"""A turn counts as many steps as take so long, two at least and so many at most, behind one that does not count."""
+"""Seconds that the timed steps of a turn take; at least two steps and at most so many, after one warm-up step."""
 TOGETHER = 8
-"""Configurations that live on the ranks at once in the first pass, beside the pick."""
+"""Configurations that live on the ranks at once in the first pass, in addition to the pick."""
 FIRST_ROUNDS = 2
 """Rounds of the first pass."""
 NEAR, MOST_ROUNDS = 1.25, 24
@@ -78,31 +78,31 @@ def pins(
             for shard, sequence in itertools.product(shards, (False, True) if tp > 1 else (None,)):
                 ways = itertools.product((1, 2, 4, 8), schedules) if pp > 1 else [(None, None)]
                 for (count, schedule), again in itertools.product(ways, recompute):
-                    found = {**base, "zero": stage, "zero_degree": shard, "sequence_parallel": sequence}
-                    found |= {"microbatches": count, "schedule": schedule, "recompute": again}
-                    yield {key: value for key, value in found.items() if value is not None}
+                    results = {**base, "zero": stage, "zero_degree": shard, "sequence_parallel": sequence}
+                    results |= {"microbatches": count, "schedule": schedule, "recompute": again}
+                    yield {key: value for key, value in results.items() if value is not None}
 
 
 def configurations(name: str, ranks: int, cluster: str, *which: Any) -> list[Run]:
     """Every legal one, with what is predicted of it; `which`: see pins."""
     with mw.deferred_init():
         model, batch = build(name)
-    found: dict[str, Run] = {}
+    results: dict[str, Run] = {}
     for chosen in pins(ranks, *which):
         try:
             plan = mw.plan(model, batch, world_size=ranks, cluster=cluster, planner="manual", **chosen)
         except MeshwrightError:
             continue
         assert isinstance(plan, ParallelPlan)
-        found.setdefault(identity(plan), Run(" ".join(f"{k}={v}" for k, v in chosen.items()), plan))
-    return list(found.values())
+        results.setdefault(identity(plan), Run(" ".join(f"{k}={v}" for k, v in chosen.items()), plan))
+    return list(results.values())
 
 
 def identity(plan: ParallelPlan) -> str:
     """What a plan does, without what is said of it."""
     data = json.loads(plan.to_json())
-    for said in ("provenance", "predicted", "collectives"):
-        data.pop(said, None)
+    for predicted in ("provenance", "predicted", "collectives"):
+        data.pop(predicted, None)
     return json.dumps(data, sort_keys=True)
 
 
@@ -149,18 +149,18 @@ def measure(runs: list[Run], pick: Run, name: str, ranks: int, pool: RankPool, u
             return None
 
     def first(some: list[Run]) -> None:
-        found = together([pick, *some], FIRST_ROUNDS, FIRST_ROUNDS, 0.0)
-        if found is None and len(some) > 1:  # whichever it was
+        results = together([pick, *some], FIRST_ROUNDS, FIRST_ROUNDS, 0.0)
+        if results is None and len(some) > 1:  # whichever it was
             for run in some:
                 first([run])
-        elif found is None:
+        elif results is None:
             some[0].failed = failure[-1]
             print(f"   FAILED {some[0].name}: {some[0].failed}", flush=True)
         else:
-            beside = statistics.median(found[0])
-            pick.first += found[0]
-            for run, turns in zip(some, found[1:], strict=True):
-                run.first = [seconds / beside for seconds in turns]
+            pick_seconds = statistics.median(results[0])
+            pick.first += results[0]
+            for run, turns in zip(some, results[1:], strict=True):
+                run.first = [seconds / pick_seconds for seconds in turns]
 
     begin = time.monotonic()
     others = [run for run in runs if run is not pick]
@@ -223,7 +223,7 @@ def main() -> int:
         "--schedules", default="1f1b", help="of pipelines, each with every number of microbatches"
     )
     parser.add_argument(
-        "--recompute", default="", help="policies that each configuration is tried with beside none"
+        "--recompute", default="", help="policies that each configuration is tried with, in addition to none"
     )
     options = parser.parse_args()
     which = options.schedules.split(","), (None, *filter(None, options.recompute.split(",")))
@@ -231,10 +231,10 @@ def main() -> int:
     end = time.monotonic() + 60 * options.minutes
     results: list[dict[str, Any]] = []
     if options.measured is not None:
-        for found in json.loads(options.measured.read_text()):
-            if (found["model"], found["ranks"]) in groups:
-                group = planned(found["model"], found["ranks"], options.cluster, *which)
-                results.append(judge(remembered(group, found)))
+        for stored_result in json.loads(options.measured.read_text()):
+            if (stored_result["model"], stored_result["ranks"]) in groups:
+                group = planned(stored_result["model"], stored_result["ranks"], options.cluster, *which)
+                results.append(judge(remembered(group, stored_result)))
         if options.json is not None:
             options.json.write_text(json.dumps(results, indent=1))
         return 0 if verdict(results) else 4
@@ -242,10 +242,10 @@ def main() -> int:
         results = json.loads(options.json.read_text())
         before = {(r["model"], r["ranks"]) for r in results}
         groups = [group for group in groups if group not in before]
-    every = [planned(name, ranks, options.cluster, *which) for name, ranks in groups]
+    configurations = [planned(name, ranks, options.cluster, *which) for name, ranks in groups]
     with RankPool() as pool:
-        for number, group in enumerate(every):
-            weight = group.weight / sum(g.weight for g in every[number:])
+        for number, group in enumerate(configurations):
+            weight = group.weight / sum(g.weight for g in configurations[number:])
             until = time.monotonic() + (end - time.monotonic()) * weight
             measure(group.runs, group.pick, group.model, group.ranks, pool, until)
             results.append(judge(group))

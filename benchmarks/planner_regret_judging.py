@@ -42,7 +42,7 @@ class Run:
 
     @property
     def noise(self) -> float:
-        """How far the middle half of its turns lies apart, as a part of their median."""
+        """Interquartile range of its turns, divided by their median."""
         turns = sorted(self.turns or self.first)
         return (turns[len(turns) * 3 // 4] - turns[len(turns) // 4]) / self.measured
 
@@ -67,11 +67,11 @@ class Run:
 
 def judged(pick: Run, leaders: list[Run]) -> float:
     """The regret of the pick: the best is chosen by every other round and judged by the rest, both ways; the mean, at least 0."""
-    found = []
+    groups = []
     for choosing, judging in ((0, 1), (1, 0)):
         best = min(leaders, key=lambda run: run.half(choosing))
-        found.append(pick.half(judging) / best.half(judging) - 1)
-    return max(0.0, statistics.mean(found))
+        groups.append(pick.half(judging) / best.half(judging) - 1)
+    return max(0.0, statistics.mean(groups))
 
 
 def ranks_of(values: list[float]) -> list[float]:
@@ -136,12 +136,12 @@ def judge(group: Group) -> dict[str, Any]:
     return result
 
 
-def remembered(group: Group, found: dict[str, Any]) -> Group:
+def remembered(group: Group, groups: dict[str, Any]) -> Group:
     """With times that were measured before, by the names of runs."""
-    times = {run["name"]: run for run in found["runs"]}
+    times = {run["name"]: run for run in groups["runs"]}
     for run in group.runs:
-        known = times.get(run.name, {})
-        run.first, run.turns = list(known.get("first", ())), list(known.get("turns", ()))
+        stored = times.get(run.name, {})
+        run.first, run.turns = list(stored.get("first", ())), list(stored.get("turns", ()))
     return group
 
 
@@ -157,7 +157,7 @@ def verdict(results: list[dict[str, Any]]) -> bool:
         for r in results
         for run in r["runs"]
     ]
-    every = spearman([p for p, _ in pairs], [m for _, m in pairs])
+    entries = spearman([p for p, _ in pairs], [m for _, m in pairs])
     inner = statistics.median(r["spearman"] for r in results)
     failed = sum(len(r["failed"]) for r in results)
     print(
@@ -170,7 +170,7 @@ def verdict(results: list[dict[str, Any]]) -> bool:
         )
     print(
         f"\nmedian regret {100 * regret:.1f}% (at most {100 * REGRET:.0f}%); in the worse half: {', '.join(worse) or 'none'}; "
-        f"Spearman over all {len(pairs)} runs {every:.3f} (at least {CORRELATION}), median within a model {inner:.3f}; "
+        f"Spearman over all {len(pairs)} runs {entries:.3f} (at least {CORRELATION}), median within a model {inner:.3f}; "
         f"{failed} failed"
     )
-    return regret <= REGRET and not worse and every >= CORRELATION
+    return regret <= REGRET and not worse and entries >= CORRELATION

@@ -126,15 +126,15 @@ def apart(name: str) -> dict[str, Any] | None:
         print(f"{name}: {done.stderr[-400:]}", flush=True)
         return None
     print(done.stdout.splitlines()[-1], flush=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def growth() -> bool:
     """Print the seconds for more and more ranks; whether they grow no faster than ranks x log(ranks)."""
-    found = [(ranks, apart(f"growth-{ranks}")) for ranks in GROWTH]
+    results = [(ranks, apart(f"growth-{ranks}")) for ranks in GROWTH]
     seconds = [
-        (ranks * math.log(ranks), result["cpu_seconds"]) for ranks, result in found if result is not None
+        (ranks * math.log(ranks), result["cpu_seconds"]) for ranks, result in results if result is not None
     ]
     logarithms = [[math.log(value) for value in values] for values in zip(*seconds, strict=True)]
     line = statistics.linear_regression(*logarithms)

@@ -1,4 +1,5 @@
-"""The default planner beside Alpa's and FlexFlow's searches: the steps that they predict under the same costs, and how long they
+"""The default planner compared with Alpa's and FlexFlow's searches: the steps that they predict under the same costs, and how
+long they
 take to answer.
 
     python benchmarks/planners.py                       # all models
@@ -111,11 +112,11 @@ def answer(case: Case, planner: str) -> dict[str, Any]:
     """What one planner says, in this process."""
     model, batch = made(case)
     request = PlanRequest(cluster=case.cluster, world_size=case.ranks, precision="bf16")
-    (found,) = compare(model, batch, request, [planner]).answers
-    plan = found.plan
+    (results,) = compare(model, batch, request, [planner]).answers
+    plan = results.plan
     return {
         "step_seconds": None if plan is None or plan.predicted is None else plan.predicted.step_seconds,
-        "answer_seconds": found.processor_seconds,
+        "answer_seconds": results.processor_seconds,
         "degrees": None if plan is None else dict(plan.degrees),
     }
 
@@ -126,13 +127,13 @@ def apart(name: str, planner: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name}, {planner}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def _median(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """One of equal answers, with the median of their times."""
-    return {**answers[0], "answer_seconds": statistics.median(one["answer_seconds"] for one in answers)}
+    return {**answers[0], "answer_seconds": statistics.median(entry["answer_seconds"] for entry in answers)}
 
 
 def main() -> int:
@@ -154,18 +155,20 @@ def main() -> int:
     print(f"{'model':16}" + "".join(f"{name + ' step, answer':>30}" for name in PLANNERS), flush=True)
     for name in options.only or CASES:
         rounds = [{planner: apart(name, planner) for planner in PLANNERS} for _ in range(options.repeats)]
-        found = results[name] = {planner: _median([one[planner] for one in rounds]) for planner in PLANNERS}
-        steps = {planner: one["step_seconds"] for planner, one in found.items()}
-        seconds = {planner: one["answer_seconds"] for planner, one in found.items()}
+        medians = results[name] = {
+            planner: _median([entry[planner] for entry in rounds]) for planner in PLANNERS
+        }
+        steps = {planner: entry["step_seconds"] for planner, entry in medians.items()}
+        seconds = {planner: entry["answer_seconds"] for planner, entry in medians.items()}
         row = [
             f"{'nothing fits' if steps[p] is None else f'{steps[p]:.4f} s'}, {seconds[p]:7.2f} s"
             for p in PLANNERS
         ]
         print(f"{name:16}" + "".join(f"{text:>30}" for text in row), flush=True)
-        own = float("inf") if steps["eager"] is None else steps["eager"]
+        ours = float("inf") if steps["eager"] is None else steps["eager"]
         others = [s for p, s in steps.items() if p != "eager" and s is not None]
-        if others and own > min(others) * (1 + 1e-9):
-            failed.append(f"{name}: eager predicts {own:.4f} s, another {min(others):.4f} s")
+        if others and ours > min(others) * (1 + 1e-9):
+            failed.append(f"{name}: eager predicts {ours:.4f} s, another {min(others):.4f} s")
         if seconds["eager"] > min(seconds[p] for p in PLANNERS if p != "eager"):
             failed.append(f"{name}: eager answers in {seconds['eager']:.2f} s, another sooner")
     for line in failed:

@@ -40,12 +40,12 @@ def set_up(model: nn.Module, batch: dict[str, torch.Tensor], plan: ParallelPlan)
 
 @contextmanager
 def living_together(
-    every: Iterable[tuple[nn.Module, dict[str, torch.Tensor], ParallelPlan]],
+    sides: Iterable[tuple[nn.Module, dict[str, torch.Tensor], ParallelPlan]],
 ) -> Iterator[list[Step]]:
     """Steps of configurations that are set up; they and their process groups end with the block."""
     before = live_process_groups()
     with _one_group_for_the_same_ranks():
-        steps = [set_up(*one) for one in every]
+        steps = [set_up(*side) for side in sides]
     try:
         yield steps
     finally:
@@ -59,14 +59,14 @@ def _one_group_for_the_same_ranks() -> Iterator[None]:
     """Meshes that are made inside share their process groups, whose turns never overlap.
 
     Every group has a thread that wakes up a hundred times a second: on four ranks and two cores a step took 1.2 times as long
-    beside the groups of eleven configurations, and 1.6 times beside those of 22, as alone.
+    with groups of eleven configurations, and 1.6 times with groups of 22, as alone.
     """
-    make, known = device_mesh.new_group, dict[tuple[int, ...], Any]()
+    make, stored = device_mesh.new_group, dict[tuple[int, ...], Any]()
 
     def new_group(ranks: Sequence[int], **options: Any) -> Any:
-        if tuple(ranks) not in known:
-            known[tuple(ranks)] = make(ranks=ranks, **options)
-        return known[tuple(ranks)]
+        if tuple(ranks) not in stored:
+            stored[tuple(ranks)] = make(ranks=ranks, **options)
+        return stored[tuple(ranks)]
 
     device_mesh.new_group = new_group
     try:

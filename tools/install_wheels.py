@@ -31,23 +31,23 @@ def distributions() -> dict[str, Path]:
     }
 
 
-def closure(names: list[str], known: dict[str, Path]) -> list[str]:
+def closure(names: list[str], folders: dict[str, Path]) -> list[str]:
     """The named distributions and every sibling that they declare, directly or through another."""
-    found: list[str] = []
+    names_needed: list[str] = []
     waiting = list(names)
     while waiting:
         name = waiting.pop()
-        if name not in known:
+        if name not in folders:
             sys.exit(
-                f"{name!r} is not a distribution of this repository; use one of: {', '.join(sorted(known))}"
+                f"{name!r} is not a distribution of this repository; use one of: {', '.join(sorted(folders))}"
             )
-        if name in found:
+        if name in names_needed:
             continue
-        found.append(name)
-        project = tomllib.loads((known[name] / "pyproject.toml").read_text())["project"]
+        names_needed.append(name)
+        project = tomllib.loads((folders[name] / "pyproject.toml").read_text())["project"]
         declared = (re.match(r"[A-Za-z0-9._-]+", line) for line in project.get("dependencies", ()))
-        waiting += [match[0] for match in declared if match and match[0] in known]
-    return found
+        waiting += [match[0] for match in declared if match and match[0] in folders]
+    return names_needed
 
 
 def build(name: str, folder: Path, wheels: Path) -> Path:
@@ -75,12 +75,12 @@ def main() -> None:
     parser.add_argument("requirements", nargs="+", metavar="NAME[extra]")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".tox" / "wheels")
     arguments = parser.parse_args()
-    known = distributions()
+    folders = distributions()
     extras = {
         name: bracket + rest for name, bracket, rest in (r.partition("[") for r in arguments.requirements)
     }
-    names = closure(list(extras), known)
-    wheels = {name: build(name, known[name], arguments.wheels) for name in names}
+    names = closure(list(extras), folders)
+    wheels = {name: build(name, folders[name], arguments.wheels) for name in names}
     # The same version number with new content: pip would keep the old one.
     pip("uninstall", "-q", "-y", *names)
     files = [f"{name}{extras.get(name, '')} @ {wheels[name].as_uri()}" for name in names]
