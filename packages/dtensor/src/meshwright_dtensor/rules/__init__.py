@@ -1,11 +1,11 @@
-"""Sharding rules: which states of inputs and outputs are legal for one op on one mesh axis, and how to run it on locals.
+"""Sharding rules: the legal states of inputs and outputs of an op on one mesh axis, and the op to run on local tensors.
 
 Rules give raw rows over R, P and tensor dims (:mod:`base`); :func:`refine` decides gradients (states I, X, P, dims);
 :func:`localise` rewrites size arguments; :func:`check` proves a row numerically; :class:`RuleBook` holds all of it, with
 the :class:`Composite` functions (linear, attention, embedding, cross-entropy, dropout, batch norm) that are handled whole.
 
 A plugin adds rules with an OpRuleSpec whose target is a mapping of op names to rules, or a Composite.  A rule says which
-dims an op leaves alone; each row is proved numerically before it is used:
+dims can be sharded; each row is proved numerically before it is used:
 
     def swiglu(view):
         for dim in range(len(view.in_shapes[0]) - 1):

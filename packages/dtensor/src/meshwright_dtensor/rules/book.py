@@ -37,11 +37,11 @@ from meshwright_dtensor.rules.verify_row import check
 from meshwright_dtensor.trace.graph import Ref
 
 Rule: TypeAlias = Callable[[NodeView], Iterable[Row]]
-"""Yields legal rows; those that do not fit the shapes or the axis size are dropped by the book."""
+"""Yields legal rows; the rule book drops those that do not fit the shapes or the axis size."""
 
 
 class RuleBook:
-    """Rules, composites and the memory of what was checked.
+    """Rules, composites, and a cache of the rows of each node.
 
     Attributes:
         composites: torch function -> composite.
@@ -99,13 +99,13 @@ class RuleBook:
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Legal raw rows over R, P and dims; the replicated row comes first."""
         key = _key(view)
-        known = self._memory.get(key)
-        if known is None:
-            known = self._memory[key] = tuple(self._find(view))
-        return list(known)
+        rows = self._memory.get(key)
+        if rows is None:
+            rows = self._memory[key] = tuple(self._find(view))
+        return list(rows)
 
     def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
-        """``rows`` and what they are for inputs (and outputs) in these states: see :func:`~lift.extended`."""
+        """``rows``, and the rows for inputs (and outputs) in these states: see :func:`~lift.extended`."""
         composite = self._by_name.get(view.node.name) if view.node.op is None else None
         if composite is None:
             return rows + extended(view, rows, ins, outs)
@@ -119,9 +119,9 @@ class RuleBook:
             return [replicate(view)]
         entry = self._rules.get(node.name) or self._rules.get(base_name(node.name))
         if entry is None and torch.Tag.pointwise in node.op.tags:
-            # torch's own tags are tested; a tag of someone else's op is a claim to be checked
-            own = node.op.namespace in ("aten", "prims")
-            entry = RuleEntry(pointwise.pointwise, "pointwise" if own else "plugin")
+            # torch's tags are tested; the tag of a custom op is checked
+            tested = node.op.namespace in ("aten", "prims")
+            entry = RuleEntry(pointwise.pointwise, "pointwise" if tested else "plugin")
         if entry is None:
             if not self._use_stock or needs_data(node):
                 return [replicate(view)]
@@ -199,7 +199,7 @@ def _key(view: NodeView) -> Any:
 
 
 def _frozen(x: Any, view: NodeView, seen: dict[Ref, int]) -> Any:
-    # no function within a function: one that calls itself keeps all it sees until garbage is looked for
+    # not a nested function: a recursive closure is a reference cycle, which lives until garbage collection
     if isinstance(x, Ref):
         return ("tensor", seen.setdefault(x, len(seen)), view.shape(x), view.dtype(x))
     if isinstance(x, (list, tuple)):

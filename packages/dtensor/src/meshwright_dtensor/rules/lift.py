@@ -1,7 +1,7 @@
-"""Rows over Runs: the rules speak of plain dims; here they are extended to the runs that inputs really lie in.
+"""Rows for interval shards, derived from the rows for plain dims.
 
-A row whose sharded dims are all the same elements (one size) holds for any division of them over ranks: it is *lifted*.
-Ops that take elements of a sharded dim to other places (views, split, slice, cat) have a function of their own.
+A row whose sharded dims all have the same elements (one size) holds for any division of them over ranks: it is *lifted* to
+the interval shards of the inputs. Ops that move elements of a sharded dim (views, split, slice, cat) have a function each.
 """
 
 from __future__ import annotations
@@ -10,19 +10,28 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from meshwright_dtensor.rules.node import NodeView, Row, Strategy, base_name, mutation_ties
+from meshwright_dtensor.rules.node import (
+    RESHAPES,
+    SLICES,
+    SPLITS,
+    NodeView,
+    Row,
+    Strategy,
+    base_name,
+    mutation_ties,
+)
 from meshwright_dtensor.sharding.intervals import IntervalShard, interval_shard, intervals_of
 from meshwright_dtensor.sharding.reshape import concatenated_state, local_slice, through_view
 from meshwright_dtensor.sharding.states import R, State, States
 
 Known: TypeAlias = Sequence[Iterable[State]]
-"""Per tensor, the states in which it may lie."""
+"""The possible states of each tensor."""
 
 _PROVEN = frozenset({"hand", "einsum", "view", "pointwise", "factory", "random"})
-"""Sources whose rows hold element by element; rows of others were only tried on chunks."""
+"""Sources whose rows hold for any division of elements; rows of other sources were only checked on chunks."""
 
 _UNBALANCED = 8
-"""A slice may leave one rank this part of a share more than another."""
+"""A slice may leave local sizes that differ by 1 / _UNBALANCED."""
 
 
 def extended(
@@ -32,47 +41,47 @@ def extended(
     outs: Known = (),
     permutes: Callable[[Strategy], bool] = lambda row: True,
 ) -> list[Strategy]:
-    """The rows that ``rows`` (raw, over R, P and plain dims) lack for inputs and outputs in these states.
+    """The rows for inputs and outputs in these states that are not in ``rows`` (over R, P and plain dims).
 
     Args:
-        ins: per input the states that it may lie in, of which shards count.
-        outs: likewise for the outputs, where a row is wanted that ends in them.
+        ins: the possible states of each input.
+        outs: the wanted states of each output.
         permutes: whether a row holds for elements in any order.
     """
-    found: dict[tuple[States, States], Strategy] = {}
-    known = {(row.ins, row.outs) for row in rows}
+    present = {(row.ins, row.outs) for row in rows}
+    added: dict[tuple[States, States], Strategy] = {}
+    shards = [s for states in (*ins, *outs) for s in states if isinstance(s, IntervalShard)]
+    for row in rows if shards else ():
+        if row.source in _PROVEN and permutes(row):
+            for shard in dict.fromkeys(shards):
+                lifted = _lifted(view, row, shard)
+                if lifted is not None:
+                    added.setdefault(lifted, Strategy(*lifted, row.source, row.complete))
+    for moved in _special_rows(view, ins, outs):
+        added.setdefault(moved, Strategy(*moved, "view"))
+    return [strategy for row, strategy in added.items() if row not in present]
 
-    def add(row: Row, source: str, complete: bool = False) -> None:
-        if row not in known and row not in found:
-            found[row] = Strategy(row[0], row[1], source, complete)
 
-    some = [s for states in (*ins, *outs) for s in states if isinstance(s, IntervalShard)]
-    if some:
-        for row in rows:
-            if row.source in _PROVEN and permutes(row):
-                for own in dict.fromkeys(some):
-                    changed = _lifted(view, row, own)
-                    if changed is not None:
-                        add(changed, row.source, row.complete)
+def _special_rows(view: NodeView, ins: Known, outs: Known) -> Iterable[Row]:
+    """The rows of ops that move elements of a sharded dim."""
     special = SPECIAL.get(base_name(view.node.name)) if view.node.op is not None else None
-    if special is not None and not mutation_ties(view):
-        shards = [[s for s in states if isinstance(s, int)] for states in ins]
-        ends = [[s for s in states if isinstance(s, int)] for states in outs]
-        for moved in special(view, shards, ends or [[] for _ in view.node.outs]):
-            add(moved, "view")
-    return list(found.values())
+    if special is None or mutation_ties(view):
+        return ()
+    sources = [[s for s in states if isinstance(s, int)] for states in ins]
+    targets = [[s for s in states if isinstance(s, int)] for states in outs]
+    return special(view, sources, targets or [[] for _ in view.node.outs])
 
 
-def _lifted(view: NodeView, row: Strategy, own: IntervalShard) -> Row | None:
-    """``row`` with every shard replaced by the same runs, where all of them are dims of that size."""
+def _lifted(view: NodeView, row: Strategy, shard: IntervalShard) -> Row | None:
+    """``row`` with each shard replaced by the same intervals, if all of them are dims of that size."""
     shapes = (*view.in_shapes, *view.out_shapes)
     states = (*row.ins, *row.outs)
     sharded = [(s, shape) for s, shape in zip(states, shapes, strict=True) if isinstance(s, int)]
-    if not sharded or len(own.intervals) != view.n or any(shape[s] != own.total for s, shape in sharded):
+    if not sharded or len(shard.intervals) != view.n or any(shape[s] != shard.total for s, shape in sharded):
         return None
-    if not any(int(s) == int(own) for s, _ in sharded):
+    if not any(int(s) == int(shard) for s, _ in sharded):
         return None
-    changed = tuple(own.on(s) if isinstance(s, int) else s for s in states)
+    changed = tuple(shard.on(s) if isinstance(s, int) else s for s in states)
     return changed[: len(row.ins)], changed[len(row.ins) :]
 
 
@@ -89,11 +98,11 @@ def _reshape(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Ite
 
 
 def _cut(view: NodeView, state: int, dim: int, bounds: Sequence[tuple[int, int]]) -> list[int] | None:
-    """States of the parts ``bounds`` of a dim in ``state``; None where a rank's part is not in one piece, or is missing."""
-    own = intervals_of(state, view.in_shapes[0][dim], view.n)
+    """States of the parts ``bounds`` of a dim in ``state``; None if a rank's part is empty or not contiguous."""
+    ranks = intervals_of(state, view.in_shapes[0][dim], view.n)
     results = []
     for start, stop in bounds:
-        parts = [local_slice(o, start, stop) for o in own]
+        parts = [local_slice(intervals, start, stop) for intervals in ranks]
         if any(p is None for p in parts):
             return None
         lengths = [p[2] for p in parts if p is not None]
@@ -162,16 +171,9 @@ def _cat(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterato
 
 
 SPECIAL: Mapping[str, Callable[[NodeView, list[list[int]], list[list[int]]], Iterator[Row]]] = {
-    "aten." + name: rule
-    for names, rule in (
-        ("view _unsafe_view reshape _reshape_alias view_copy", _reshape),
-        ("slice slice_copy", _slice),
-        (
-            "split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes",
-            _split,
-        ),
-        ("cat concatenate", _cat),
-    )
-    for name in names.split()
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(SLICES, _slice),
+    **dict.fromkeys(SPLITS, _split),
+    **dict.fromkeys(("aten.cat", "aten.concatenate"), _cat),
 }
 """op name -> (view, shards of the inputs, wanted shards of the outputs) -> rows."""

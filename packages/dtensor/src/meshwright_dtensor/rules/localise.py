@@ -1,15 +1,15 @@
-"""The op and arguments to run on local tensors: size arguments speak of the local shape, nothing else changes."""
+"""The op and arguments to run on local tensors: size arguments become those of the local shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from meshwright_dtensor.rules.lift import slice_bounds
-from meshwright_dtensor.rules.node import NodeView, Slot, base_name, dims_of, numel
+from meshwright_dtensor.rules.node import RESHAPES, SLICES, SPLITS, NodeView, Slot, base_name, dims_of, numel
 from meshwright_dtensor.sharding.boxes import Region
 from meshwright_dtensor.sharding.reshape import local_slice
 from meshwright_dtensor.trace.graph import Ref
@@ -18,25 +18,13 @@ aten = torch.ops.aten
 Shapes = Sequence[tuple[int, ...]]
 LocalOp = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-_RESHAPED = frozenset("aten." + n for n in ["view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"])
-_SIZED_FIRST = frozenset("aten." + n for n in ["zeros", "ones", "full", "empty"])
-_SIZED_SECOND = frozenset(
-    "aten." + n for n in ["expand", "expand_copy", "new_zeros", "new_ones", "new_full", "new_empty"]
-)
-
-_SLICES = frozenset({"aten.slice", "aten.slice_copy"})
-_SPLITS = frozenset(
-    "aten." + n
-    for n in "split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes".split()
-)
-
 
 def mean_of_shards(
     x: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype | None, *, count: int
 ) -> torch.Tensor:
-    """This rank's part of a mean over ``count`` elements of which it may hold only some; a sum could overflow float16."""
+    """This rank's part of a mean over ``count`` elements, of which it may hold some only; a sum could overflow float16."""
     held = numel([x.shape[d] for d in dim])
-    if held == 0:  # a rank that holds nothing of it: the mean of nothing is nan
+    if held == 0:  # the mean of no elements is nan
         return x.sum(dim, keepdim, dtype=dtype)
     return x.mean(dim, keepdim, dtype=dtype) * (held / count)
 
@@ -44,62 +32,86 @@ def mean_of_shards(
 def localise(
     view: NodeView, out_shapes: Shapes, in_shapes: Shapes | None = None, held: Region | None = None
 ) -> LocalOp:
-    """What to run on locals so that it yields the locals of ``node.outs``.
+    """The call on local inputs that yields the local tensors of ``node.outs``.
 
     Args:
         view: the node with GLOBAL shapes.
         out_shapes: local shapes of ``node.outs``.
-        in_shapes: local shapes of ``node.ins``; without them ops that need to know (mean) take their general form.
-        held: what the rank holds of the first input, per dim its intervals, for slices of a dim that is sharded.
+        in_shapes: local shapes of ``node.ins``; without them ops that need them (mean) take their general form.
+        held: intervals that the rank holds of the first input, per dim; for slices of a sharded dim.
 
     Returns:
         (callable, args, kwargs); refs stay in place of tensors.
     """
     node = view.node
-    op, args, kwargs = node.op, list(node.args), dict(node.kwargs)
     name = base_name(node.name)
-    if node.name == "aten.view.dtype":
-        pass
-    elif name in _RESHAPED:
-        return aten.reshape.default, (args[0], list(out_shapes[0])), {}
-    elif name == "aten.squeeze":
-        if _vanishing(view, out_shapes):
-            return aten.reshape.default, (args[0], list(out_shapes[0])), {}
-    elif name in _SIZED_FIRST:
-        args[0] = list(out_shapes[0])
-    elif name in _SIZED_SECOND:
-        args[1] = list(out_shapes[0])
-    elif name == "aten.native_group_norm":
-        shape = out_shapes[0]
-        args[3:6] = [shape[0], shape[1], numel(shape[2:])]
-    elif name == "aten.convolution":
-        args[8] = max(1, args[8] * out_shapes[0][1] // view.out_shapes[0][1]) if args[8] > 1 else args[8]
-    elif name in _SLICES:
-        bounds = slice_bounds(view)
-        if (
-            bounds is not None
-            and held is not None
-            and held[bounds[0]] != ((0, view.in_shapes[0][bounds[0]]),)
-        ):
-            dim, first, last = bounds
-            part = local_slice(held[dim], first, last)
-            assert part is not None  # what the rows allow
-            return op, (args[0], dim, part[1], part[1] + part[2]), {}
-    elif name in _SPLITS:
-        dim = view.bound()["dim"] % len(view.in_shapes[0])
-        sizes = [shape[dim] for shape in out_shapes]
-        if sizes != [shape[dim] for shape in view.out_shapes]:
-            if isinstance(args[1], int) and len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]:
-                return op, (args[0], sizes[0], dim), {}
-            return aten.split_with_sizes.default, (args[0], sizes, dim), {}
-    elif name == "aten.mean":
+    if name == "aten.mean":
         return _mean(view, in_shapes)
-    return op, tuple(args), kwargs
+    localiser = None if node.name == "aten.view.dtype" else _LOCALISERS.get(name)
+    local_op = None if localiser is None else localiser(view, out_shapes, held)
+    return (node.op, node.args, dict(node.kwargs)) if local_op is None else local_op
 
 
-def _vanishing(view: NodeView, out_shapes: Shapes) -> bool:
-    """Whether a dim that is kept has local size 1, which a literal squeeze would remove."""
-    return any(local == 1 != whole for local, whole in zip(out_shapes[0], view.out_shapes[0], strict=True))
+def _replaced(view: NodeView, start: int, *values: Any) -> LocalOp:
+    """The node's call with the arguments from position ``start`` on replaced by ``values``."""
+    args = list(view.node.args)
+    args[start : start + len(values)] = values
+    return view.node.op, tuple(args), dict(view.node.kwargs)
+
+
+def _reshape(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
+    return aten.reshape.default, (view.node.args[0], list(out_shapes[0])), {}
+
+
+def _squeeze(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp | None:
+    """As reshape if a kept dim has local size 1, which a literal squeeze would remove."""
+    whole = view.out_shapes[0]
+    if any(local == 1 != size for local, size in zip(out_shapes[0], whole, strict=True)):
+        return _reshape(view, out_shapes, held)
+    return None
+
+
+def _sized_first(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
+    return _replaced(view, 0, list(out_shapes[0]))
+
+
+def _sized_second(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
+    return _replaced(view, 1, list(out_shapes[0]))
+
+
+def _group_norm(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
+    shape = out_shapes[0]
+    return _replaced(view, 3, shape[0], shape[1], numel(shape[2:]))
+
+
+def _convolution(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp | None:
+    groups = view.node.args[8]
+    if groups <= 1:
+        return None
+    return _replaced(view, 8, max(1, groups * out_shapes[0][1] // view.out_shapes[0][1]))
+
+
+def _slice(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp | None:
+    bounds = slice_bounds(view)
+    if bounds is None or held is None:
+        return None
+    dim, first, last = bounds
+    if held[dim] == ((0, view.in_shapes[0][dim]),):
+        return None
+    part = local_slice(held[dim], first, last)
+    assert part is not None  # the rows allow no other
+    return view.node.op, (view.node.args[0], dim, part[1], part[1] + part[2]), {}
+
+
+def _split(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp | None:
+    node = view.node
+    dim = view.bound()["dim"] % len(view.in_shapes[0])
+    sizes = [shape[dim] for shape in out_shapes]
+    if sizes == [shape[dim] for shape in view.out_shapes]:
+        return None
+    if isinstance(node.args[1], int) and len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]:
+        return node.op, (node.args[0], sizes[0], dim), {}
+    return aten.split_with_sizes.default, (node.args[0], sizes, dim), {}
 
 
 def _mean(view: NodeView, in_shapes: Shapes | None) -> LocalOp:
@@ -113,3 +125,17 @@ def _mean(view: NodeView, in_shapes: Shapes | None) -> LocalOp:
     source: Ref = node.ins[0]
     arguments = (source, dims, bool(bound.get("keepdim")), bound.get("dtype"))
     return partial(mean_of_shards, count=count), arguments, {}
+
+
+_LOCALISERS: Mapping[str, Callable[[NodeView, Shapes, Region | None], LocalOp | None]] = {
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(SLICES, _slice),
+    **dict.fromkeys(SPLITS, _split),
+    **dict.fromkeys((f"aten.{name}" for name in ("zeros", "ones", "full", "empty")), _sized_first),
+    **dict.fromkeys((f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty")), _sized_second),
+    **dict.fromkeys(("aten.expand", "aten.expand_copy"), _sized_second),
+    "aten.squeeze": _squeeze,
+    "aten.native_group_norm": _group_norm,
+    "aten.convolution": _convolution,
+}
+"""op name -> (view, local shapes of the outputs, held region of the first input) -> call, None for the node's own."""

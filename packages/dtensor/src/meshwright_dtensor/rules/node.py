@@ -1,7 +1,7 @@
-"""What a rule sees and says: a node seen from one mesh axis, and the legal rows of states for it.
+"""Input and output of a sharding rule: a node as one mesh axis sees it, and its legal rows of states.
 
-A *row* gives one state per tensor input and output, over ``"R"`` (replicated), ``"P"`` (partial sum) and ``int`` (shard
-of that tensor dim): running the op on the locals of the inputs gives the locals of the outputs.
+A *row* gives one state per tensor input and output: ``"R"`` (replicated), ``"P"`` (partial sum) or ``int`` (shard of that
+tensor dim). Running the op on local inputs in these states gives local outputs in these states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.sharding.boxes import shardable
-from meshwright_dtensor.sharding.states import P, R, States
+from meshwright_dtensor.sharding.states import P, R, State, States
 from meshwright_dtensor.trace.graph import Node, Ref, Value, is_ref
 
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -24,9 +24,19 @@ Row: TypeAlias = tuple[States, States]
 """(states of node.ins, states of node.outs)."""
 
 
+def _aten(names: str) -> frozenset[str]:
+    return frozenset("aten." + name for name in names.split())
+
+
+RESHAPES = _aten("view _unsafe_view reshape _reshape_alias view_copy")
+SLICES = _aten("slice slice_copy")
+SPLITS = _aten("split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes")
+"""Ops whose size arguments are those of the local tensor, and that move elements of a sharded dim."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands for the tensor input ``node.ins[index]`` among bound arguments."""
+    """Placeholder of the tensor input ``node.ins[index]`` among bound arguments."""
 
     index: int
 
@@ -35,7 +45,7 @@ class Slot:
 class NodeView:
     """A node as one mesh axis of size ``n`` sees it; shapes may already be local to earlier axes.
 
-    ``attention``: how the axis shares attention over parts of the sequence (context.FORMS), None where it does not.
+    ``attention``: context-parallel form of the axis (all_gather, ring or all_to_all), None if it has none.
     """
 
     node: Node
@@ -107,7 +117,7 @@ class RuleEntry(NamedTuple):
 
     Attributes:
         rule: rows of a node.
-        source: who vouches for them (see :class:`Strategy`); rows of ``"plugin"`` are checked before use.
+        source: origin of the rows (see :class:`Strategy`); rows of ``"plugin"`` are checked before use.
         complete: replicated outputs next to sharded inputs carry no gradient.
     """
 
@@ -123,9 +133,8 @@ class Strategy:
     Attributes:
         ins: state of every ``node.ins``.
         outs: state of every ``node.outs``.
-        source: who vouches for it: ``"hand"``, ``"einsum"``, ``"view"``, ``"pointwise"``, ``"dtensor"``, ``"plugin"``,
-            ``"factory"`` (the outputs carry no gradient to the inputs) or
-            ``"replicate"``.
+        source: origin of the row: ``"hand"``, ``"einsum"``, ``"view"``, ``"pointwise"``, ``"dtensor"``, ``"plugin"``,
+            ``"factory"`` (the outputs carry no gradient to the inputs) or ``"replicate"``.
         complete: replicated outputs have complete gradients although an input is sharded (the composite reduces inside).
     """
 
@@ -136,7 +145,7 @@ class Strategy:
 
 
 def replicate(view: NodeView) -> Strategy:
-    """Everything replicated: always right."""
+    """The row with everything replicated; always legal."""
     return Strategy((R,) * len(view.node.ins), (R,) * len(view.node.outs), "replicate")
 
 
@@ -163,7 +172,7 @@ def _fits(view: NodeView, ins: States, outs: States) -> bool:
     if len(set(view.node.ins)) < len(ins) and len(set(zip(view.node.ins, ins, strict=True))) > len(
         set(view.node.ins)
     ):
-        return False  # one tensor passed twice lies in one state
+        return False  # a tensor that is passed twice has one state
     sizes = set()
     for state, shape in zip(ins + outs, view.in_shapes + view.out_shapes, strict=True):
         if isinstance(state, int):
@@ -178,7 +187,7 @@ def _fits(view: NodeView, ins: States, outs: States) -> bool:
 def mutation_ties(view: NodeView) -> list[tuple[int, int]] | None:
     """(input, output) positions that are one storage; None when a mutated input is not among the outputs.
 
-    What only changes a shape in place (transpose_) writes to no storage: its result lies where the rule says.
+    An op that only changes the shape in place (transpose_) writes to no storage: the rule gives its result's state.
     """
     op = view.node.op
     if op is None or not op._schema.is_mutable or torch.Tag.inplace_view in op.tags:
@@ -202,7 +211,7 @@ def mutation_ties(view: NodeView) -> list[tuple[int, int]] | None:
 
 
 def is_random(node: Node) -> bool:
-    """Whether an aten op draws random numbers: attention or a recurrent layer without dropout does not, although tagged so."""
+    """Whether an aten op draws random numbers; tagged attention and recurrent layers do not without dropout."""
     if node.op is None or torch.Tag.nondeterministic_seeded not in node.op.tags:
         return False
     for position, argument in enumerate(node.op._schema.arguments):
@@ -213,8 +222,14 @@ def is_random(node: Node) -> bool:
 
 
 def needs_data(node: Node) -> bool:
-    """Whether what an aten op returns, or of which shape, depends on values of its inputs: it does not run on fake tensors."""
+    """Whether values or shapes of an aten op's outputs depend on input values, so that it does not run on fake tensors."""
     return node.op is not None and any(tag in node.op.tags for tag in _DATA_DEPENDENT)
+
+
+def broadcast_state(dim: int, whole: Sequence[int], shape: Sequence[int]) -> State:
+    """The state of an operand of ``shape`` that broadcasts to ``whole``, which is sharded on ``dim``."""
+    index = dim - len(whole) + len(shape)
+    return index if index >= 0 and shape[index] == whole[dim] else R
 
 
 def linear_row(view: NodeView, *slots: int) -> Row:

@@ -1,4 +1,4 @@
-"""From raw rows over R, P and dims to states I, X, P and dims: forward and gradient decided together."""
+"""Rows over R, P and dims become rows over I, X, P and dims, which also fix the gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numeric proof of one row: run the op whole and on shards, in float64, forward and dual backward, in this process."""
+"""Numeric check of one row: the op runs whole and on shards in this process, in float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.rules.localise import localise
-from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.rules.node import NodeView, Strategy, numel
 from meshwright_dtensor.sharding.states import P, R, State
 from meshwright_dtensor.trace.graph import Ref, is_ref
 
@@ -23,9 +23,9 @@ Draw = Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor]
 
 
 def check(view: NodeView, strategy: Strategy, *, seed: int = 0) -> bool:
-    """Whether ``strategy`` computes what the whole op computes, value and gradients.
+    """Whether values and gradients of ``strategy`` are those of the whole op.
 
-    False also when it cannot be tried: the op rejects random arguments, or is too large to shrink consistently.
+    False also if it cannot be tried: the op rejects random arguments, or cannot be shrunk consistently.
     """
     small = shrink(view)
     if small is None or small.node.op is None:
@@ -41,7 +41,7 @@ def check(view: NodeView, strategy: Strategy, *, seed: int = 0) -> bool:
 
 
 def _trial(view: NodeView, strategy: Strategy, draw: Draw, generator: torch.Generator) -> bool | None:
-    """True or False as shards agree with the whole or not, None when the whole op rejects its inputs."""
+    """Whether the shards agree with the whole op; None if the whole op rejects its inputs."""
     inputs = [draw(view.shape(ref), _wide(view.dtype(ref)), generator) for ref in view.node.ins]
     whole_run = _run_whole(view, inputs)
     if whole_run is None:
@@ -62,10 +62,10 @@ def _trial(view: NodeView, strategy: Strategy, draw: Draw, generator: torch.Gene
     for index, (whole, state) in enumerate(zip(outputs, strategy.outs, strict=True)):
         if not _agrees([local[index] for _, local in ranks], state, whole):
             return False
-    return _dual(view, strategy, leaves, outputs, ranks, generator)
+    return _gradients_agree(view, strategy, leaves, outputs, ranks, generator)
 
 
-def _dual(
+def _gradients_agree(
     view: NodeView,
     strategy: Strategy,
     leaves: list[torch.Tensor],
@@ -84,35 +84,35 @@ def _dual(
         for i in active
     ]
     try:
-        whole = torch.autograd.grad(
-            [outputs[i] for i in active], [leaves[i] for i in wanted], gradients, allow_unused=True
-        )
+        whole = _gradients(outputs, leaves, active, wanted, gradients)
     except (RuntimeError, NotImplementedError):
-        return True  # the op has no derivative: nothing can go wrong backward
+        return True  # the op has no derivative, so there is no backward to check
+    parts = [_parts_exact(g, strategy.outs[i], view.n) for g, i in zip(gradients, active, strict=True)]
     local = []
     for rank, (rank_leaves, rank_outputs) in enumerate(ranks):
         if any(not rank_outputs[i].requires_grad for i in active):
             return False
-        cut = [
-            _parts_exact(g, strategy.outs[i], view.n)[rank] for g, i in zip(gradients, active, strict=True)
-        ]
-        local.append(
-            torch.autograd.grad(
-                [rank_outputs[i] for i in active], [rank_leaves[i] for i in wanted], cut, allow_unused=True
-            )
-        )
+        rank_gradients = [part[rank] for part in parts]
+        local.append(_gradients(rank_outputs, rank_leaves, active, wanted, rank_gradients))
     for position, i in enumerate(wanted):
-        expected = whole[position]
-        found = [g[position] for g in local]
-        shapes = [leaf[0][i] for leaf in ranks]
-        filled = [torch.zeros_like(s) if g is None else g for g, s in zip(found, shapes, strict=True)]
-        if expected is None:
-            expected = torch.zeros_like(leaves[i])
         state = strategy.ins[i]
         dual: State = state if isinstance(state, int) else (R if state == P or not sharded else P)
-        if not _agrees(filled, dual, expected):
+        if not _agrees([gradients[position] for gradients in local], dual, whole[position]):
             return False
     return True
+
+
+def _gradients(
+    outputs: list[torch.Tensor],
+    leaves: list[torch.Tensor],
+    active: list[int],
+    wanted: list[int],
+    gradients: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Gradients of the ``wanted`` leaves for those of the ``active`` outputs; zeros for unused leaves."""
+    inputs = [leaves[i] for i in wanted]
+    results = torch.autograd.grad([outputs[i] for i in active], inputs, gradients, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(results, inputs, strict=True)]
 
 
 def _run_whole(
@@ -157,7 +157,7 @@ def _run(
 
 
 def _agrees(locals_: list[torch.Tensor], state: State, whole: torch.Tensor) -> bool:
-    """Whether locals in ``state`` stand for ``whole``."""
+    """Whether local tensors in ``state`` are those of ``whole``."""
     if isinstance(state, int):
         return _close(torch.cat(locals_, state), whole)
     if state == P:
@@ -165,12 +165,12 @@ def _agrees(locals_: list[torch.Tensor], state: State, whole: torch.Tensor) -> b
     return all(_close(x, whole) for x in locals_)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if not (expected.is_floating_point() or expected.is_complex()):
-        return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=1e-7, atol=1e-8, equal_nan=True)
+        return torch.equal(actual, expected)
+    return torch.allclose(actual, expected, rtol=1e-7, atol=1e-8, equal_nan=True)
 
 
 def _parts(x: torch.Tensor, state: State, n: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -219,20 +219,11 @@ def _coin(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def shrink(view: NodeView) -> NodeView | None:
-    """``view`` itself when small; else the same node with its long sizes shortened alike wherever they occur, or None."""
+    """``view`` if it is small; else the same node with its large sizes shortened consistently, or None."""
     shapes = {ref: view.shape(ref) for ref in (*view.node.ins, *view.node.outs)}
-    if all(_numel(s) <= LIMIT for s in shapes.values()):
+    if all(numel(s) <= LIMIT for s in shapes.values()):
         return view
-    sizes = sorted({size for shape in shapes.values() for size in shape if size > 8})
-    short: dict[int, int] = {}
-    for size in sizes:
-        step = view.n if size % view.n == 0 else 1
-        candidate = 3 * step
-        while candidate in short.values() or (
-            candidate % view.n != size % view.n and candidate % view.n == 0
-        ):
-            candidate += step
-        short[size] = candidate
+    short = _short_sizes({size for shape in shapes.values() for size in shape if size > 8}, view.n)
 
     def shorter(x: Any) -> Any:
         return short.get(x, x) if isinstance(x, int) and not isinstance(x, bool) else x
@@ -241,7 +232,7 @@ def shrink(view: NodeView) -> NodeView | None:
     new_shapes = {ref: tuple(short.get(size, size) for size in shape) for ref, shape in shapes.items()}
     dtypes = {ref: view.dtype(ref) for ref in shapes}
     small = NodeView.with_shapes(replace(view.node, args=args, kwargs=kwargs), new_shapes, dtypes, view.n)
-    if any(_numel(s) > LIMIT for s in new_shapes.values()):
+    if any(numel(s) > LIMIT for s in new_shapes.values()):
         return None
     try:
         metas = [
@@ -253,8 +244,13 @@ def shrink(view: NodeView) -> NodeView | None:
     return small if [tuple(x.shape) for x in outputs] == small.out_shapes else None
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _short_sizes(sizes: set[int], n: int) -> dict[int, int]:
+    """A small size for each of ``sizes``, all different, and divisible by ``n`` exactly if the size is."""
+    short: dict[int, int] = {}
+    for size in sorted(sizes):
+        step = n if size % n == 0 else 1
+        candidate = 3 * step
+        while candidate in short.values() or (candidate % n != size % n and candidate % n == 0):
+            candidate += step
+        short[size] = candidate
+    return short

@@ -1,13 +1,14 @@
-"""Composites: torch functions handled whole, because op-by-op rules would lose sharding or exactness."""
+"""Composites: torch functions with a rule of their own, because op-by-op rules would lose sharding or exactness."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,7 +18,7 @@ from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.trace.graph import Node
 
 LocalFunction = Callable[..., Any]
-"""From local inputs to the local result; that of a ``located`` composite also takes the site of the call."""
+"""Local inputs -> local result; that of a ``located`` composite also takes the site of the call."""
 
 
 def _no_record(kind: str, axis: int, nbytes: int, phase: str) -> None:
@@ -26,14 +27,14 @@ def _no_record(kind: str, axis: int, nbytes: int, phase: str) -> None:
 
 @dataclass
 class LocalContext:
-    """Where one call of a composite runs: mesh, chosen states, global shapes.
+    """The mesh, states and global shapes of one call of a composite.
 
     Attributes:
         ins: per tensor input, its state on every mesh axis; likewise ``outs``.
         in_shapes: GLOBAL shapes; likewise ``out_shapes``.
         in_strides: global strides as on one device, or None if not known (random draws follow memory order).
         record: called as ``record(kind, axis, nbytes, phase)`` for communication inside; ``axis`` is the mesh axis index.
-        attention: mesh axes on which attention is shared by parts of the sequence, with its form (see context.FORMS).
+        attention: mesh axis -> context-parallel form of attention on it.
     """
 
     mesh: DeviceMesh
@@ -59,12 +60,12 @@ class LocalContext:
         return self.mesh.get_local_rank(axis)
 
     def box(self, shape: tuple[int, ...], states: States) -> Box:
-        """(offset, length) per dim of what this rank holds of a tensor."""
+        """The box of this rank: (offset, length) per dim."""
         axes = range(self.mesh.ndim)
         return chunk_box(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
 
     def region(self, shape: tuple[int, ...], states: States) -> Region:
-        """Per dim the intervals that this rank holds of a tensor, in local order: a box where no state is Runs."""
+        """Per dim the intervals of this rank, in local order: a box if no state is an interval shard."""
         axes = range(self.mesh.ndim)
         return region_of(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
 
@@ -84,6 +85,15 @@ class LocalContext:
         sizes = [self.size(a) for a in range(self.mesh.ndim)]
         return region_of(self.in_shapes[index], sizes, coords, self.ins[index])[dim]
 
+    def all_reduce(
+        self, tensor: torch.Tensor, axes: Sequence[int], phase: str, op: Any = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """All-reduce ``tensor`` in place over these mesh axes, and record it."""
+        for axis in axes:
+            dist.all_reduce(tensor, op=op, group=self.group(axis))
+            self.record("all_reduce", axis, tensor.nbytes, phase)
+        return tensor
+
     def axes_sharding(self, index: int, dim: int) -> list[int]:
         """Mesh axes that shard dim ``dim`` of tensor input ``index``."""
         return [
@@ -98,7 +108,7 @@ class Composite(ABC):
         name: name of its nodes.
         functions: the torch functions it stands for.
         located: its local functions are called with (tensors, site of the call), to log communication inside.
-        comm_backward: the part of `extra_comm_bytes` that the backward pass communicates.
+        comm_backward: the fraction of `extra_comm_bytes` in the backward pass.
     """
 
     name: ClassVar[str]
@@ -125,7 +135,7 @@ class Composite(ABC):
         return False
 
     def permutes(self, view: NodeView, row: Strategy) -> bool:
-        """Whether ``row`` also holds where ranks own other elements of its sharded dims than chunks (Runs)."""
+        """Whether ``row`` also holds for interval shards, where ranks own other elements than chunks."""
         return True
 
     def flops(self, view: NodeView) -> float:

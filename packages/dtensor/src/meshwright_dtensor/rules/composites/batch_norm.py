@@ -1,4 +1,4 @@
-"""torch.nn.functional.batch_norm with the statistics of the whole batch, however it is spread over ranks."""
+"""torch.nn.functional.batch_norm with the statistics of the whole batch, whatever its layout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
@@ -76,7 +75,7 @@ class BatchNorm(Composite):
         if self.plain(ctx):
 
             def normalise(tensors: list[torch.Tensor]) -> torch.Tensor:
-                mean, var, weight, bias = _spread(tensors, given)
+                mean, var, weight, bias = _optional(tensors, given)
                 return F.batch_norm(tensors[0], mean, var, weight, bias, training, momentum, eps)
 
             return normalise
@@ -86,7 +85,7 @@ class BatchNorm(Composite):
 
         def normalise_together(tensors: list[torch.Tensor]) -> torch.Tensor:
             x = tensors[0]
-            running_mean, running_var, weight, bias = _spread(tensors, given)
+            running_mean, running_var, weight, bias = _optional(tensors, given)
             wide = torch.float64 if x.dtype is torch.float64 else torch.float32
             dims = [d for d in range(x.dim()) if d != 1]
             across = [1, -1] + [1] * (x.dim() - 2)
@@ -114,22 +113,15 @@ class SumOverRanks(torch.autograd.Function):
     def forward(context: Any, part: torch.Tensor, axes: list[int], ctx: LocalContext) -> torch.Tensor:
         """Any shape."""
         context.axes, context.ctx = axes, ctx
-        return _all_reduce(part, axes, ctx, "forward")
+        return ctx.all_reduce(part.clone(memory_format=torch.contiguous_format), axes, "forward")
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        """Every rank's use counts."""
+        """The sum over the ranks, each of which used the value."""
         if torch.is_grad_enabled():  # create_graph=True: an all-reduce alone is no graph
             return SumOverRanks.apply(gradients[0], context.axes, context.ctx), None, None
-        return _all_reduce(gradients[0], context.axes, context.ctx, "backward"), None, None
-
-
-def _all_reduce(part: torch.Tensor, axes: list[int], ctx: LocalContext, phase: str) -> torch.Tensor:
-    total = part.clone(memory_format=torch.contiguous_format)
-    for axis in axes:
-        dist.all_reduce(total, group=ctx.group(axis))
-        ctx.record("all_reduce", axis, total.nbytes, phase)
-    return total
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        return context.ctx.all_reduce(total, context.axes, "backward"), None, None
 
 
 def _batch_axes(ctx: LocalContext) -> list[int]:
@@ -137,7 +129,7 @@ def _batch_axes(ctx: LocalContext) -> list[int]:
     return [axis for axis, state in enumerate(ctx.ins[0]) if isinstance(state, int) and state != 1]
 
 
-def _spread(tensors: list[torch.Tensor], given: list[bool]) -> list[Any]:
+def _optional(tensors: list[torch.Tensor], given: list[bool]) -> list[Any]:
     """The optional tensors after x, None where none was given."""
     rest = iter(tensors[1:])
     return [next(rest) if there else None for there in given]

@@ -1,16 +1,15 @@
-"""torch.nn.functional.cross_entropy with rows, classes, or both spread over ranks; the mean is sum over count, exactly."""
+"""torch.nn.functional.cross_entropy with sharded rows, classes or both; a mean is the exact sum over the exact count."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.cross_entropy_rows import (
-    Ahead,
+    EarlyGradient,
     RowsLoss,
     SharedGradient,
     SharedRowsLoss,
@@ -55,7 +54,7 @@ class CrossEntropy(Composite):
         return canonical(*args, **kwargs)
 
     def strategies(self, view: NodeView) -> list[Strategy]:
-        """Rows (batch and trailing dims); classes, where targets are classes and nothing is weighted or smoothed."""
+        """Rows (batch and trailing dims); classes, for class targets without weights and label smoothing."""
         _, _, weight, _, reduction, smoothing = view.node.args
         logits, target = view.in_shapes[:2]
         classes = 1 if len(logits) > 1 else 0
@@ -76,11 +75,11 @@ class CrossEntropy(Composite):
         ]
 
     def permutes(self, view: NodeView, row: Strategy) -> bool:
-        """But for the classes: a target is looked up by the offset of one chunk."""
+        """Not for sharded classes: a target is looked up by the offset of one chunk."""
         return row.ins[0] != (1 if len(view.in_shapes[0]) > 1 else 0)
 
     def plain(self, ctx: LocalContext) -> bool:
-        """When no class is elsewhere, and neither does a mean span ranks nor is there a better one than torch's."""
+        """If classes are not sharded and there is no mean, or torch's own mean is as good."""
         return not ctx.axes_sharding(0, _class_dim(ctx)) and (
             ctx.node.args[4] != "mean" or not (_row_axes(ctx) or _of_rows(ctx))
         )
@@ -95,51 +94,65 @@ class CrossEntropy(Composite):
         return 8.0 if view.node.args[4] == "mean" else 0.0
 
     def local(self, ctx: LocalContext) -> LocalFunction:
-        """Local losses, then what has to be summed over ranks."""
-        _, _, weighted, ignore, reduction, smoothing = ctx.node.args
-        class_dim = _class_dim(ctx)
-        class_axes, row_axes = ctx.axes_sharding(0, class_dim), _row_axes(ctx)
-        start, length = ctx.region(ctx.in_shapes[0], ctx.ins[0])[class_dim][0]
-        shards = Shards(start, length, ctx.in_shapes[0][class_dim], tuple(class_axes), ctx)
+        """Local losses, then the sums over ranks."""
+        loss = _Loss(ctx)
+        if loss.reduction != "mean":
+            return lambda tensors: loss.losses(tensors, loss.reduction).to(tensors[0].dtype)
+        return loss.mean
 
-        whole_rows, ahead = not class_axes and _of_rows(ctx), Ahead()
 
-        def losses(tensors: list[torch.Tensor], how: str) -> torch.Tensor:
-            logits, target = tensors[:2]
-            weight = tensors[2] if weighted is not None else None
-            if whole_rows and how == "sum" and takes(logits, target):
-                total = RowsLoss.apply(logits, target, ignore)
-                assert isinstance(total, torch.Tensor)
-                return total
-            if not class_axes:
-                return F.cross_entropy(
-                    logits, target, weight, ignore_index=ignore, reduction=how, label_smoothing=smoothing
-                )
-            each = VocabularyLoss.apply(logits, target, ignore, class_dim, shards)
-            assert isinstance(each, torch.Tensor)
-            return each if how == "none" else each.sum()
+class _Loss:
+    """The local form of one cross-entropy call."""
 
-        def run(tensors: list[torch.Tensor]) -> torch.Tensor:
-            if reduction != "mean":
-                return losses(tensors, reduction).to(tensors[0].dtype)
-            if row_axes and whole_rows and takes(*tensors[:2]):
-                follows = torch.is_grad_enabled() and tensors[0].requires_grad
-                total, count = SharedRowsLoss.apply(  # type: ignore[misc]
-                    tensors[0], tensors[1], ignore, row_axes, ctx, ahead if follows else None
-                )
-                return total / count
-            wide = tensors[0].dtype.itemsize >= 4
-            if not (row_axes or class_axes) and not (wide and _is_integer(tensors[1].dtype)):
-                return losses(tensors, "mean")
-            # low-precision losses are summed in float32, as torch does inside its kernel
-            total = losses(tensors, "sum") if wide else losses(tensors, "none").float().sum()
-            with torch.no_grad():
-                count = _weight_of_rows(tensors, ignore, class_dim).to(total.dtype)
-            if row_axes:
-                total, count = SumPair.apply(total, count, row_axes, ctx)  # type: ignore[misc]
-            return (total / count).to(tensors[0].dtype)
+    def __init__(self, ctx: LocalContext) -> None:
+        _, _, self.weight, self.ignore, self.reduction, self.smoothing = ctx.node.args
+        self.ctx, self.class_dim = ctx, _class_dim(ctx)
+        class_axes = ctx.axes_sharding(0, self.class_dim)
+        start, length = ctx.region(ctx.in_shapes[0], ctx.ins[0])[self.class_dim][0]
+        self.shards = Shards(start, length, ctx.in_shapes[0][self.class_dim], tuple(class_axes), ctx)
+        self.row_axes = _row_axes(ctx)
+        self.whole_rows = not class_axes and _of_rows(ctx)
+        self.early = EarlyGradient()
 
-        return run
+    def losses(self, tensors: list[torch.Tensor], reduction: str) -> torch.Tensor:
+        """The loss of the local rows."""
+        logits, target = tensors[:2]
+        if self.whole_rows and reduction == "sum" and takes(logits, target):
+            total = RowsLoss.apply(logits, target, self.ignore)
+            assert isinstance(total, torch.Tensor)
+            return total
+        if not self.shards.axes:
+            return F.cross_entropy(
+                logits,
+                target,
+                None if self.weight is None else tensors[2],
+                ignore_index=self.ignore,
+                reduction=reduction,
+                label_smoothing=self.smoothing,
+            )
+        each = VocabularyLoss.apply(logits, target, self.ignore, self.class_dim, self.shards)
+        assert isinstance(each, torch.Tensor)
+        return each if reduction == "none" else each.sum()
+
+    def mean(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """The mean over the rows of all ranks."""
+        logits, target = tensors[:2]
+        if self.row_axes and self.whole_rows and takes(logits, target):
+            trained = torch.is_grad_enabled() and logits.requires_grad
+            total, count = SharedRowsLoss.apply(  # type: ignore[misc]
+                logits, target, self.ignore, self.row_axes, self.ctx, self.early if trained else None
+            )
+            return total / count
+        wide = logits.dtype.itemsize >= 4
+        if not (self.row_axes or self.shards.axes) and not (wide and _is_integer(target.dtype)):
+            return self.losses(tensors, "mean")
+        # low-precision losses are summed in float32, as torch does inside its kernel
+        total = self.losses(tensors, "sum") if wide else self.losses(tensors, "none").float().sum()
+        with torch.no_grad():
+            count = _weight_of_rows(tensors, self.ignore, self.class_dim).to(total.dtype)
+        if self.row_axes:
+            total, count = SumPair.apply(total, count, self.row_axes, self.ctx)  # type: ignore[misc]
+        return (total / count).to(logits.dtype)
 
 
 class SumPair(torch.autograd.Function):
@@ -152,10 +165,7 @@ class SumPair(torch.autograd.Function):
         """Two scalars in, two scalars out."""
         context.axes, context.ctx = axes, ctx
         pair = torch.stack([total.detach(), count])
-        for axis in axes:
-            dist.all_reduce(pair, group=ctx.group(axis))
-            ctx.record("all_reduce", axis, pair.nbytes, "forward")
-        summed, weight = pair.unbind()
+        summed, weight = ctx.all_reduce(pair, axes, "forward").unbind()
         summed, weight = summed.clone(), weight.clone()
         context.mark_non_differentiable(weight)
         return summed, weight
@@ -178,7 +188,7 @@ def _class_dim(ctx: LocalContext) -> int:
 
 
 def _of_rows(ctx: LocalContext) -> bool:
-    """Whether the logits are [n, c] and nothing is weighted or smoothed."""
+    """Whether the logits are [n, c], without weights and label smoothing."""
     return len(ctx.in_shapes[0]) == 2 and ctx.node.args[2] is None and ctx.node.args[5] == 0.0
 
 
@@ -189,11 +199,11 @@ def _row_axes(ctx: LocalContext) -> list[int]:
 
 
 def _weight_of_rows(tensors: list[torch.Tensor], ignore: int, class_dim: int) -> torch.Tensor:
-    """What a mean divides by: the rows that count, each with the weight of its class."""
+    """The divisor of a mean: the number of rows that are not ignored, each weighted by its class."""
     logits, target = tensors[:2]
     if not _is_integer(target.dtype):
         return torch.tensor(logits.numel() // logits.shape[class_dim], device=logits.device)
-    kept = target.long() != ignore  # bytes hold no -100, and torch lets 156 count
+    kept = target.long() != ignore  # uint8 has no -100, and torch counts 156
     if len(tensors) < 3:
         return kept.sum()
     return tensors[2][target.long().masked_fill(~kept, 0)].masked_fill(~kept, 0).sum()

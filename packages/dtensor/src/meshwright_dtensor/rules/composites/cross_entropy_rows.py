@@ -1,13 +1,8 @@
-"""Cross-entropy of whole rows, summed: the loss as torch computes it, its gradient from one softmax.
+"""Summed cross-entropy of whole rows, on one rank and over ranks that shard the rows.
 
-Torch's own makes a log-softmax of the size of the logits, and between its two backward kernels a gradient of that size which
-is zero but for one value a row; here the logits are kept instead, and nothing of their size is made but the result.
-
-
-Cross-entropy of whole rows that are spread over ranks: its sum over all of them, and its gradient while they wait for it.
-
-The sum is the one place where a forward over rows makes ranks wait for each other.  The gradient of the logits is the same
-whatever the sum, but for a factor, so it is made meanwhile.
+The loss is torch's own, to the bit. The backward needs one softmax of the saved logits: torch saves a log-softmax of the size
+of the logits, and fills a second gradient of that size with zeros. Over ranks, the gradient of the logits is known up to a
+factor before the all-reduce of the sum has ended, so it is computed during the all-reduce.
 """
 
 from __future__ import annotations
@@ -22,27 +17,27 @@ import torch.nn.functional as F
 from meshwright_dtensor.rules.composites.base import LocalContext
 
 ON_CPU, ELSEWHERE = 1 << 20, 256 << 20
-"""Bytes of log-softmax that are there at once: they stay in a core's cache, and accelerators get enough to do."""
+"""Bytes of log-softmax at a time: on the CPU they fit a core's cache, elsewhere they fill the device."""
 LEAST, MOST = 16, 64
-"""Rows at once at least, which threads share, and parts at most."""
+"""Fewest rows at a time, and most parts."""
 
 
 class RowsLoss(torch.autograd.Function):
-    """logits [n, c] in float32 or wider, target [n] of classes -> their summed loss, without the rows to be ignored.
+    """logits [n, c] in float32 or wider, target [n] of classes -> summed loss of the rows that are not ignored.
 
-    For what `takes` says; torch's own refuses the rest, or knows it.
+    For inputs that `takes` accepts.
     """
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
-        """A scalar, to the bit that of torch."""
+        """A scalar, equal to torch's to the bit."""
         context.save_for_backward(logits, target)
         context.ignore = ignore
         return summed(logits, target, ignore)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        """Softmax minus one-hot, times the gradient; can be differentiated again."""
+        """Softmax minus one-hot, times the gradient; twice differentiable."""
         logits, target = context.saved_tensors
         return scaled(gradients[0], logits, target, context.ignore), None, None
 
@@ -53,19 +48,19 @@ def summed(logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Ten
     room = ON_CPU * torch.get_num_threads() if logits.device.type == "cpu" else ELSEWHERE
     count = max(LEAST, room // (logits[:1].nbytes or 1), len(logits) // MOST)
     logs = torch.empty_like(logits[:count], memory_format=torch.contiguous_format)
-    found = logits.new_empty(index.shape)
-    for rows, at, each in zip(logits.split(count), index.split(count), found.split(count), strict=True):
+    target_logs = logits.new_empty(index.shape)
+    for rows, at, each in zip(logits.split(count), index.split(count), target_logs.split(count), strict=True):
         torch.log_softmax(rows, -1, out=logs[: len(rows)])
         try:
             torch.gather(logs[: len(rows)], -1, at, out=each)
         except RuntimeError as error:
             raise _as_of_torch(error, at, logs.shape[-1]) from None
-    # of one class: summed by the kernel, and so in the order, of torch's own
-    return F.nll_loss(found, torch.where(kept, 0, -100), ignore_index=-100, reduction="sum")
+    # as one class: summed by torch's own kernel, in its order
+    return F.nll_loss(target_logs, torch.where(kept, 0, -100), ignore_index=-100, reduction="sum")
 
 
 def unscaled(logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
-    """Softmax minus one-hot [n, c]: the gradient but for its factor, which is 0 in rows to be ignored."""
+    """Softmax minus one-hot [n, c]: the gradient without its factor, which is 0 in ignored rows."""
     _, index = _looked_up(target, ignore)
     return torch.softmax(logits, -1).scatter_add_(-1, index, _minus_ones(logits))
 
@@ -77,21 +72,23 @@ def scaled(
     ignore: int,
     made: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of the logits [n, c] for that of the sum; `made`: what `unscaled` gives, which is taken for it."""
+    """The gradient of the logits [n, c] for that of the sum; `made`: result of `unscaled`, which is overwritten."""
     kept, index = _looked_up(target, ignore)
-    scale = torch.where(kept, gradient, 0.0).unsqueeze(-1)  # no product: of the mean of no rows it is NaN
+    scale = torch.where(kept, gradient, 0.0).unsqueeze(
+        -1
+    )  # not a product, which is NaN for the mean of no rows
     if torch.is_grad_enabled():  # create_graph=True
         return torch.softmax(logits, -1).scatter_add(-1, index, _minus_ones(logits)) * scale
     return (unscaled(logits, target, ignore) if made is None else made).mul_(scale)
 
 
 def counted(target: torch.Tensor, ignore: int) -> torch.Tensor:
-    """How many rows are not ignored, a scalar."""
+    """The number of rows that are not ignored, a scalar."""
     return _looked_up(target, ignore)[0].sum()
 
 
 def takes(logits: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether it is for these: numbers of classes as torch has them, one a row."""
+    """Whether `RowsLoss` handles these: logits [n, c] and one class index per row."""
     plain = logits.dim() == 2 and target.shape == logits.shape[:1] and logits.shape[1] > 0
     return plain and logits.dtype.itemsize >= 4 and target.dtype in (torch.int64, torch.uint8)
 
@@ -101,20 +98,20 @@ def _minus_ones(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _looked_up(target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows count [n], and the class of each [n, 1], 0 where it does not."""
-    target = target.long()  # bytes hold no -100
+    """Mask of the rows that are not ignored [n], and the class of each row [n, 1], 0 if ignored."""
+    target = target.long()  # uint8 has no -100
     kept = target != ignore
     return kept, target.masked_fill(~kept, 0).unsqueeze(-1)
 
 
 def _as_of_torch(error: RuntimeError, index: torch.Tensor, classes: int) -> Exception:
-    """What torch's own loss raises for a class that is not there; any other error as it is."""
+    """The error of torch's own loss for a class out of bounds; any other error unchanged."""
     wrong = index[(index < 0) | (index >= classes)]
     return IndexError(f"Target {int(wrong[0])} is out of bounds.") if wrong.numel() else error
 
 
 class _Made:
-    """A gradient that was made before its backward, until it is taken."""
+    """A gradient that was computed before its backward."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value: torch.Tensor | None = value
@@ -124,29 +121,32 @@ class _Made:
         return value
 
 
-class Ahead:
-    """Whether one call makes its gradient in the forward: not where forwards come before a backward, whose would pile up."""
+class EarlyGradient:
+    """Whether one call computes its gradient in the forward.
+
+    It does not if several forwards precede a backward, since each would hold a gradient.
+    """
 
     def __init__(self) -> None:
         self._last: weakref.ref[_Made] | None = None
         self._late = False
 
     def __call__(self) -> bool:
-        """Asked at each forward."""
+        """Called at each forward."""
         last = None if self._last is None else self._last()
         if last is not None and last.take() is not None:
             self._late = True
         return not self._late
 
     def keep(self, value: torch.Tensor) -> _Made:
-        """What was made, for the backward."""
+        """Keep the gradient for the backward."""
         made = _Made(value)
         self._last = weakref.ref(made)
         return made
 
 
 class SharedRowsLoss(torch.autograd.Function):
-    """As `RowsLoss`, summed over ranks: (sum, rows that count), each of all ranks. One all-reduce per axis, all in the forward."""
+    """As `RowsLoss` over ranks: (sum, number of rows) of all ranks, with one all-reduce per axis in the forward."""
 
     @staticmethod
     def forward(
@@ -156,9 +156,9 @@ class SharedRowsLoss(torch.autograd.Function):
         ignore: int,
         axes: list[int],
         ctx: LocalContext,
-        ahead: Ahead | None,
+        early: EarlyGradient | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two scalars, of the logits' dtype. `axes`: of the mesh, which share the rows; `ahead`: None where no backward follows."""
+        """Two scalars, of the logits' dtype. `axes`: the mesh axes that shard the rows; `early`: None without a backward."""
         context.save_for_backward(logits, target)
         context.ignore, context.axes, context.ctx, context.made = ignore, axes, ctx, None
         total = summed(logits, target, ignore)
@@ -166,17 +166,17 @@ class SharedRowsLoss(torch.autograd.Function):
         for number, axis in enumerate(axes):
             work = dist.all_reduce(pair, group=ctx.group(axis), async_op=True)
             ctx.record("all_reduce", axis, pair.nbytes, "forward")
-            if not number and ahead is not None and ahead():
-                context.made = ahead.keep(unscaled(logits, target, ignore))
+            if not number and early is not None and early():
+                context.made = early.keep(unscaled(logits, target, ignore))
             if work is not None:
                 work.wait()
-        total, count = (one.clone() for one in pair.unbind())
+        total, count = (scalar.clone() for scalar in pair.unbind())
         context.mark_non_differentiable(count)
         return total, count
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        """This rank's part of the logits' gradient; can be differentiated again."""
+        """The gradient of the local logits; twice differentiable."""
         gradient = gradients[0]
         logits, target = context.saved_tensors
         if gradient.requires_grad and torch.is_grad_enabled():  # create_graph=True
@@ -186,7 +186,7 @@ class SharedRowsLoss(torch.autograd.Function):
 
 
 class SharedGradient(torch.autograd.Function):
-    """A replicated value that every rank uses for its own part: nothing forward, all-reduce backward."""
+    """A replicated value that each rank uses for its local rows: identity forward, all-reduce backward."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, axes: list[int], ctx: LocalContext) -> torch.Tensor:
@@ -198,7 +198,4 @@ class SharedGradient(torch.autograd.Function):
     def backward(context: Any, *gradients: Any) -> Any:
         """The sum over the ranks."""
         total = gradients[0].clone(memory_format=torch.contiguous_format)
-        for axis in context.axes:
-            dist.all_reduce(total, group=context.ctx.group(axis))
-            context.ctx.record("all_reduce", axis, total.nbytes, "backward")
-        return total, None, None
+        return context.ctx.all_reduce(total, context.axes, "backward"), None, None

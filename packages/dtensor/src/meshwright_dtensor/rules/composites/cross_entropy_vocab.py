@@ -1,4 +1,4 @@
-"""Cross-entropy of rows whose classes are spread over ranks: no rank ever holds a whole row."""
+"""Cross-entropy with sharded classes (vocab-parallel): no rank holds a whole row of logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright_dtensor.rules.composites.base import LocalContext
 
 @dataclass(frozen=True)
 class Shards:
-    """This rank's classes ``[start, start + length)`` of ``classes``, and the mesh axes over which they are spread."""
+    """This rank's classes ``[start, start + length)`` of ``classes``, and the mesh axes that shard them."""
 
     start: int
     length: int
@@ -24,10 +24,7 @@ class Shards:
 
     def reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         """All-reduce in place over all axes."""
-        for axis in self.axes:
-            dist.all_reduce(tensor, op=op, group=self.ctx.group(axis))
-            self.ctx.record("all_reduce", axis, tensor.nbytes, "forward")
-        return tensor
+        return self.ctx.all_reduce(tensor, self.axes, "forward", op)
 
 
 class VocabularyLoss(torch.autograd.Function):
@@ -42,22 +39,18 @@ class VocabularyLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         """Loss of each row, the same on every rank of the axes."""
         scores = _wide(logits).movedim(class_dim, -1)
-        target = target.long()  # bytes hold no -100, and no differences
+        target = target.long()  # uint8 has no -100
         kept = target != ignore
-        if (
-            bool(((target < 0) | (target >= shards.classes))[kept].any())
-            if target.device.type == "cpu"
-            else False
-        ):
+        if target.device.type == "cpu" and bool(((target < 0) | (target >= shards.classes))[kept].any()):
             raise IndexError(
                 f"a target is outside of the {shards.classes} classes; use ignore_index for rows that do not count"
             )
         peak = shards.reduce(scores.amax(-1), dist.ReduceOp.MAX)
         here = kept & (target >= shards.start) & (target < shards.start + shards.length)
         index = (target - shards.start).masked_fill(~here, 0).unsqueeze(-1)
-        own = (scores.gather(-1, index).squeeze(-1) - peak).masked_fill(~here, 0.0)
+        target_scores = (scores.gather(-1, index).squeeze(-1) - peak).masked_fill(~here, 0.0)
         sums = shards.reduce(
-            torch.stack([(scores - peak.unsqueeze(-1)).exp_().sum(-1), own]), dist.ReduceOp.SUM
+            torch.stack([(scores - peak.unsqueeze(-1)).exp_().sum(-1), target_scores]), dist.ReduceOp.SUM
         )
         log_total = sums[0].log()
         context.save_for_backward(logits, peak + log_total, index, here, kept)

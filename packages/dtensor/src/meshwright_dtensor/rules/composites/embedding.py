@@ -1,10 +1,4 @@
-"""What lookups in a table have in common whose vocabulary may be spread over ranks.
-
-torch.nn.functional.embedding, also with a vocabulary that is spread over ranks.
-
-
-torch.nn.functional.embedding_bag of bags of one size, also with a vocabulary that is spread over ranks.
-"""
+"""torch.nn.functional.embedding and embedding_bag (bags of one size), also with a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -28,7 +22,7 @@ class Part:
     size: int
 
     def elsewhere(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where ids lie on other ranks; those outside of the whole vocabulary are nobody's, and raise as ever."""
+        """Mask of the ids on other ranks. Ids outside of the whole vocabulary are on no rank, and raise."""
         outside = (ids < self.start) | (ids >= self.start + self.length)
         return outside & (ids >= 0) & (ids < self.size)
 
@@ -37,7 +31,7 @@ class Lookup(Composite):
     """A lookup of ids, the first input, in a weight [v, h], the second."""
 
     def permutes(self, view: NodeView, row: Strategy) -> bool:
-        """But for the vocabulary: an id is looked up by the offset of one chunk."""
+        """Not for a sharded vocabulary: an id is looked up by the offset of one chunk."""
         return row.ins[1] != 0
 
     def plain(self, ctx: LocalContext) -> bool:
@@ -51,7 +45,7 @@ class Lookup(Composite):
 
 
 class Embedding(Lookup):
-    """ids [...], weight [v, h] -> [..., h].  Rows of other ranks give zero, so a sharded vocabulary gives a partial sum."""
+    """ids [...], weight [v, h] -> [..., h].  Ids of other ranks give zero, so a sharded vocabulary gives a partial sum."""
 
     name: ClassVar[str] = "embedding"
     functions: ClassVar[tuple[Any, ...]] = (F.embedding,)
@@ -88,18 +82,18 @@ class Embedding(Lookup):
         return finish(view, rows, "hand")
 
     def local(self, ctx: LocalContext) -> LocalFunction:
-        """Lookup of the ids in this rank's part of the vocabulary; an id outside the whole vocabulary raises as ever."""
+        """Lookup of the ids in this rank's part of the vocabulary; an id outside the whole vocabulary raises."""
         padding = ctx.node.args[2]
         if self.plain(ctx):
             return lambda tensors: F.embedding(tensors[0], tensors[1], padding)
         part = self.part(ctx)
         held = padding is not None and part.start <= padding < part.start + part.length
-        own_padding = padding - part.start if held else None
+        local_padding = padding - part.start if held else None
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             ids, weight = tensors
             elsewhere = part.elsewhere(ids)
-            rows = F.embedding((ids - part.start).masked_fill(elsewhere, 0), weight, own_padding)
+            rows = F.embedding((ids - part.start).masked_fill(elsewhere, 0), weight, local_padding)
             return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
         return run
@@ -108,7 +102,7 @@ class Embedding(Lookup):
 class EmbeddingBag(Lookup):
     """ids [n, l], weight [v, h] -> [n, h], the sum or mean of each row's l embeddings.
 
-    As for embeddings, rows of other ranks give zero, so a sharded vocabulary gives a partial sum.
+    As for embeddings, ids of other ranks give zero, so a sharded vocabulary gives a partial sum.
     """
 
     name: ClassVar[str] = "embedding_bag"
@@ -148,7 +142,7 @@ class EmbeddingBag(Lookup):
         return finish(view, rows, "hand")
 
     def local(self, ctx: LocalContext) -> LocalFunction:
-        """Bags of the ids in this rank's part of the vocabulary; an id outside the whole vocabulary raises as ever."""
+        """Bags of the ids in this rank's part of the vocabulary; an id outside the whole vocabulary raises."""
         mode = ctx.node.args[2]
         if self.plain(ctx):
             return lambda tensors: F.embedding_bag(tensors[0], tensors[1], mode=mode)
@@ -158,8 +152,8 @@ class EmbeddingBag(Lookup):
             ids, weight = tensors
             elsewhere = part.elsewhere(ids)
             counted = (~elsewhere).to(weight.dtype)
-            own = (ids - part.start).masked_fill(elsewhere, 0)
-            total = F.embedding_bag(own, weight, mode="sum", per_sample_weights=counted)
+            local_ids = (ids - part.start).masked_fill(elsewhere, 0)
+            total = F.embedding_bag(local_ids, weight, mode="sum", per_sample_weights=counted)
             return total if mode == "sum" else total / ids.shape[1]
 
         return run

@@ -30,10 +30,10 @@ class Linear(Composite):
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Leading dims, output features, input features (partial), partial operands."""
-        letters = "".join(chr(ord("A") + i) for i in range(len(view.in_shapes[0]) - 1))
+        labels = "".join(chr(ord("A") + i) for i in range(len(view.in_shapes[0]) - 1))
         bias = view.in_shapes[2] if len(view.node.ins) == 3 else None
         rows: list[Row] = []
-        for x, weight, summand, out in einsum_rows(f"{letters}k,nk->{letters}n", bias):
+        for x, weight, summand, out in einsum_rows(f"{labels}k,nk->{labels}n", bias):
             rows.append(((x, weight) if summand is None else (x, weight, summand), (out,)))
         return finish(view, rows, "einsum")
 

@@ -1,4 +1,4 @@
-"""Rows of the aten attention kernels, for calls that do not come through the attention composite (nn.MultiheadAttention)."""
+"""Rows of the aten attention kernels, for calls outside of the attention composite (nn.MultiheadAttention)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def attention(view: NodeView) -> Iterator[Row]:
         states[:3] = [dim] * 3
         if isinstance(mask, Slot):
             shape = view.in_shapes[mask.index]
-            own = dim - 4 + len(shape)
-            states[mask.index] = own if own >= 0 and shape[own] != 1 else R
+            index = dim - 4 + len(shape)
+            states[mask.index] = index if index >= 0 and shape[index] != 1 else R
         outs = tuple(dim if len(s) > dim and s[: dim + 1] == out[: dim + 1] else R for s in view.out_shapes)
         yield tuple(states), outs
 

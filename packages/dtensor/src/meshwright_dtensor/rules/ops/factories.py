@@ -1,4 +1,4 @@
-"""Rows of ops that make values from sizes: any dim may come out sharded, whatever the tensor they are modelled on."""
+"""Rows of factory ops (zeros, full_like, new_ones ...): any dim of the output may be sharded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from meshwright_dtensor.sharding.states import R
 
 
 def constant(view: NodeView) -> Iterator[Row]:
-    """zeros, full, ...: every element alike, so every shard is known."""
+    """zeros, full, ...: all elements are equal."""
     for dim in range(len(view.out_shapes[0])):
         yield (R,) * len(view.node.ins), (dim,)
 
 
 def like(view: NodeView) -> Iterator[Row]:
-    """zeros_like, full_like, ...: the shard of the model, or a shard of a replicated one; a partial model gives a whole value."""
+    """zeros_like, full_like, ...: sharded like the template, or on any dim of a replicated one; a partial template gives R."""
     rest = (R,) * (len(view.node.ins) - 1)
     for dim in range(len(view.out_shapes[0])):
         yield (dim, *rest), (dim,)
@@ -23,14 +23,14 @@ def like(view: NodeView) -> Iterator[Row]:
 
 
 def new(view: NodeView) -> Iterator[Row]:
-    """new_zeros, new_full, ...: only dtype and device of the model matter, so it may lie in any state."""
+    """new_zeros, new_full, ...: only dtype and device of the template matter, so it may have any state."""
     rest = (R,) * (len(view.node.ins) - 1)
-    model = view.in_shapes[0]
-    for state in ("P", *range(len(model))):
+    template = view.in_shapes[0]
+    for state in ("P", *range(len(template))):
         yield (state, *rest), (R,)
     for dim in range(len(view.out_shapes[0])):
         yield (R, *rest), (dim,)
-        if dim < len(model) and model[dim] == view.out_shapes[0][dim]:
+        if dim < len(template) and template[dim] == view.out_shapes[0][dim]:
             yield (dim, *rest), (dim,)
 
 
@@ -43,4 +43,4 @@ RULES: Mapping[str, RuleEntry] = {
     )
     for name in names.split()
 }
-"""op name -> rule; arange, scalar_tensor, eye and linspace are not here: their elements differ, so they stay whole."""
+"""op name -> rule; arange, scalar_tensor, eye and linspace are not here: their elements differ, so they stay replicated."""

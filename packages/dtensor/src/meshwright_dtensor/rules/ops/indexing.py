@@ -1,4 +1,4 @@
-"""Rows of lookups and scattered writes: dims that no index touches."""
+"""Rows of lookups and scattered writes: dims that no index touches can be sharded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, linear_row
+from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, broadcast_state, linear_row
 from meshwright_dtensor.sharding.states import P, R, State
 
 
@@ -54,17 +54,14 @@ def index(view: NodeView) -> Iterator[Row]:
     for offset in range(rank):
         states: list[State] = [R] * count
         for slot in slots:
-            shape = view.in_shapes[slot]
-            own = offset - rank + len(shape)
-            if own >= 0 and shape[own] == out[start + offset]:
-                states[slot] = own
+            states[slot] = broadcast_state(offset, out[start : start + rank], view.in_shapes[slot])
         yield tuple(states), (start + offset,)
     if view.floating(0):
         yield linear_row(view, 0)
 
 
 def index_put(view: NodeView) -> Iterator[Row]:
-    """index_put(self, indices, values): dims of self that no index touches; all of them where a mask takes one value."""
+    """index_put(self, indices, values): dims of self that no index touches; all dims for a mask with one value."""
     bound = view.bound()
     plan = _index_plan(view, bound["indices"])
     values = bound["values"]
@@ -78,14 +75,14 @@ def index_put(view: NodeView) -> Iterator[Row]:
     for dim, target in landing.items():
         states: list[State] = [R] * count
         states[0] = dim
-        own = target - whole + len(shapes[values.index])
-        if own >= 0 and shapes[values.index][own] == shapes[0][dim] and shapes[0][dim] > 1:
-            states[values.index] = own
+        index = target - whole + len(shapes[values.index])
+        if index >= 0 and shapes[values.index][index] == shapes[0][dim] and shapes[0][dim] > 1:
+            states[values.index] = index
         yield tuple(states), (dim,)
 
 
 def _masked_put(view: NodeView, indices: list[Any], values: Slot) -> Iterator[Row]:
-    """x[mask] = values, of a boolean mask over the first dims of x and values that all its places take alike: every dim of x."""
+    """x[mask] = values, for a boolean mask over the first dims of x and one value for all its places: every dim of x."""
     given = [index for index in indices if index is not None]
     if len(given) != 1 or indices[0] is not given[0] or not isinstance(given[0], Slot):
         return
@@ -95,15 +92,14 @@ def _masked_put(view: NodeView, indices: list[Any], values: Slot) -> Iterator[Ro
     masked, whole = len(shapes[slot]), shapes[0]
     put = shapes[values.index]
     if len(put) > len(whole) - masked + 1 or (len(put) == len(whole) - masked + 1 and put[0] != 1):
-        return  # a value of its own for every place
+        return  # another value for each place
     for dim in range(len(whole)):
         states: list[State] = [R] * len(shapes)
         states[0] = dim
-        own = dim - len(whole) + len(put)
         if dim < masked:
             states[slot] = dim
-        elif own >= 0 and put[own] == whole[dim]:
-            states[values.index] = own
+        else:
+            states[values.index] = broadcast_state(dim, whole, put)
         yield tuple(states), (dim,)
 
 
@@ -198,18 +194,10 @@ def one_hot(view: NodeView) -> Iterator[Row]:
 
 
 def first_only(view: NodeView) -> Iterator[Row]:
-    """Elementwise in the first input, with a table that is whole on every rank (bucketize)."""
+    """bucketize, isin: elementwise in the first input, with a table that is whole on every rank."""
     bound = view.bound()
-    if isinstance(bound["self"], Slot):
-        for dim in range(len(view.in_shapes[0])):
-            yield (dim, *(R,) * (len(view.node.ins) - 1)), (dim,)
-
-
-def membership(view: NodeView) -> Iterator[Row]:
-    """isin(elements, test_elements): every dim of the elements."""
-    bound = view.bound()
-    elements = bound.get("elements")
-    if isinstance(elements, Slot) and elements.index == 0:
+    first = bound.get("elements", bound.get("self"))
+    if isinstance(first, Slot) and first.index == 0:
         for dim in range(len(view.in_shapes[0])):
             yield (dim, *(R,) * (len(view.node.ins) - 1)), (dim,)
 
@@ -227,8 +215,7 @@ RULES: Mapping[str, RuleEntry] = {
         ("index_add index_add_", index_add),
         ("index_fill index_fill_ index_copy index_copy_", index_fill),
         ("one_hot", one_hot),
-        ("bucketize", first_only),
-        ("isin", membership),
+        ("bucketize isin", first_only),
     )
     for name in names.split()
 }

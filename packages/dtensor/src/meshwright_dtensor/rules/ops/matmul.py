@@ -1,4 +1,4 @@
-"""Rows of contractions, from their einsum equation: a shared letter is sharded in both, a contracted one gives a partial sum."""
+"""Rows of matrix products, from their einsum equation: a shared label is sharded in both, a contracted one gives a partial sum."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from meshwright_dtensor.sharding.states import P, R, State
 def einsum_rows(
     equation: str, bias: tuple[int, ...] | None = None
 ) -> Iterator[tuple[State, State, State | None, State]]:
-    """(left, right, bias, out) per letter of ``"ab,bc->ac"``, and for a partial left or right operand.
+    """(left, right, bias, out) per label of ``"ab,bc->ac"``, and for a partial left or right operand.
 
     ``bias`` is the shape of a summand that broadcasts to the output; it is partial wherever the output is.
     """
     inputs, output = equation.split("->")
     left, right = inputs.split(",")
 
-    def place(letters: str, letter: str) -> State:
-        return letters.index(letter) if letter in letters else R
+    def place(labels: str, label: str) -> State:
+        return labels.index(label) if label in labels else R
 
-    for letter in dict.fromkeys(left + right):
-        out: State = output.index(letter) if letter in output else P
-        yield place(left, letter), place(right, letter), _summand(out, len(output), bias), out
+    for label in dict.fromkeys(left + right):
+        out: State = output.index(label) if label in output else P
+        yield place(left, label), place(right, label), _summand(out, len(output), bias), out
     yield P, R, P if bias is not None else None, P
     yield R, P, P if bias is not None else None, P
 

@@ -6,8 +6,16 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, base_name, linear_row
-from meshwright_dtensor.sharding.states import P, R, State
+from meshwright_dtensor.rules.node import (
+    NodeView,
+    Row,
+    RuleEntry,
+    Slot,
+    base_name,
+    broadcast_state,
+    linear_row,
+)
+from meshwright_dtensor.sharding.states import P, State
 
 _BOTH = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 _EITHER = frozenset({"aten.mul", "aten.mul_"})
@@ -20,15 +28,11 @@ _ALONE = frozenset(
 def aligned(view: NodeView, dim: int) -> tuple[State, ...]:
     """State of every input when the (broadcast) output is sharded on ``dim``."""
     out = view.out_shapes[0]
-    states: list[State] = []
-    for shape in view.in_shapes:
-        own = dim - len(out) + len(shape)
-        states.append(own if own >= 0 and shape[own] == out[dim] else R)
-    return tuple(states)
+    return tuple(broadcast_state(dim, out, shape) for shape in view.in_shapes)
 
 
 def pointwise(view: NodeView) -> Iterator[Row]:
-    """Any op that computes each output element from the input elements at the same place."""
+    """Any op that computes an output element from the input elements at the same index."""
     if any(shape != view.out_shapes[0] for shape in view.out_shapes):
         return
     for dim in range(len(view.out_shapes[0])):
@@ -58,7 +62,7 @@ def _partial(view: NodeView) -> Iterator[Row]:
 
 
 def _narrows(view: NodeView, *partial: int) -> bool:
-    """Whether a partial operand is rounded, or is no number one can split, on its way to the output."""
+    """Whether a partial operand is rounded on its way to the output, or is no floating-point number."""
     out = view.dtype(view.node.outs[0])
     return any(not view.floating(i) or view.dtype(view.node.ins[i]).itemsize > out.itemsize for i in partial)
 
@@ -73,7 +77,7 @@ def to_copy(view: NodeView) -> Iterator[Row]:
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every number of ``narrow`` is one of ``wide``."""
+    """Whether ``wide`` represents every value of ``narrow`` exactly."""
     return torch.promote_types(wide, narrow) is wide
 
 

@@ -1,4 +1,4 @@
-"""Rows of recurrent layers and cells that are one op: rows of the batch go through them without meeting each other."""
+"""Rows of recurrent layers and cells that are one op: they are batch-independent."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright_dtensor.sharding.states import R, State
 def onednn_layer(view: NodeView) -> Iterator[Row]:
     """mkldnn_rnn_layer(x [t, b, i], four weights, h [b, h], c [b, h], ...) -> y [t, b, h], h, c, workspace: the batch.
 
-    The workspace is what the backward pass of the same rank reads, as large as its rows ask for; empty on fake tensors, unless
-    whoever records says how large it is.
+    The backward pass of the same rank reads the workspace, whose size depends on the local rows. It is empty on fake tensors
+    unless the recorder gives its size.
     """
     states = _at(view, {"input": 1, "hx_": 0, "cx_": 0})
     if not view.bound()["batch_sizes"] and len(view.in_shapes[0]) == 3:
@@ -21,12 +21,12 @@ def onednn_layer(view: NodeView) -> Iterator[Row]:
 
 
 def cudnn_layers(view: NodeView) -> Iterator[Row]:
-    """_cudnn_rnn(x [t, b, i], weights, ..., h [l, b, h], c) -> y, h, c, reserve, weights: the batch, of no packed sequence."""
+    """_cudnn_rnn(x [t, b, i], weights, ..., h [l, b, h], c) -> y, h, c, reserve, weights: the batch, if not packed."""
     bound = view.bound()
     if bound["batch_sizes"] or len(view.in_shapes[0]) != 3:
         return
     batch = 0 if bound["batch_first"] else 1
-    # a network that is no LSTM returns an empty c, and one without weights in one piece no buffer
+    # networks other than LSTM return an empty c; without flattened weights there is no buffer
     cell: State = 1 if isinstance(bound["cx"], Slot) else R
     results: tuple[State, ...] = (batch, 1, cell, R, R)
     yield _at(view, {"input": batch, "hx": 1, "cx": 1}), results[: len(view.node.outs)]
@@ -39,7 +39,7 @@ def fused_cell(view: NodeView) -> Iterator[Row]:
 
 
 def _at(view: NodeView, dims: Mapping[str, int]) -> tuple[State, ...]:
-    """States of the inputs where these arguments lie on these dims, and all others whole."""
+    """States of the inputs: these arguments are sharded on these dims, the others are replicated."""
     bound = view.bound()
     places: dict[int, State] = {}
     for name, dim in dims.items():
@@ -51,7 +51,7 @@ def _at(view: NodeView, dims: Mapping[str, int]) -> tuple[State, ...]:
 
 RULES: Mapping[str, RuleEntry] = {
     "aten.mkldnn_rnn_layer": RuleEntry(onednn_layer, "hand"),
-    # what is whole of the results (reserve, an empty c) carries no gradient
+    # the replicated results (reserve, an empty c) carry no gradient
     "aten._cudnn_rnn": RuleEntry(cudnn_layers, "hand", complete=True),
     "aten._thnn_fused_lstm_cell": RuleEntry(fused_cell, "hand"),
     "aten._thnn_fused_gru_cell": RuleEntry(fused_cell, "hand"),

@@ -11,7 +11,7 @@ from meshwright_dtensor.sharding.states import P, R, State
 
 
 def _reduced(view: NodeView) -> tuple[list[int], Callable[[int], int]]:
-    """The reduced dims of input 0, and where a kept dim lands in the outputs."""
+    """The reduced dims of input 0, and the map of kept dims to dims of the outputs."""
     ndim, bound = len(view.in_shapes[0]), view.bound()
     dims = dims_of(bound.get("dim"), ndim)
     keep = bool(bound.get("keepdim"))
@@ -19,7 +19,7 @@ def _reduced(view: NodeView) -> tuple[list[int], Callable[[int], int]]:
 
 
 def reduction(view: NodeView) -> Iterator[Row]:
-    """Any reduction of one input: the kept dims; a sharded reduced dim is no row, it is gathered."""
+    """Any reduction of one input: the kept dims. A sharded reduced dim is gathered."""
     dims, land = _reduced(view)
     for dim in range(len(view.in_shapes[0])):
         if dim not in dims:
@@ -28,18 +28,12 @@ def reduction(view: NodeView) -> Iterator[Row]:
 
 def additive(view: NodeView) -> Iterator[Row]:
     """sum, mean: a sharded reduced dim gives a partial sum (of a mean: the shard's sum over the global count)."""
-    yield from reduction(view)
-    source, target = view.dtype(view.node.ins[0]), view.dtype(view.node.outs[0])
-    dims, _ = _reduced(view)
-    for dim in dims:
-        if dim < len(view.in_shapes[0]):
-            yield (dim,), (P,)
-    if source.is_floating_point and target.is_floating_point and target.itemsize >= source.itemsize:
-        yield linear_row(view, 0)
+    yield from counting(view)
+    yield from _linear(view)
 
 
 def counting(view: NodeView) -> Iterator[Row]:
-    """count_nonzero: each shard counts its own."""
+    """count_nonzero: a sharded reduced dim gives a partial sum."""
     yield from reduction(view)
     for dim in _reduced(view)[0]:
         if dim < len(view.in_shapes[0]):
@@ -47,9 +41,9 @@ def counting(view: NodeView) -> Iterator[Row]:
 
 
 def histogram(view: NodeView) -> Iterator[Row]:
-    """histc, histogram(input, bins, weight): any dim, counted into a partial sum, where the bins are those of the whole.
+    """histc, histogram(input, bins, weight): any dim, counted into a partial sum, if the bins are given.
 
-    Without bounds they lie between the smallest and the largest element, which no shard knows alone.
+    Without bounds the bins depend on the smallest and the largest element of the whole tensor.
     """
     bound, shapes = view.bound(), view.in_shapes
     given = (
@@ -58,7 +52,7 @@ def histogram(view: NodeView) -> Iterator[Row]:
         or bound.get("min") != bound.get("max")
     )
     counts = view.dtype(view.node.outs[0])
-    # a floating-point type stops counting at 2 / eps (thousands in half, 2**24 in float32), shards later than the whole
+    # a float stops counting at 2 / eps (2**24 in float32), and shards would stop later than the whole tensor
     exact = not counts.is_floating_point or numel(shapes[0]) <= 2 / torch.finfo(counts).eps
     if not given or not exact or bound.get("density"):
         return
@@ -82,6 +76,11 @@ def along(view: NodeView) -> Iterator[Row]:
 def cumulative_sum(view: NodeView) -> Iterator[Row]:
     """cumsum: every other dim; linear."""
     yield from along(view)
+    yield from _linear(view)
+
+
+def _linear(view: NodeView) -> Iterator[Row]:
+    """The row of a partial input, unless the sum would be rounded before it is reduced."""
     source, target = view.dtype(view.node.ins[0]), view.dtype(view.node.outs[0])
     if source.is_floating_point and target.is_floating_point and target.itemsize >= source.itemsize:
         yield linear_row(view, 0)
@@ -117,7 +116,7 @@ def batch_norm(view: NodeView) -> Iterator[Row]:
 
 
 def weight_norm(view: NodeView) -> Iterator[Row]:
-    """_weight_norm_interface(v, g, dim): the dim that has norms of its own."""
+    """_weight_norm_interface(v, g, dim): the dim that is not reduced."""
     shapes, ndim = view.in_shapes, len(view.in_shapes[0])
     dim = view.bound()["dim"] % ndim
     if len(shapes[1]) == ndim and shapes[1][dim] == shapes[0][dim]:

@@ -1,4 +1,4 @@
-"""Rows that stock DTensor lists for an op that has no rule here.  They are suggestions: each is checked before use."""
+"""Rows of stock DTensor for ops without a rule here. They are suggestions: each row is checked before use."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ def suggestions(view: NodeView) -> list[Row]:
 
     args, kwargs = pytree.tree_map(sketch, (view.node.args, view.node.kwargs), is_leaf=is_ref)
     try:
-        found = stock_rows(op, args, kwargs, count)
-        if found is None:
-            found = _probe(view, args, kwargs)
-    except Exception:  # a suggestion that DTensor cannot make is none: the op stays replicated
+        listed = stock_rows(op, args, kwargs, count)
+        if listed is None:
+            listed = _probe(view, args, kwargs)
+    except Exception:  # DTensor has no suggestion: the op stays replicated
         return []
     rows = []
-    for entries in found:
-        states = [_state(x) for x in entries]
-        if len(states) == count and None not in states:
+    for entries in listed:
+        states = tuple(state for state in map(_state, entries) if state is not None)
+        if len(states) == len(entries) == count:
             cut = len(view.node.outs)
-            known: tuple[State, ...] = tuple(s for s in states if s is not None)
-            rows.append((known[cut:], known[:cut]))
+            rows.append((states[cut:], states[:cut]))
     return rows
 
 
@@ -51,17 +50,17 @@ def _probe(view: NodeView, args: Any, kwargs: Any) -> list[tuple[Any, ...]]:
     mesh = offline_mesh(view.n)
     options: list[list[Any]] = []
     for index, shape in enumerate(view.in_shapes):
-        own: list[Any] = [Replicate(), *(Shard(d) for d, size in enumerate(shape) if size >= view.n)]
-        options.append(own + [Partial()] if view.floating(index) else own)
+        placements: list[Any] = [Replicate(), *(Shard(d) for d, size in enumerate(shape) if size >= view.n)]
+        options.append([*placements, Partial()] if view.floating(index) else placements)
     rows: dict[tuple[Any, ...], None] = {}
-    for placements in itertools.islice(itertools.product(*options), _PROBES):
+    for combination in itertools.islice(itertools.product(*options), _PROBES):
         try:
-            found = stock_probe(view.node.op, args, kwargs, mesh, list(placements))
+            probed = stock_probe(view.node.op, args, kwargs, mesh, list(combination))
         except Exception:  # this combination is not supported
             continue
-        if found is None:
+        if probed is None:
             return []
-        rows.update(dict.fromkeys(found))
+        rows.update(dict.fromkeys(probed))
     return list(rows)
 
 

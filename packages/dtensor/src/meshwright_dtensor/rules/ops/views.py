@@ -1,4 +1,4 @@
-"""Rows of ops that only rearrange elements: a shard moves to another dim, or survives, or the row does not exist."""
+"""Rows of ops that only rearrange elements: a sharded dim becomes a sharded dim of the output, if it can."""
 
 from __future__ import annotations
 
@@ -40,14 +40,9 @@ def _moved(view: NodeView, move: DimMap, linear: bool = True) -> Iterator[Row]:
 
 
 def reshape(view: NodeView) -> Iterator[Row]:
-    """view, reshape: by the flat pattern."""
+    """view, reshape, squeeze: the dim with the same elements in flat order (a sharded dim has more than 1 element)."""
     before, after = view.in_shapes[0], view.out_shapes[0]
     return _moved(view, lambda dim: reshape_dim(before, after, dim, view.n))
-
-
-def squeeze(view: NodeView) -> Iterator[Row]:
-    """squeeze: dims of size 1 disappear (a dim that is sharded has more than 1 element)."""
-    return reshape(view)
 
 
 def permute(view: NodeView) -> Iterator[Row]:
@@ -70,7 +65,7 @@ def unsqueeze(view: NodeView) -> Iterator[Row]:
 
 
 def expand(view: NodeView) -> Iterator[Row]:
-    """expand: kept dims stay; a new dim may come out sharded from a replicated input, since every part is alike."""
+    """expand: kept dims stay; a new dim may be sharded from a replicated input, since all its parts are equal."""
     before, after = view.in_shapes[0], view.out_shapes[0]
     shift = len(after) - len(before)
     yield from _moved(view, lambda dim: dim + shift if before[dim] == after[dim + shift] else None)
@@ -93,17 +88,14 @@ def select(view: NodeView) -> Iterator[Row]:
     return _moved(view, lambda dim: None if dim == gone else dim - (dim > gone))
 
 
-def split(view: NodeView) -> Iterator[Row]:
-    """split, chunk: all dims but the one cut."""
-    cut = view.bound()["dim"] % len(view.in_shapes[0])
-    return _moved(view, lambda dim: dim if dim != cut else None)
+def other_dims(argument: str) -> Callable[[NodeView], Iterator[Row]]:
+    """split, unfold: all dims but the one that ``argument`` names."""
 
+    def rule(view: NodeView) -> Iterator[Row]:
+        cut = view.bound()[argument] % max(len(view.in_shapes[0]), 1)
+        return _moved(view, lambda dim: dim if dim != cut else None)
 
-def unfold(view: NodeView) -> Iterator[Row]:
-    """unfold (sliding windows): all dims but the one windowed."""
-    ndim = len(view.in_shapes[0])
-    gone = view.bound()["dimension"] % ndim if ndim else 0
-    return _moved(view, lambda dim: dim if dim != gone else None)
+    return rule
 
 
 def diagonal(view: NodeView) -> Iterator[Row]:
@@ -125,7 +117,7 @@ def identity(view: NodeView) -> Iterator[Row]:
 
 
 def cat(view: NodeView) -> Iterator[Row]:
-    """cat: all dims but the one joined, which too where there is nothing to join: legacy 1-D empty operands are dropped."""
+    """cat: all dims but the joined one, and that one too for a single operand; legacy 1-D empty operands are dropped."""
     ndim = len(view.out_shapes[0])
     bound = view.bound()
     joined = bound["dim"] % max(ndim, 1)
@@ -149,7 +141,7 @@ def stack(view: NodeView) -> Iterator[Row]:
 
 
 def repeat(view: NodeView) -> Iterator[Row]:
-    """repeat: dims repeated once; a new dim may come out sharded from a replicated input only if all its parts are alike."""
+    """repeat: dims that are repeated once."""
     repeats = view.bound()["repeats"]
     before = view.in_shapes[0]
     shift = len(repeats) - len(before)
@@ -213,8 +205,7 @@ def scattered(view: NodeView) -> Iterator[Row]:
 RULES: Mapping[str, RuleEntry] = {
     "aten." + name: RuleEntry(rule, "view")
     for names, rule in (
-        ("view _unsafe_view reshape _reshape_alias view_copy", reshape),
-        ("squeeze squeeze_", squeeze),
+        ("view _unsafe_view reshape _reshape_alias view_copy squeeze squeeze_", reshape),
         ("permute transpose t numpy_T transpose_copy t_copy permute_copy transpose_ t_", permute),
         ("unsqueeze", unsqueeze),
         ("expand expand_copy", expand),
@@ -222,9 +213,9 @@ RULES: Mapping[str, RuleEntry] = {
         ("select unbind unbind_copy select_copy", select),
         (
             "split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes unsafe_chunk",
-            split,
+            other_dims("dim"),
         ),
-        ("unfold", unfold),
+        ("unfold", other_dims("dimension")),
         ("diagonal", diagonal),
         ("view_as_complex view_as_real", as_complex),
         ("alias detach lift_fresh lift_fresh_copy lift contiguous alias_copy", identity),
