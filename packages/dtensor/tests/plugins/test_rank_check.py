@@ -37,7 +37,7 @@ def outcome(check: Callable[[], object]) -> str:
 
 
 def same_everywhere(rank: int, world_size: int) -> str:
-    return outcome(host(("a", "acme", "1"), ("b", "acme", "1")).compare_across_ranks)
+    return outcome(lambda: compare_across_ranks(host(("a", "acme", "1"), ("b", "acme", "1"))))
 
 
 def one_lacks(rank: int, world_size: int) -> str:
@@ -56,8 +56,8 @@ def groups_differ(rank: int, world_size: int) -> tuple[str, str]:
 
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = host(("a", "acme", f"{rank // 2}"))
-    within = outcome(lambda: mine.compare_across_ranks(halves[rank // 2]))
-    return within, outcome(mine.compare_across_ranks)
+    within = outcome(lambda: compare_across_ranks(mine, halves[rank // 2]))
+    return within, outcome(lambda: compare_across_ranks(mine))
 
 
 def discover_where_one_is_broken(rank: int, world_size: int, site: str) -> str:
@@ -109,7 +109,7 @@ def test_an_error_on_one_rank_is_raised_on_all(
 
 
 def test_without_a_process_group_nothing_is_compared() -> None:
-    host(("a", "acme", "1")).compare_across_ranks()
+    compare_across_ranks(host(("a", "acme", "1")))
 
 
 def test_many_differences_make_one_short_line() -> None:

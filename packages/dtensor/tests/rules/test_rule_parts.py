@@ -23,13 +23,13 @@ from meshwright_dtensor.rules import (
     Strategy,
     localise,
     refine,
-    shardable,
     verify_row,
 )
 from meshwright_dtensor.rules import book as book_module
 from meshwright_dtensor.rules.composites.dropout import memory_order
 from meshwright_dtensor.rules.ops.views import reshape_dim
 from meshwright_dtensor.rules.verify_row import shrink
+from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value
 
 D = torch.float64

@@ -13,7 +13,7 @@ from torch import nn
 from meshwright_dtensor.deferred.materialize import is_deferred
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.plugins import PluginHost, discover_on_all_ranks
+from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discover_on_all_ranks
 
 _SAMPLES = 64
 _CHUNK = 2**22  # words that are converted to int64 at a time
@@ -31,7 +31,7 @@ def same_plugins(plugins: PluginHost | None) -> PluginHost:
     """
     if plugins is None:
         return discover_on_all_ranks()
-    plugins.compare_across_ranks()
+    compare_across_ranks(plugins)
     return plugins
 
 

@@ -13,7 +13,7 @@ import torch
 from planner_models import DGX_H100, DataLike, Mlp, TensorLike, host_of
 
 from meshwright_dtensor.cluster import Cluster, LinkLevel
-from meshwright_dtensor.cluster.cluster import joined
+from meshwright_dtensor.cluster.cluster import merge_axes
 from meshwright_dtensor.strategy import Link, PlanRequest, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner
 from meshwright_planner.simulation import simulate
@@ -63,9 +63,9 @@ def test_sum_over_joined_axes_has_the_simulated_seconds(degrees: dict[str, int])
 
 
 def test_axes_with_nothing_between_them_are_one() -> None:
-    assert joined([(8, 2), (1, 8)]) == ((1, 16),)
-    assert joined([(8, 2), (4, 1), (1, 4)]) == ((8, 2), (1, 4))
-    assert joined([(4, 1)]) == ((1, 1),)
+    assert merge_axes([(8, 2), (1, 8)]) == ((1, 16),)
+    assert merge_axes([(8, 2), (4, 1), (1, 4)]) == ((8, 2), (1, 4))
+    assert merge_axes([(4, 1)]) == ((1, 1),)
     assert DGX_H100.link_over([(8, 2), (1, 8)]) == DGX_H100.link(1, 16)
     apart = DGX_H100.link_over([(8, 2), (1, 4)])
     assert apart.levels == ("nvlink", "infiniband") and apart.members == 4

@@ -1,8 +1,8 @@
-"""A cluster as numbers: devices, memory, rates and links.  Torch-free, so that it can be named where no device exists.
+"""A cluster as numbers: devices, memory, rates and links. Torch-free, so that plans can be made without a device.
 
-Rates are the vendor's peaks; what a kernel reaches of them is the cost model's business (`compute_efficiency`,
-`memory_efficiency`), as is what is left of the memory after the runtime took its share (`reserved_bytes`).  A machine that
-was measured (`meshwright calibrate`) also says how long operations and collectives of each size took on it.
+Rates are the vendor's peaks; `compute_efficiency` and `memory_efficiency` are the fractions that kernels reach, and
+`reserved_bytes` is the memory of the runtime. A machine that was measured (`meshwright calibrate`) also has the measured times
+of operations and collectives by size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LinkLevel:
     sizes: tuple[int, ...] = ()
 
     def groups(self, ranks: int) -> list[int]:
-        """Where groups of this level begin among `ranks` ranks, and `ranks` itself."""
+        """The first rank of each group of this level among `ranks` ranks, and `ranks` itself."""
         bounds, number = [0], 0
         while bounds[-1] < ranks:
             size = self.sizes[min(number, len(self.sizes) - 1)] if self.sizes else self.size
@@ -47,10 +47,10 @@ class LinkLevel:
         return bounds
 
     def members(self, stride: int, degree: int, ranks: int) -> int:
-        """Fewest ranks of a group (`degree` ranks, `stride` apart) that one group of this level holds; `degree` if it
-        holds them all.
+        """The fewest ranks of an axis group (`degree` ranks with this `stride`) in one group of this level; `degree` if
+        all are in one.
 
-        Groups of an axis follow each other, so one may straddle a boundary where sizes do not divide.
+        Groups of an axis are consecutive, so a group may cross a boundary if sizes do not divide.
         """
         extent = stride * degree
         if not self.size and not self.sizes:
@@ -72,20 +72,20 @@ Spans = tuple[tuple[int, int], ...]
 """(stride, degree) of the axes over whose product a group of ranks runs, outermost first."""
 
 
-def joined(axes: Sequence[tuple[int, int]]) -> Spans:
-    """The same group by as few axes as there can be: two with nothing between them are one, those of one rank are none."""
-    found: list[tuple[int, int]] = []
+def merge_axes(axes: Sequence[tuple[int, int]]) -> Spans:
+    """The same group with the fewest axes: adjacent axes are merged, axes of one rank are dropped."""
+    merged: list[tuple[int, int]] = []
     for stride, degree in axes:
-        if found and found[-1][0] == stride * degree:
-            found[-1] = stride, found[-1][1] * degree
+        if merged and merged[-1][0] == stride * degree:
+            merged[-1] = stride, merged[-1][1] * degree
         elif degree > 1:
-            found.append((stride, degree))
-    return tuple(found) or ((1, 1),)
+            merged.append((stride, degree))
+    return tuple(merged) or ((1, 1),)
 
 
 @lru_cache(maxsize=4096)
 def members(level: LinkLevel, axes: Spans, ranks: int) -> int:
-    """Fewest ranks of a group over these axes (see `joined`) that one group of a level holds; their number if it holds all."""
+    """The fewest ranks of a group over these axes (see `merge_axes`) in one group of a level; all if they are in one."""
     if len(axes) == 1:
         return level.members(*axes[0], ranks)
     degree, extent = math.prod(d for _, d in axes), math.prod(axes[0])
@@ -97,7 +97,7 @@ def members(level: LinkLevel, axes: Spans, ranks: int) -> int:
     bounds = level.groups(ranks)
     offsets = [sum(steps) for steps in product(*(range(0, s * d, s) for s, d in axes))]
     fewest = degree
-    for first in range(ranks):  # groups straddle boundaries each in its own way
+    for first in range(ranks):  # each group may cross other boundaries
         if first + offsets[-1] < ranks and not any(first // s % d for s, d in axes):
             held = Counter(bisect_right(bounds, first + offset) for offset in offsets)
             fewest = min(fewest, *held.values())
@@ -106,13 +106,13 @@ def members(level: LinkLevel, axes: Spans, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class SlowNode:
-    """A node that is worse than the others.
+    """A node that is slower than the others.
 
     Args:
         node: its number, from 0.
-        compute: how many times as long its ranks compute.
-        link: a level of links that reaches only `share` of its bandwidth there; None for none.
-        share: of that level's bandwidth.
+        compute: factor on the compute time of its ranks.
+        link: name of a level whose bandwidth is only `share` there; None for none.
+        share: fraction of that level's bandwidth.
 
     Raises:
         UsageError: a number is out of range, or there is a share of no link.
@@ -140,7 +140,7 @@ class SlowNode:
 
 @dataclass(frozen=True)
 class MeasuredWork:
-    """How long one kind of work took on one rank, launch included: (size, seconds) of forward and of backward.
+    """Measured times of one kind of work on one rank, launch included: (size, seconds) of forward and of backward.
 
     Args:
         kind: "matmul" and "attention", by floating-point operations of the forward pass; others by bytes moved.
@@ -153,45 +153,45 @@ class MeasuredWork:
     backward: Points
 
     def seconds(self, size: float, passes: tuple[bool, bool] = (True, True)) -> float:
-        """Seconds of forward and backward, those that `passes` says."""
+        """Seconds of (forward, backward), as `passes` selects."""
         points = (self.forward, self.backward)
         return sum(interpolated(p, size) for p, wanted in zip(points, passes) if wanted and p)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind joined by levels of links; everything is per rank, one rank per device.
+    """Equal devices connected by levels of links; all numbers are per rank, with one rank per device.
 
     Args:
         name: as in the plugin record.
         devices_per_node: ranks in one node.
         memory_bytes: memory of one rank.
-        flops: dtype name ("float32", "bfloat16", ...) -> peak dense operations per second of one rank; a dtype that
-            is missing runs at the rate of "float32".
+        flops: dtype name ("float32", "bfloat16", ...) -> peak dense operations per second of one rank; other dtypes run
+            at the rate of "float32".
         memory_bandwidth: bytes per second between one rank's memory and its cores.
         links: levels of the network, innermost first.
         source: where the numbers come from.
         compute_efficiency: share of the peak that a large matrix product reaches.
         memory_efficiency: share of `memory_bandwidth` that a streaming kernel reaches.
-        launch_s: seconds that the host needs to issue one operation in eager mode.
-        launch_backward_s: the same of what autograd issues; None for as long.
-        host_s: seconds that a model's own code adds to each operation, forward and backward: calls of modules, Python.
-        dispatch_s: the same that laying operations over a mesh adds.
-        update_s: seconds that an optimizer step takes for each parameter, however small.
-        hides_launch: the host issues operations ahead of the device, so that the longer of the two counts.
-        hides_communication: collectives run beside compute; False where they take the cores that compute needs.
-        interference: part of a rank's compute that a collective in flight beside it takes.
-        fused_attention: attention kernels keep no matrix of scores for the backward pass.
-        reserved_bytes: memory that is never the model's: context, communication buffers.
-        fragmentation: part of what is left that a caching allocator loses to fragments.
-        cores: cores of one machine that its ranks share; 0 where each device is a rank's own.
-        crowding: (ranks on one machine, how many times longer each computes), ascending.
-        work: what was measured of operations, on a machine with one rank.
-        collectives: what was measured of collectives.
-        slow_nodes: nodes that are worse than what the rest says. A plan gives all ranks as much, so it goes at their pace.
+        launch_s: host seconds to launch one operation in eager mode.
+        launch_backward_s: the same for operations of autograd; None for the same time.
+        host_s: host seconds that the model's Python code adds to each operation, forward and backward.
+        dispatch_s: host seconds that dispatch over a mesh adds to each operation.
+        update_s: seconds of an optimizer step per parameter, whatever its size.
+        hides_launch: the host runs asynchronously to the device, so that the longer of the two counts.
+        hides_communication: collectives overlap with compute; False if they use the cores that compute needs.
+        interference: fraction of a rank's compute that a concurrent collective takes.
+        fused_attention: attention kernels save no matrix of scores for the backward pass.
+        reserved_bytes: memory that the model cannot use: context, communication buffers.
+        fragmentation: fraction of the rest that a caching allocator loses to fragments.
+        cores: cores of one machine that its ranks share; 0 if each rank has a device of its own.
+        crowding: (ranks on one machine, factor on the compute time of each), ascending.
+        work: measured operations, on a machine with one rank.
+        collectives: measured collectives.
+        slow_nodes: nodes that are slower than these numbers. All ranks get equal work, so a plan runs at their pace.
 
     Raises:
-        UsageError: a slow node names a link that there is not.
+        UsageError: a slow node names an unknown link.
     """
 
     name: str
@@ -231,35 +231,35 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of one rank's memory that a model may take: all but what is reserved, and the margin for fragments."""
+        """Bytes of one rank's memory for a model: without the reserve and the margin for fragments."""
         return int((self.memory_bytes - self.reserved_bytes) * (1.0 - self.fragmentation))
 
     @property
     def most_ranks(self) -> int | None:
-        """Ranks that the outermost level of links joins; None for as many as there are."""
+        """The most ranks that the outermost level of links connects; None for no limit."""
         outer = self.links[-1] if self.links else None
         return None if outer is None else outer.sizes[0] if outer.sizes else outer.size or None
 
     @property
     def accelerated(self) -> bool:
-        """Whether devices are accelerators: those have attention in one kernel, and optimizers that step on all at once."""
+        """Whether devices are accelerators, with fused attention and optimizers that update all parameters at once."""
         return self.fused_attention
 
     def shared_core_factors(self, parts: int) -> tuple[float, ...]:
-        """How many times as long a rank computes while 1, 2, ..., all of `parts` equal parts of the ranks do, against all.
+        """Compute-time factors while 1, 2, ..., all of `parts` equal parts of the ranks compute, relative to all.
 
-        Ranks that wait leave the cores that they share to the others. () where ranks have a device of their own, and where
-        they are on several machines, each of which has ranks of few parts only, or nobody is slowed.
+        Ranks that wait leave their cores to the others. () if each rank has a device of its own, if ranks are on several
+        machines (each has ranks of few parts only), or if sharing slows nobody.
         """
         if not self.cores or self.ranks > self.devices_per_node:
             return ()
         whole = self._slower(self.ranks)
-        found = tuple(self._slower(math.ceil(self.ranks * n / parts)) / whole for n in range(1, parts + 1))
-        return found if min(found) < 1 else ()
+        factors = tuple(self._slower(math.ceil(self.ranks * n / parts)) / whole for n in range(1, parts + 1))
+        return factors if min(factors) < 1 else ()
 
     @property
     def backward_launch_s(self) -> float:
-        """Seconds that the host needs to issue one operation of the backward pass."""
+        """Host seconds to launch one operation of the backward pass."""
         return self.launch_s if self.launch_backward_s is None else self.launch_backward_s
 
     def rate(self, dtype: str) -> float:
@@ -272,14 +272,14 @@ class Cluster:
         return self.memory_bandwidth * self.memory_efficiency
 
     def measured(self, kind: str, dtype: str) -> MeasuredWork | None:
-        """What was measured of one kind of work; None where nothing was."""
+        """The measurement of one kind of work, or None."""
         return next((m for m in self.work if m.kind == kind and m.dtype == dtype), None)
 
     def running(self, ranks: int) -> Cluster:
-        """The same cluster with `ranks` ranks in all: where ranks share the cores of a machine, each is slower.
+        """The same cluster with `ranks` ranks in all: ranks that share the cores of a machine are slower.
 
         Raises:
-            UsageError: its links do not join so many.
+            UsageError: its links do not connect so many.
         """
         most = self.most_ranks
         if most is not None and ranks > most:
@@ -323,14 +323,14 @@ class Cluster:
         )
 
     def nodes(self, ranks: int) -> list[int]:
-        """The first rank of each node that `ranks` ranks take up, and `ranks` itself."""
+        """The first rank of each node of `ranks` ranks, and `ranks` itself."""
         inner = self.links[0] if self.links else None
         if inner is not None and inner.sizes:
             return inner.groups(ranks)
         return [*range(0, ranks, self.devices_per_node), ranks]
 
     def slow_among(self, ranks: int) -> list[SlowNode]:
-        """The slow nodes that `ranks` ranks take up: they fill nodes in order."""
+        """The slow nodes among those of `ranks` ranks, which fill nodes in order."""
         used = len(self.nodes(ranks)) - 1 if self.slow_nodes and ranks else 0
         return [slow for slow in self.slow_nodes if slow.node < used]
 
@@ -341,28 +341,28 @@ class Cluster:
         return min((slow.share for slow in self.slow_among(ranks) if slow.link == level), default=1.0)
 
     def _slower(self, ranks: int) -> float:
-        """How many times longer a rank computes beside `ranks - 1` others, by what was measured; else by cores."""
+        """The factor on compute time with `ranks` ranks on a machine: measured, else by cores."""
         if not self.crowding:
             return max(1.0, ranks / self.cores) if self.cores else 1.0
         below = [(n, f) for n, f in self.crowding if n <= ranks] or [self.crowding[0]]
         above = [(n, f) for n, f in self.crowding if n >= ranks]
         (low, least), (high, most) = below[-1], above[0] if above else below[-1]
-        if high == low:  # measured, or beyond what was: in proportion
+        if high == low:  # measured, or in proportion beyond the measurements
             return least * max(1.0, ranks / low)
         return least + (most - least) * (ranks - low) / (high - low)
 
     def link(self, stride: int, degree: int) -> Link:
-        """The link of a group of `degree` ranks whose ranks are `stride` apart.
+        """The link of a group of `degree` ranks with this `stride`.
 
-        A group that fits in an inner level uses that level. One that spans several inner groups is as fast as the
-        outer links of all its members in one inner group together, though never faster than the inner level: each
-        device of a node brings its own network card, and a collective uses them all.
+        A group inside of an inner level uses that level. A group over several inner groups has the bandwidth of the outer
+        links of all its members in one inner group together, at most that of the inner level: each device of a node has a
+        network card, and a collective uses all of them.
         """
         return self.link_over(((stride, degree),))
 
     def link_over(self, axes: Sequence[tuple[int, int]]) -> Link:
         """The link of a group over the product of several axes, (stride, degree) each, outermost first; see `link`."""
-        axes = joined(axes)
+        axes = merge_axes(axes)
         degree = math.prod(d for _, d in axes)
         inside: Link | None = None
         within = 1
@@ -387,11 +387,11 @@ class Cluster:
         raise ValueError(f"cluster {self.name!r} has no links; give at least one LinkLevel")
 
     def _collectives(self) -> tuple[MeasuredCollective, ...]:
-        """Those measured with as many ranks on the machine as there are now, or with the nearest number."""
+        """The measurements with this number of ranks on the machine, or with the nearest number."""
         here = min(self.ranks or 1, self.devices_per_node)
-        found: dict[tuple[str, int], MeasuredCollective] = {}
+        nearest: dict[tuple[str, int], MeasuredCollective] = {}
         for m in self.collectives:
-            best = found.get((m.kind, m.degree))
+            best = nearest.get((m.kind, m.degree))
             if best is None or abs(m.ranks - here) < abs(best.ranks - here):
-                found[m.kind, m.degree] = m
-        return tuple(found.values())
+                nearest[m.kind, m.degree] = m
+        return tuple(nearest.values())

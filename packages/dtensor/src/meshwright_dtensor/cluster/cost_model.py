@@ -1,7 +1,7 @@
-"""What a cost model is asked, and what it answers: `Operation`, `Communication` and `CostModel`.  Torch-free.
+"""The interface of cost models: `CostModel`, and the `Operation` and `Communication` that it gives times for. Torch-free.
 
 A `CostModelSpec` of the hook `meshwright_cost_models` names a function or class that takes the `Cluster` planned for and
-returns a `CostModel`; `plan(..., cost_model="name")` has the planner ask it in place of the cluster's own figures.
+returns a `CostModel`; with `plan(..., cost_model="name")` the planner uses it instead of the cluster's own figures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from meshwright_dtensor.cluster.links import CollectiveKind, Link
 
 
 class Operation(NamedTuple):
-    """One operation with the sizes that one rank has of it.
+    """One operation with the sizes of one rank.
 
     Attributes:
         name: as recorded, "linear" or "aten.gelu.default"; of an optimizer's step the optimizer, "adamw".
@@ -22,15 +22,15 @@ class Operation(NamedTuple):
         flops: floating-point operations of its forward pass.
         nbytes: bytes that its forward pass reads and writes.
         backward: whether a gradient flows back through it.
-        gradients: how many of its inputs get one; of a product, of the tensors that it multiplies.
-        made: bytes of each of its outputs; of an update those of the parameters.
+        gradients: number of inputs that get a gradient; of a product, of its two factors.
+        made: bytes of each output; of an update those of the parameters.
         inputs, outputs: shapes of its tensors, in order.
         itemsize: bytes of an element of its first output.
-        products: products of matrices that it is made of, 1 unless it is a batched one.
-        table_bytes: of an embedding's table, whose gradient is as large however few rows are read.
-        tensors: how many tensors it is done to: of an update the parameters, else 1.
-        on_mesh: it is laid over a mesh, which costs the host something.
-        backward_bytes: bytes that its backward pass reads and writes; None of products, whose operations say more.
+        products: number of matrix products, 1 unless it is batched.
+        table_bytes: of an embedding's table; its gradient has this size, however few rows are read.
+        tensors: number of tensors: the parameters of an update, else 1.
+        on_mesh: it is dispatched over a mesh, which takes host time.
+        backward_bytes: bytes that its backward pass reads and writes; None for matrix products, where `flops` decides.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Communication(NamedTuple):
 
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "send_recv" (to the next rank of a pipeline).
-        nbytes: of the full tensor on the axis; of an all_to_all what all ranks hold together, of a send what one sends.
+        nbytes: of the full tensor on the axis; of an all_to_all the sum over all ranks, of a send what one rank sends.
         degree: ranks that take part.
-        axis: the mesh axis, "tp"; of sums over several all of them, "dp+cp".
-        link: what joins the ranks: latency, bandwidth, and the levels inside of it.
+        axis: the mesh axis, "tp"; of sums over several axes all of them, "dp+cp".
+        link: the link between the ranks: latency, bandwidth, and the levels inside of it.
     """
 
     kind: CollectiveKind
@@ -75,21 +75,18 @@ class Communication(NamedTuple):
 
 
 class CostModel(Protocol):
-    """How long operations and collectives take on the cluster that it was made for.
+    """Times of operations and collectives on the cluster that it was made for.
 
-    Equal questions are asked once a plan. Answers are numbers of seconds, 0 or more; anything else is an error that names
-    the cost model and what it said.
+    Results are cached per plan. They are seconds, 0 or more; anything else is an error that names the cost model and its
+    result.
     """
 
     def operation(self, operation: Operation) -> float:
-        """Seconds that a rank is busy with an operation: its forward pass and, where `backward`, its backward pass; the host's
-        part included where nothing hides it. A third of it is taken for the forward pass.
+        """Seconds of an operation on one rank: forward and, if `backward`, backward, with the host time that nothing
+        hides. A third counts as the forward pass.
         """
         ...
 
     def collective(self, communication: Communication) -> float:
         """Seconds of a collective while nothing else communicates."""
         ...
-
-
-__all__ = ["Communication", "CostModel", "Operation"]

@@ -1,8 +1,8 @@
-"""What joins the ranks of one mesh axis, and how long a collective over it takes.  Torch-free.
+"""The link between the ranks of one mesh axis, and the time of a collective over it. Torch-free.
 
 A collective is timed by the alpha-beta model (Hockney 1994; Thakur, Rabenseifner and Gropp, "Optimization of Collective
-Communication Operations in MPICH", 2005) for each algorithm that can carry it out, and takes the fastest, as NCCL and gloo
-choose by size.  Where a machine was measured (`meshwright calibrate`), what was measured stands in place of the model.
+Communication Operations in MPICH", 2005) for each algorithm, and the fastest counts, as NCCL and gloo choose by size. On a
+machine that was measured (`meshwright calibrate`), measured times replace the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Points = tuple[tuple[float, float], ...]
 def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
     """Seconds at `size` between measured points, both on logarithmic scales.
 
-    Below the first point as long as that one (it is all latency), beyond the last at its rate.
+    Below the first point it is the time of that point (latency), beyond the last point it grows at its rate.
     """
     first, last = points[0], points[-1]
     if size <= first[0]:
@@ -40,7 +40,7 @@ def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
 class MeasuredCollective:
     """Times of one kind of collective over `degree` ranks: (bytes of the full tensor, seconds), ascending.
 
-    `ranks`: how many ranks of the machine were at it, in groups of `degree`.
+    `ranks`: ranks of the machine that ran it at the same time, in groups of `degree`.
     """
 
     kind: CollectiveKind
@@ -54,13 +54,13 @@ class Link:
     """The slowest connection that a collective over one mesh axis crosses.
 
     Args:
-        name: what to call it in reports, e.g. "nvlink".
+        name: name in reports, e.g. "nvlink".
         latency_s: seconds one hop costs before the first byte arrives (alpha).
         bandwidth_Bps: bytes per second that one rank sends, one direction (1 / beta).
-        inside: the link that joins the members of one inner group, where the axis spans several such groups.
-        members: ranks of the axis in one inner group; 1 where it spans none.
+        inside: the link between the members of one inner group, if the axis spans several such groups.
+        members: ranks of the axis in one inner group; 1 if it spans none.
         outer_Bps: bytes per second that one rank sends between inner groups.
-        measured: what was measured in place of the model.
+        measured: measured times, used instead of the model.
     """
 
     name: str
@@ -84,11 +84,11 @@ class Link:
         """
         if degree <= 1:
             return 0.0
-        found = self._measured(kind, nbytes, degree)
-        return min(self.algorithms(kind, nbytes, degree).values()) if found is None else found
+        measured = self._measured(kind, nbytes, degree)
+        return min(self.algorithms(kind, nbytes, degree).values()) if measured is None else measured
 
     def algorithms(self, kind: CollectiveKind, nbytes: float, degree: int) -> dict[str, float]:
-        """Seconds by algorithm: what `seconds` chooses from.
+        """Seconds by algorithm; `seconds` takes the least.
 
         ring: (n-1)/n of the full tensor passes through every rank in n-1 hops; an all-reduce is two such rounds.
         tree: an all-reduce up and down a double binary tree, the whole tensor each way in log2 n hops (Sanders et al., 2009).
@@ -98,19 +98,18 @@ class Link:
             return {"send": self.latency_s + nbytes / self.bandwidth_Bps}
         hops = degree - 1
         moved = nbytes * hops / degree
-        if (
-            kind == "all_to_all"
-        ):  # each rank holds an n-th, and a card of a node carries only its own ranks' part
-            own = self.outer_Bps if self.members > 1 else self.bandwidth_Bps
-            return {"direct": hops * self.latency_s + moved / degree / own}
+        # each rank holds an n-th of the tensor, and a network card carries only its own rank's part
+        if kind == "all_to_all":
+            bandwidth = self.outer_Bps if self.members > 1 else self.bandwidth_Bps
+            return {"direct": hops * self.latency_s + moved / degree / bandwidth}
         once = hops * self.latency_s + moved / self.bandwidth_Bps
-        found = {"ring": 2.0 * once if kind == "all_reduce" else once}
+        seconds = {"ring": 2.0 * once if kind == "all_reduce" else once}
         if kind == "all_reduce":
             depth = math.ceil(math.log2(degree))
-            found["tree"] = 2.0 * (depth * self.latency_s + nbytes / self.bandwidth_Bps)
+            seconds["tree"] = 2.0 * (depth * self.latency_s + nbytes / self.bandwidth_Bps)
         if self.inside is not None and self.members > 1 and degree % self.members == 0:
-            found["hierarchical"] = self._hierarchical(kind, nbytes, degree)
-        return found
+            seconds["hierarchical"] = self._hierarchical(kind, nbytes, degree)
+        return seconds
 
     def _hierarchical(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
         assert self.inside is not None
@@ -121,11 +120,11 @@ class Link:
         return outer + (2.0 * inner if kind == "all_reduce" else inner)
 
     def _measured(self, kind: CollectiveKind, nbytes: float, degree: int) -> float | None:
-        """By the measurement at the nearest degree, in proportion to what a ring moves in either."""
-        own = [m for m in self.measured if m.kind == kind]
-        if not own:
+        """Seconds by the measurement at the nearest degree, in proportion to the bytes that a ring moves."""
+        measured = [m for m in self.measured if m.kind == kind]
+        if not measured:
             return None
-        near = min(own, key=lambda m: (abs(math.log(m.degree / degree)), m.degree))
+        near = min(measured, key=lambda m: (abs(math.log(m.degree / degree)), m.degree))
         seconds = interpolated(near.points, nbytes)
         if near.degree == degree or kind == "send_recv":
             return seconds

@@ -1,4 +1,4 @@
-"""Plugins: how strategies, planners, clusters, rules and commands are found. Imports without torch.
+"""Plugins: discovery of strategies, planners, clusters, rules and commands. Torch-free.
 
 Write a plugin with `hookimpl` and the records; use plugins with `discover()`, which returns a `PluginHost`.
 """

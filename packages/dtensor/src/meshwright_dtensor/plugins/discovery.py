@@ -1,4 +1,4 @@
-"""How a host is built: import each plugin, check its hooks, call them, and note what is broken."""
+"""Builds a plugin host: imports each plugin, checks its hooks, calls them, and records what is broken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pluggy
 from meshwright_dtensor.errors import PluginError
 from meshwright_dtensor.plugins.hookspec import GROUP, PREFIX, RECORD_TYPES, HookSpecs
 from meshwright_dtensor.plugins.records import Problem, Record, Registered
-from meshwright_dtensor.utils.names import canonical, did_you_mean, listing
+from meshwright_dtensor.utils.names import canonical, did_you_mean, listing, suggestion
 
 DISABLE = "MESHWRIGHT_DISABLE_PLUGINS"
 
@@ -31,13 +31,13 @@ class _Source:
 
 
 class Collector:
-    """Imports plugins and asks them for their records, keeping count of what is wrong."""
+    """Imports plugins and collects their records and problems."""
 
     def __init__(self, disabled: Collection[str], problems: Iterable[Problem] = ()) -> None:
         self._disabled = {canonical(name): name for name in disabled}
         self._problems = list(problems)
         self._skipped: list[str] = []
-        self._errors: list[str] = []  # what stops the build, said together once everything was looked at
+        self._errors: list[str] = []  # raised together once all plugins are checked
         self._records: dict[type[Record], dict[str, Registered[Any]]] = {
             kind: {} for kind in RECORD_TYPES.values()
         }
@@ -79,17 +79,13 @@ class Collector:
         return False
 
     def _check_disabled(self, sources: list[_Source]) -> None:
-        known = {
+        installed = {
             canonical(name): name for source in sources for name in (source.entry_point, source.distribution)
         }
         for key, name in self._disabled.items():
-            if key not in known:
-                close = did_you_mean(name, known.values())
-                hint = (
-                    f"; did you mean {close!r}?"
-                    if close
-                    else f"; installed: {listing(sorted(known.values()))}"
-                )
+            if key not in installed:
+                names = installed.values()
+                hint = suggestion(name, names) or f"; installed: {listing(sorted(names))}"
                 self._problems.append(
                     Problem(DISABLE, "", "", f"no installed plugin is named {name!r}{hint}")
                 )
@@ -97,7 +93,7 @@ class Collector:
     def _register(
         self, manager: pluggy.PluginManager, name: str, source: _Source, point: importlib.metadata.EntryPoint
     ) -> bool:
-        """Import one plugin and register it. False where it is broken, which is then noted."""
+        """Import one plugin and register it. False if it is broken, which is recorded."""
         try:
             plugin = point.load()
             misspelt = [
@@ -131,7 +127,7 @@ class Collector:
         function = cast("Callable[[], Iterable[object]]", implementation.function)
         try:
             produced = list(function())
-        except (Exception, SystemExit) as error:  # all of a hook's records or none: a half list would mislead
+        except (Exception, SystemExit) as error:  # all of a hook's records or none
             self._problems.append(source.problem(f"{hook} raised {_describe(error)}"))
             return
         for record in produced:
@@ -144,9 +140,9 @@ class Collector:
             self._add(source, record_type, record)
 
     def _add(self, source: _Source, record_type: type[Record], record: Record) -> None:
-        found = self._records[record_type]
+        by_name = self._records[record_type]
         new = Registered(record, source.distribution, source.version, source.entry_point)
-        old = found.setdefault(record.name, new)
+        old = by_name.setdefault(record.name, new)
         if old is not new:
             self._errors.append(
                 f"{record.kind} {record.name!r} is registered twice, by {_who(old)} and by {_who(new)}; turn one off: "
@@ -161,14 +157,14 @@ def search_one_by_one() -> tuple[list[importlib.metadata.EntryPoint], list[Probl
     for distribution in importlib.metadata.distributions():
         name, version = _name_and_version(distribution)
         try:
-            found = list(distribution.entry_points.select(group=GROUP))
+            entry_points = list(distribution.entry_points.select(group=GROUP))
         except Exception as error:
             problems.append(
                 Problem(name, version, "", f"its entry points cannot be read: {_describe(error)}")
             )
             continue
-        points.setdefault(canonical(name), found)  # the first on sys.path is the one that is imported
-    return [point for found in points.values() for point in found], problems
+        points.setdefault(canonical(name), entry_points)  # the first on sys.path is imported
+    return [point for entry_points in points.values() for point in entry_points], problems
 
 
 def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
@@ -195,13 +191,13 @@ def _check_name(plugin: object, attribute: str) -> str | None:
     options = getattr(value, f"{GROUP}_impl", None)  # what pluggy's marker leaves on a function
     marked = isinstance(options, dict)
     if isinstance(options, dict) and (options.get("optionalhook") or options.get("specname") in RECORD_TYPES):
-        return None  # the author said that an older host may not know this hook, or which hook is meant
+        return None  # optional for older hosts, or the hook is named
     if attribute in RECORD_TYPES:
         if callable(value) and not marked:
             return f"{attribute} is not marked as a hook: put @hookimpl above it"
         return None
     if marked or (attribute.startswith(PREFIX) and callable(value)):
-        # the prefix they share would make all of them look close
+        # compared without the common prefix, which would make all names similar
         by_rest = {name.removeprefix(PREFIX): name for name in RECORD_TYPES}
         close = did_you_mean(attribute.partition("_")[2], by_rest)
         hint = f"did you mean {by_rest[close]!r}?" if close else f"the hooks are {', '.join(RECORD_TYPES)}"
@@ -217,6 +213,8 @@ def _who(registered: Registered[Any]) -> str:
     return f"{registered.distribution} {registered.version} (entry point {registered.entry_point!r})"
 
 
-def _turn_off(one: Registered[Any], other: Registered[Any]) -> str:
-    """A name that turns off `one` but not `other`."""
-    return one.entry_point if canonical(one.entry_point) != canonical(other.entry_point) else one.distribution
+def _turn_off(registered: Registered[Any], other: Registered[Any]) -> str:
+    """A name that turns off `registered` but not `other`."""
+    if canonical(registered.entry_point) != canonical(other.entry_point):
+        return registered.entry_point
+    return registered.distribution

@@ -1,8 +1,7 @@
-"""The plugin host: what every installed plugin registered, by name.
+"""The plugin host: the records of all installed plugins, by name.
 
-The host is a value. `discover()` builds one from what is installed now, and the caller keeps it: nothing here is global,
-so two hosts with different plugins can exist side by side. Building one takes milliseconds: records are cheap, and what
-they point to is imported only by `Registered.load()`.
+A host is a value: `discover()` builds it and the caller keeps it. Nothing is global, so hosts with different plugins can
+exist at the same time. Building one takes milliseconds, since only `Registered.load()` imports the target of a record.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from meshwright_dtensor.utils.names import did_you_mean, listing
 
 
 class PluginHost:
-    """Every record that the installed plugins registered. Build one with `discover()`; it does not change afterwards.
+    """All records of the installed plugins. Build it with `discover()`; it is immutable.
 
     problems: what is broken, one entry each; a broken plugin never stops the others.
     disabled: the entry points that MESHWRIGHT_DISABLE_PLUGINS turned off, as "distribution:entry point".
@@ -48,7 +47,7 @@ class PluginHost:
         disabled: Iterable[str] = (),
     ) -> None:
         self._records = MappingProxyType(
-            {kind: MappingProxyType(dict(found)) for kind, found in records.items()}
+            {kind: MappingProxyType(dict(by_name)) for kind, by_name in records.items()}
         )
         self.problems: tuple[Problem, ...] = tuple(problems)
         self.disabled: tuple[str, ...] = tuple(disabled)
@@ -60,18 +59,18 @@ class PluginHost:
         disabled: Collection[str] = (),
         problems: Iterable[Problem] = (),
     ) -> PluginHost:
-        """Import the plugins behind `entry_points`, except those named in `disabled`, and collect their records.
+        """Import the plugins of `entry_points`, except those named in `disabled`, and collect their records.
 
         disabled: entry point or distribution names. They are never imported.
-        problems: what the search for entry points itself came upon.
+        problems: problems of the search for entry points.
         Raises PluginError for a misspelt hook and for a name that is registered twice.
         """
         return cls(*Collector(disabled, problems).collect(entry_points))
 
     def all(self, record_type: type[R]) -> dict[str, Registered[R]]:
         """Every record of one type, by name, in alphabetical order."""
-        found: Mapping[str, Registered[Any]] = self._records.get(record_type, {})
-        return {name: cast("Registered[R]", found[name]) for name in sorted(found)}
+        by_name: Mapping[str, Registered[Any]] = self._records.get(record_type, {})
+        return {name: cast("Registered[R]", by_name[name]) for name in sorted(by_name)}
 
     def strategies(self) -> dict[str, Registered[StrategySpec]]:
         """Strategies by name."""
@@ -111,16 +110,16 @@ class PluginHost:
 
     def get(self, record_type: type[R], name: str) -> Registered[R]:
         """The record of that type and name. PluginError says what was meant, or what to install."""
-        found = self.all(record_type)
-        if name in found:
-            return found[name]
+        by_name = self.all(record_type)
+        if name in by_name:
+            return by_name[name]
         kind = record_type.kind
-        if not found:
+        if not by_name:
             text = f"{kind} {name!r}: no {kind} is installed; pip install {record_type.provided_by or 'one'}"
         else:
-            close = did_you_mean(name, found)
+            close = did_you_mean(name, by_name)
             hint = f"; did you mean {close!r}?" if close else ";"
-            text = f"there is no {kind} named {name!r}{hint} installed: {listing(found)}"
+            text = f"there is no {kind} named {name!r}{hint} installed: {listing(by_name)}"
         if self.disabled:
             text += f"; {DISABLE} turned off {listing(self.disabled)}"
         if self.problems:
@@ -130,13 +129,8 @@ class PluginHost:
 
     def everything(self) -> list[Registered[Any]]:
         """Every record, ordered by kind and name."""
-        return [found for record_type in RECORD_TYPES.values() for found in self.all(record_type).values()]
-
-    def compare_across_ranks(self, group: Any = None) -> None:
-        """Raise PluginError on every rank of `group` where ranks hold different plugins. See `plugins/rank_check.py`."""
-        from meshwright_dtensor.plugins.rank_check import compare_across_ranks
-
-        compare_across_ranks(self, group)
+        types = RECORD_TYPES.values()
+        return [registered for record_type in types for registered in self.all(record_type).values()]
 
 
 def discover(disabled: Collection[str] | None = None) -> PluginHost:
@@ -144,7 +138,7 @@ def discover(disabled: Collection[str] | None = None) -> PluginHost:
 
     disabled: entry point or distribution names to leave unimported; None reads MESHWRIGHT_DISABLE_PLUGINS, a comma
         separated list.
-    Nothing is cached here: hold the host for as long as you need it.
+    Nothing is cached: keep the host for as long as you need it.
     Raises PluginError for a misspelt hook and for a name that is registered twice.
     """
     if disabled is None:
@@ -153,8 +147,7 @@ def discover(disabled: Collection[str] | None = None) -> PluginHost:
     problems: list[Problem] = []
     try:
         points = importlib.metadata.entry_points(group=GROUP)
-    except (
-        Exception
-    ):  # one distribution with unreadable metadata stops the search; it must not stop the others
+    # one distribution with unreadable metadata stops the search; it must not hide the others
+    except Exception:
         points, problems = search_one_by_one()
     return PluginHost.build(points, disabled, problems)

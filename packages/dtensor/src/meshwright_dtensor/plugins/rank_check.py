@@ -1,20 +1,18 @@
 """Check at start-up that every rank has the same plugins.
 
-Ranks with different plugins would plan or place differently and then wait for each other in a collective for ever.
-torch is imported only when the check runs.
+Ranks with different plugins would plan or place differently and then deadlock in a collective. torch is imported only when
+the check runs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.plugins.host import PluginHost, discover
 from meshwright_dtensor.utils.names import listing
 
-if TYPE_CHECKING:
-    from meshwright_dtensor.plugins.host import PluginHost
-
-Held = set[tuple[str, str, str, str]]  # kind, name, distribution, version
+Records = set[tuple[str, str, str, str]]  # kind, name, distribution, version
 
 
 def compare_across_ranks(host: PluginHost, group: Any = None) -> None:
@@ -27,12 +25,10 @@ def compare_across_ranks(host: PluginHost, group: Any = None) -> None:
 
 
 def discover_on_all_ranks(group: Any = None) -> PluginHost:
-    """`discover()`, then `compare_across_ranks`: the host, or PluginError on every rank where any rank has an error.
+    """`discover()`, then `compare_across_ranks`: the host, or PluginError on every rank if any rank has an error.
 
-    A rank that raised alone would leave the others waiting for it. Every rank of the group must call this.
+    If one rank raised alone, the others would wait for it. Every rank of the group must call this.
     """
-    from meshwright_dtensor.plugins.host import discover
-
     host, failure = None, None
     try:
         host = discover()
@@ -49,7 +45,7 @@ def _compare(host: PluginHost | None, failure: str | None, group: Any) -> None:
 
     if not dist.is_available() or not dist.is_initialized():
         return
-    held: Held = set()
+    held: Records = set()
     problems: list[str] = []
     if host is not None:
         held = {(it.record.kind, it.name, it.distribution, it.version) for it in host.everything()}
@@ -66,8 +62,8 @@ def _compare(host: PluginHost | None, failure: str | None, group: Any) -> None:
         raise PluginError(message)
 
 
-def difference(records: list[Held], problems: list[list[str]] | None = None) -> str | None:
-    """How the ranks' plugin sets differ, in one line, or None where they do not.
+def difference(records: list[Records], problems: list[list[str]] | None = None) -> str | None:
+    """How the ranks' plugin sets differ, in one line, or None if they do not.
 
     records: per rank, the set of (kind, name, distribution, version).
     problems: per rank, what is broken there: usually the cause.
@@ -76,8 +72,8 @@ def difference(records: list[Held], problems: list[list[str]] | None = None) -> 
     parts = []
     for record in sorted(set.union(*records) - everywhere):
         kind, name, distribution, version = record
-        have = [rank for rank, found in enumerate(records) if record in found]
-        lack = [rank for rank, found in enumerate(records) if record not in found]
+        have = [rank for rank, held in enumerate(records) if record in held]
+        lack = [rank for rank, held in enumerate(records) if record not in held]
         parts.append(
             f"{kind} {name!r} of {distribution} {version} is on {_ranks(have)} but not on {_ranks(lack)}"
         )
@@ -87,8 +83,8 @@ def difference(records: list[Held], problems: list[list[str]] | None = None) -> 
     if len(parts) > 6:
         text += f"; and {len(parts) - 6} more"
     broken: dict[str, list[int]] = {}
-    for rank, found_there in enumerate(problems or []):
-        for problem in found_there:
+    for rank, rank_problems in enumerate(problems or []):
+        for problem in rank_problems:
             broken.setdefault(problem, []).append(rank)
     causes = [
         f"{problem}, on {_ranks(ranks)}" for problem, ranks in broken.items() if len(ranks) < len(records)

@@ -1,9 +1,7 @@
 """The records that plugins yield: small frozen dataclasses that name a thing and say where its code is.
 
-A record is cheap: nothing is imported until `load()` is called. `target` is "package.module:attribute".
-
-
-What a host holds: a record with who registered it, and what was left out as broken.
+A record is cheap: nothing is imported until `load()` is called. `target` is "package.module:attribute". A host holds
+`Registered` records, with the distribution of each, and a `Problem` for each plugin that it left out.
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What every record has.
+    """The fields of every record.
 
-    name: the word users write to choose it, unique among records of its kind.
+    name: the name by which users choose it, unique among records of its kind.
     target: where the code is, as "package.module:attribute".
-    summary: one line for people who list what is installed.
+    summary: one line for the list of installed plugins.
 
-    Raises PluginError where a field is no text, the name is empty, or the target is not of that form.
+    Raises PluginError if a field is no text, the name is empty, or the target is not of that form.
     """
 
     kind: ClassVar[str] = "record"
-    provided_by: ClassVar[str] = ""  # the first-party distribution to suggest where none is installed
+    provided_by: ClassVar[str] = ""  # the first-party distribution to suggest if none is installed
 
     name: str
     target: str
@@ -54,8 +52,8 @@ class Record:
     def load(self, distribution: str | None = None) -> Any:
         """Import and return the target.
 
-        distribution: who registered the record, for the error message (`Registered.load` passes it).
-        Raises PluginError, naming distribution, target and fix, where the module or the attribute is missing or the
+        distribution: the distribution of the record, for the error message (`Registered.load` passes it).
+        Raises PluginError, naming distribution, target and fix, if the module or the attribute is missing or the
         module fails to import.
         """
         where = f"{self.kind} {self.name!r} of {distribution or 'an unnamed distribution'} has target {self.target!r}"
@@ -174,7 +172,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Registered(Generic[R]):
-    """A record and who registered it."""
+    """A record and the distribution that registered it."""
 
     record: R
     distribution: str

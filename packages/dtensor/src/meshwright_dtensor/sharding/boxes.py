@@ -195,12 +195,12 @@ def region_of(
                 "interval_shard() or segmented_shard()"
             ) from None
         region[int(state)] = merge_intervals(
-            [piece for interval in rank_intervals for piece in _cut(held, *interval)]
+            [piece for interval in rank_intervals for piece in cut_intervals(held, *interval)]
         )
     return tuple(region)
 
 
-def _cut(held: Intervals, start: int, length: int) -> Iterator[Interval]:
+def cut_intervals(held: Intervals, start: int, length: int) -> Iterator[Interval]:
     """The intervals of `held` from local position `start` on, for `length` elements."""
     position = 0
     for offset, size in held:

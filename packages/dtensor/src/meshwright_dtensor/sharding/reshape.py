@@ -54,15 +54,21 @@ def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
             continue
         outer = math.prod(after[d] for d in group_after[:k])
         inner = math.prod(after[d] for d in group_after[k + 1 :])
-        intervals = [_first_period(flat, after[dim], inner) for flat in patterns]
-        if any(held is None for held in intervals) or outer > MAX_INTERVALS:
-            continue
-        if all(
-            _flat(held or (), outer, after[dim], inner) == flat
-            for held, flat in zip(intervals, patterns, strict=True)
-        ):
-            return interval_shard(dim, [held or () for held in intervals])
+        matching = _matching(patterns, outer, after[dim], inner) if outer <= MAX_INTERVALS else None
+        if matching is not None:
+            return interval_shard(dim, matching)
     return None
+
+
+def _matching(patterns: Sequence[Intervals], outer: int, size: int, inner: int) -> list[Intervals] | None:
+    """The intervals per rank of a dim of ``size`` that give these flat patterns, None if no intervals do."""
+    matching = []
+    for flat in patterns:
+        intervals = _first_period(flat, size, inner)
+        if intervals is None or _flat(intervals, outer, size, inner) != flat:
+            return None
+        matching.append(intervals)
+    return matching
 
 
 def _flat(intervals: Sequence[Interval], outer: int, size: int, inner: int) -> Intervals:

@@ -39,7 +39,7 @@ class Dropout(Composite):
         return finish(view, [*rows, ((P,), (P,))], "hand")
 
     def plain(self, ctx: LocalContext) -> bool:
-        """When nothing is random; else the mask follows the strides of one device, which the local may not have."""
+        """If nothing is random; else the mask follows the strides of one device, which the local tensor may not have."""
         _, p, training, _ = ctx.node.args
         return not training or p in (0.0, 1.0)
 

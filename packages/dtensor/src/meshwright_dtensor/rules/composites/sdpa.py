@@ -48,7 +48,7 @@ class ScaledDotProductAttention(Composite):
         return (values, {}) if ok else None
 
     def strategies(self, view: NodeView) -> list[Strategy]:
-        """Batch dims; heads (of q and kv together); features of v; queries, unless causal; a partial v; a shared sequence."""
+        """Batch dims; heads (of q and kv together); features of v; queries, unless causal; a partial v; the sequence."""
         q, k, v = view.in_shapes[:3]
         mask = view.in_shapes[3] if len(view.node.ins) == 4 else None
         causal, grouped = view.node.args[5], view.node.args[7]
@@ -66,16 +66,18 @@ class ScaledDotProductAttention(Composite):
                 elif k[dim] == 1:
                     add((dim, R, R), dim, dim)
                 elif q[dim] % view.n == 0 and k[dim] % view.n == 0:
-                    add((dim, dim, dim), dim, dim)  # contiguous heads stay with the group that they read
+                    add(
+                        (dim, dim, dim), dim, dim
+                    )  # contiguous query heads stay with their group of key heads
             elif len(sizes - {1}) == 1:
-                own = [dim if t[dim] != 1 else R for t in (q, k, v)]
-                add((own[0], own[1], own[2]), dim, dim)
+                q_state, k_state, v_state = (dim if t[dim] != 1 else R for t in (q, k, v))
+                add((q_state, k_state, v_state), dim, dim)
         add((R, R, ndim - 1), ndim - 1)
         add((R, R, P), P)
         if not causal or view.attention is not None:
             add((ndim - 2, R, R), ndim - 2, ndim - 2)
         if view.attention is not None and ndim > 2:
-            # ranks share the sequence: what communicates is inside (sdpa_context)
+            # context parallel: the communication is inside (sdpa_context)
             add((ndim - 2,) * 3, ndim - 2, None if view.attention == "all_to_all" else ndim - 2)
         return finish(view, rows, "hand")
 
@@ -83,24 +85,24 @@ class ScaledDotProductAttention(Composite):
     def _mask_state(mask: tuple[int, ...] | None, ndim: int, dim: int | None) -> States:
         if mask is None:
             return ()
-        own = -1 if dim is None else dim - ndim + len(mask)
-        return (own if own >= 0 and mask[own] != 1 else R,)
+        index = -1 if dim is None else dim - ndim + len(mask)
+        return (index if index >= 0 and mask[index] != 1 else R,)
 
     def plain(self, ctx: LocalContext) -> bool:
-        """Unless there is dropout on something sharded, or the sequence is shared."""
+        """Unless dropout applies to a shard, or attention crosses shards of the sequence."""
         if shares_sequence(ctx):
             return False
         return ctx.node.args[4] == 0.0 or not any(is_shard(s) for states in ctx.ins for s in states)
 
     def local(self, ctx: LocalContext) -> LocalFunction:
-        """The function itself; with dropout, the same in plain steps with the rank's slice of one device's mask."""
+        """The function itself; with dropout, the same in steps with the rank's slice of one device's mask."""
         _, _, _, mask, p, causal, scale, grouped = ctx.node.args
         if shares_sequence(ctx):
             return local_attention(ctx)
         dropping = not self.plain(ctx)
         shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
         ndim = len(shape)
-        # features of the output are no dim of the weights
+        # the features of the output are not a dim of the weights
         states = tuple(s if isinstance(s, int) and int(s) != ndim - 1 else R for s in ctx.outs[0])
         box = ctx.region(shape, states)
 

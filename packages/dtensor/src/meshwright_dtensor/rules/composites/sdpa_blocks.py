@@ -1,8 +1,8 @@
-"""Attention over a part of the sequence, block by block, merged by log-sum-exp.
+"""Blockwise attention over shards of the sequence, merged by log-sum-exp.
 
-A rank holds some intervals of the queries; keys come in pieces, each some intervals of the keys.  Causality is decided
-here, on global positions: what nobody may see is not computed, and what is left are full rectangles and square
-triangles, the two shapes that fused kernels know.
+A rank holds some intervals of the queries, and gets some intervals of the keys at a time. The causal mask is applied here,
+on global positions: masked blocks are not computed. The others are full rectangles and square triangles, the two shapes
+that fused kernels take.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright_dtensor.sharding.intervals import Interval
 Tensor = torch.Tensor
 
 PIECE = 1 << 26
-"""Scores held at a time where no fused kernel applies (masks and dropout)."""
+"""Scores in memory at a time without a fused kernel (masks and dropout)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,49 +46,48 @@ class Block:
 
 
 def blocks(queries: Sequence[Interval], keys: Sequence[Interval], causal: bool) -> list[Block]:
-    """The blocks in which queries of these global intervals meet keys of these; local positions count through both."""
-    found: list[Block] = []
+    """The blocks of queries and keys in these global intervals; rows and columns are local positions."""
+    result: list[Block] = []
     row = 0
     for start, length in queries:
         column = 0
         for first, count in keys:
             if causal:
-                found += _causal(row, start, length, column, first, count)
+                result += _causal(row, start, length, column, first, count)
             else:
-                found.append(Block((row, length), (column, count), first))
+                result.append(Block((row, length), (column, count), first))
             column += count
         row += length
-    return [b for b in found if b.rows[1] and b.columns[1]]
+    return [b for b in result if b.rows[1] and b.columns[1]]
 
 
 def _causal(row: int, start: int, length: int, column: int, first: int, count: int) -> list[Block]:
-    """One interval of queries against one of keys: keys before the queries, the triangle, queries after the keys."""
-    found: list[Block] = []
+    """Blocks of one interval of queries and one of keys: keys before the queries, the triangle, queries after the keys."""
     before = max(0, min(count, start - first))  # keys that all of the queries see
-    found.append(Block((row, length), (column, before), first))
+    result = [Block((row, length), (column, before), first)]
     column, first, count = column + before, first + before, count - before
     late = max(0, first - start)  # queries that see none of the rest
     row, start, length = row + late, start + late, length - late
     side = min(length, count)
     if side > 0:
-        found.append(Block((row, side), (column, side), first, triangle=True))
-        found.append(Block((row + side, length - side), (column, side), first))
-    return found
+        result.append(Block((row, side), (column, side), first, triangle=True))
+        result.append(Block((row + side, length - side), (column, side), first))
+    return result
 
 
 def attended(queries: Sequence[Interval], keys: Sequence[Interval], causal: bool) -> int:
-    """How many (query, key) pairs a rank with these queries computes: the measure of its work."""
+    """The number of (query, key) pairs that a rank with these queries computes."""
     return sum(block.count for block in blocks(queries, keys, causal))
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is alike in all blocks of a call.
+    """Scale, mask and dropout mask, shared by all blocks of a call.
 
     Attributes:
         scale: factor on the scores.
         mask: [..., queries, ALL keys] of bool (True: attend) or added to the scores; sizes 1 are broadcast.
-        noise: what the weights are multiplied by (dropout), [..., queries, ALL keys].
+        noise: dropout mask that multiplies the weights, [..., queries, ALL keys].
     """
 
     scale: float
@@ -110,7 +109,7 @@ class Merged:
         self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
 
     def add(self, rows: Interval, out: Tensor, lse: Tensor) -> None:
-        """Take in what the queries ``rows`` found among more keys."""
+        """Merge the result of the queries ``rows`` over more keys."""
         old = self.lse.narrow(-1, *rows)
         new = torch.logaddexp(old, lse.to(old.dtype))
         kept, added = (torch.exp(x - new).nan_to_num_(0.0).unsqueeze(-1) for x in (old, lse))
@@ -119,9 +118,9 @@ class Merged:
         old.copy_(new)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, found: Iterable[Block], terms: Terms, into: Merged) -> None:
-    """Add to ``into`` what ``q`` [b, h, l, e] finds among ``k`` [b, g, s, e], ``v`` [b, g, s, f]; g divides h."""
-    for block in found:
+def attend(q: Tensor, k: Tensor, v: Tensor, parts: Iterable[Block], terms: Terms, into: Merged) -> None:
+    """Merge into ``into`` the attention of ``q`` [b, h, l, e] over ``k`` [b, g, s, e], ``v`` [b, g, s, f]; g divides h."""
+    for block in parts:
         qb, kb, vb = q.narrow(-2, *block.rows), *_keys(q, k, v, block)
         if terms.bare and kernels.has_kernel(qb, vb):
             out, lse = kernels.forward(qb, kb, vb, block.triangle, terms.scale)
@@ -144,14 +143,14 @@ def attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    found: Iterable[Block],
+    parts: Iterable[Block],
     terms: Terms,
     grads: tuple[Tensor, Tensor, Tensor],
     mask_grad: Tensor | None = None,
 ) -> None:
-    """Add to ``grads`` (of q, k, v, in float32 or wider) what flows through these blocks; likewise ``mask_grad``."""
+    """Add the gradients through these blocks to ``grads`` (of q, k, v, in float32 or wider) and ``mask_grad``."""
     dq, dk, dv = grads
-    for block in found:
+    for block in parts:
         kb, vb = _keys(q, k, v, block)
         if terms.bare and kernels.has_kernel(q, vb):
             cut = [t.narrow(-2, *block.rows) for t in (gradient, q, out)]

@@ -1,4 +1,4 @@
-"""The local form of attention over a sequence that ranks share: gathered, around a ring, or by heads."""
+"""Local attention with a sequence sharded over ranks (context parallel): all-gather, ring, or all-to-all to heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_math import attention
 from meshwright_dtensor.rules.composites.sdpa_ring import Gather, Ranks, Scatter, SharedAttention
-from meshwright_dtensor.sharding.boxes import Place
+from meshwright_dtensor.sharding.boxes import Place, cut_intervals
 from meshwright_dtensor.sharding.intervals import Intervals
 from meshwright_dtensor.sharding.states import R, States, X
 
@@ -31,13 +31,13 @@ def key_axes(ctx: LocalContext) -> list[int]:
 
 
 def shares_sequence(ctx: LocalContext) -> bool:
-    """Whether parts of the sequence attend to each other across ranks, or causally to a whole one."""
+    """Whether attention crosses shards of the sequence, or is causal on sharded queries."""
     causal: bool = ctx.node.args[5]
     return bool(key_axes(ctx)) or (causal and bool(ctx.axes_sharding(0, len(ctx.in_shapes[0]) - 2)))
 
 
 def local_attention(ctx: LocalContext) -> LocalFunction:
-    """Attention of this rank's queries over all keys, wherever these lie."""
+    """Attention of this rank's queries over the keys of all ranks."""
     axes = key_axes(ctx)
     alone = len(axes) == 1 and axes == ctx.axes_sharding(0, len(ctx.in_shapes[0]) - 2)
     form = ctx.attention[axes[0]] if alone else "all_gather"
@@ -52,8 +52,8 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
         bias = tensors[3] if mask is not None else None
-        if uneven and bias is not None and bias.dim() > 1 and bias.shape[-2] != 1:  # whole, as heads want it
-            bias = torch.cat([bias.narrow(-2, *run) for run in ranks.queries], -2)
+        if uneven and bias is not None and bias.dim() > 1 and bias.shape[-2] != 1:  # made for whole sequences
+            bias = torch.cat([bias.narrow(-2, *interval) for interval in ranks.queries], -2)
         noise = None if draw is None else draw(q)
         out = SharedAttention.apply(q, k, v, bias, noise, scale, ranks, site)
         assert isinstance(out, Tensor)
@@ -63,10 +63,10 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
 
 
 def _uneven(ctx: LocalContext, axis: int) -> bool:
-    """Whether ranks hold different lengths of a sequence (a model has dropped a token), which no exchange by heads takes."""
+    """Whether ranks hold different lengths of a sequence (a model dropped a token), which all-to-all cannot exchange."""
     dim = len(ctx.in_shapes[0]) - 2
-    every = (ctx.intervals_along(place, dim, axis) for place in (0, 1))
-    return any(len({sum(length for _, length in part) for part in held}) > 1 for held in every)
+    inputs = (ctx.intervals_along(place, dim, axis) for place in (0, 1))
+    return any(len({sum(length for _, length in part) for part in held}) > 1 for held in inputs)
 
 
 def _scale(ctx: LocalContext) -> float:
@@ -75,7 +75,7 @@ def _scale(ctx: LocalContext) -> float:
 
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All with the batch dims of their union; heads (dim -3) of k and v may be fewer."""
+    """q, k, v with broadcast batch dims; k and v may have fewer heads (dim -3)."""
     batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
     heads = [t.shape[-3:-2] for t in (q, k, v)]
     if heads[1] != heads[2]:
@@ -85,7 +85,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _ranks(ctx: LocalContext, axes: list[int], ring: bool) -> Ranks:
-    """Where the keys lie; with no ``axes`` every rank has them all."""
+    """The ranks that share the sequence and their keys; without ``axes`` each rank has all keys."""
     causal: bool = ctx.node.args[5]
     dim = len(ctx.in_shapes[0]) - 2
     queries = ctx.intervals(0, dim)
@@ -112,24 +112,26 @@ def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
     k, v = ctx.in_shapes[1:3]
     states: States = ctx.ins[1]
     whole: States = tuple(X if axis in axes else s for axis, s in enumerate(states))
-    there = conversion_between(MeshContext.of(ctx.mesh), states, whole, torch.Size((*k[:-1], k[-1] + v[-1])))
-    assert there is not None
-    back = there.dual()  # whose backward pass is this forward pass, logged as backward
+    gathered = conversion_between(
+        MeshContext.of(ctx.mesh), states, whole, torch.Size((*k[:-1], k[-1] + v[-1]))
+    )
+    assert gathered is not None
+    dual = gathered.dual()  # its backward is the same gather, logged as backward
     return (
-        lambda t, site, phase: there.forward(t, site) if phase == "forward" else back.backward(t, site),
-        there.backward,
+        lambda t, site, phase: gathered.forward(t, site) if phase == "forward" else dual.backward(t, site),
+        gathered.backward,
     )
 
 
 def _weights(ctx: LocalContext) -> tuple[tuple[int, ...], States]:
-    """Shape of the attention weights and how this rank's queries lie in them."""
+    """Shape of the attention weights, and their states, those of this rank's queries."""
     shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
-    # features of the output are no dim of the weights
+    # the features of the output are not a dim of the weights
     return shape, tuple(s if isinstance(s, int) and int(s) != len(shape) - 1 else R for s in ctx.outs[0])
 
 
 def _noise(ctx: LocalContext, shape: tuple[int, ...], place: Place) -> Callable[[Tensor], Tensor]:
-    """Draws what the weights of dropout are multiplied by: this rank's part of one device's."""
+    """A function that draws this rank's slice of one device's dropout mask."""
     p: float = ctx.node.args[4]
 
     def draw(like: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ def _noise(ctx: LocalContext, shape: tuple[int, ...], place: Place) -> Callable[
     return draw
 
 
-# ---- heads in place of the sequence
+# ---- all-to-all to heads
 class _Exchange(torch.autograd.Function):
     """One all-to-all of a local tensor, and its reverse for the gradient."""
 
@@ -159,7 +161,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
-    """All-to-all to whole sequences of a part of the heads, plain attention, all-to-all back."""
+    """All-to-all to whole sequences with sharded heads, plain attention, all-to-all back."""
     mask, p, causal, scale, grouped = ctx.node.args[3:]
     n, rank, name = ctx.size(axis), ctx.rank(axis), MeshContext.of(ctx.mesh).axes[axis]
     dim = len(ctx.in_shapes[0]) - 2
@@ -171,12 +173,12 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
             f"attention over {heads} heads cannot be spread over the {n} ranks of mesh axis {name!r}: all_to_all needs "
             "a multiple; use context attention 'ring' or 'all_gather', or fewer ranks"
         )
-    mine = _within(region[dim - 1], rank * (heads // n), heads // n)
+    local_heads = tuple(cut_intervals(region[dim - 1], rank * (heads // n), heads // n))
     queries = ctx.intervals_along(0, dim, axis)
     keys = ctx.intervals_along(1, dim, axis)
     shape = _weights(ctx)[0]
     whole = (((0, shape[-2]),), ((0, shape[-1]),))
-    draw = _noise(ctx, shape, (*region[: dim - 1], mine, *whole)) if p else None
+    draw = _noise(ctx, shape, (*region[: dim - 1], local_heads, *whole)) if p else None
 
     def exchange(t: Tensor, source: int, target: int, site: Site) -> Tensor:
         sizes = [t.shape[d] * (n if d == source else 1) for d in (source, target)]
@@ -189,7 +191,7 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
 
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
-        times = _copies(k.shape[-3], q.shape[-3], n)
+        times = _repeats(k.shape[-3], q.shape[-3], n)
         if times > 1:
             k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
         q = _in_order(exchange(q, dim, dim - 1, site), queries)
@@ -204,35 +206,24 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     return run
 
 
-def _within(held: Intervals, start: int, length: int) -> Intervals:
-    """The part ``start .. start + length``, in local order, of what is held."""
-    found, at = [], 0
-    for offset, size in held:
-        low, high = max(start, at), min(start + length, at + size)
-        if low < high:
-            found.append((offset + low - at, high - low))
-        at += size
-    return tuple(found)
-
-
-def _copies(groups: int, heads: int, n: int) -> int:
-    """How often each of ``groups`` key heads is repeated, at least, so that ``n`` ranks share them evenly."""
+def _repeats(groups: int, heads: int, n: int) -> int:
+    """The fewest repeats of each of ``groups`` key heads so that ``n`` ranks have equally many."""
     times = n // math.gcd(groups, n)
     return times if heads % (groups * times) == 0 else heads // groups
 
 
 def _in_order(t: Tensor, held: tuple[Intervals, ...]) -> Tensor:
-    """The sequence (dim -2) by position, from the ranks' parts one after the other."""
-    runs = [run for part in held for run in part]
-    if runs == sorted(runs):
+    """The sequence (dim -2) in order of position, from the concatenated shards of the ranks."""
+    intervals = [interval for part in held for interval in part]
+    if intervals == sorted(intervals):
         return t
-    pieces = t.split([length for _, length in runs], -2)
-    return torch.cat([pieces[i] for i in sorted(range(len(runs)), key=lambda i: runs[i])], -2)
+    pieces = t.split([length for _, length in intervals], -2)
+    return torch.cat([pieces[i] for i in sorted(range(len(intervals)), key=lambda i: intervals[i])], -2)
 
 
 def _as_held(t: Tensor, held: tuple[Intervals, ...]) -> Tensor:
     """The reverse of :func:`_in_order`."""
-    runs = [run for part in held for run in part]
-    if runs == sorted(runs):
+    intervals = [interval for part in held for interval in part]
+    if intervals == sorted(intervals):
         return t
-    return torch.cat([t.narrow(-2, *run) for run in runs], -2)
+    return torch.cat([t.narrow(-2, *interval) for interval in intervals], -2)

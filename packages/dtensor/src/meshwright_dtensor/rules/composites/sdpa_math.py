@@ -1,4 +1,4 @@
-"""Attention on plain tensors, with a dropout mask that is given."""
+"""Attention on plain tensors with a given dropout mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attention(
     scale: float | None,
     grouped: bool,
 ) -> torch.Tensor:
-    """torch's attention; with ``noise`` the same in plain steps, the weights multiplied by it."""
+    """torch's attention; with ``noise`` the same in steps, with the weights multiplied by it."""
     if noise is None:
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
@@ -32,7 +32,7 @@ def attention(
 def attention_weights(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """softmax(q k^T * scale + mask) over the last dim; a query that may see nothing gets zeros, as in torch."""
+    """softmax(q k^T * scale + mask) over the last dim; a query without visible keys gets zeros, as in torch."""
     factor = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     root = math.sqrt(abs(factor))  # shared between q and k, as torch does against overflow
     scores = (q * math.copysign(root, factor)) @ (k * root).transpose(-2, -1)

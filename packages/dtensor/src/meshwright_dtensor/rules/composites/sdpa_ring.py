@@ -1,7 +1,7 @@
-"""Attention whose keys and values lie on several ranks: gathered, or travelling around a ring.
+"""Attention with keys and values sharded over ranks: all-gathered, or passed around a ring.
 
-Both keep only what the rank owns for the backward pass: keys and values are gathered, or travel, once more then, so that
-what autograd holds shrinks with the number of ranks.
+Both save only the local shards for the backward pass, which communicates keys and values again. So the saved memory
+shrinks with the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ranks:
         queries: global positions of this rank's queries.
         keys: for every rank the global positions of its keys.
         causal: a query sees keys up to its own position.
-        ring: keys travel; else they are gathered by ``gather``, and their gradients scattered by ``scatter``.
+        ring: keys are passed around; else ``gather`` collects them, and ``scatter`` reduces their gradients.
         gather: (packed keys and values, site, phase) -> all of them, in order of position.
         scatter: (gradient of what was gathered, site) -> this rank's sum.
     """
@@ -59,7 +59,7 @@ class Ranks:
         return len(self.keys)
 
     def held(self, rank: int) -> int:
-        """How many keys a rank has; of a sequence that does not divide, not all have as many."""
+        """The number of keys of a rank; they differ if the sequence does not divide."""
         return sum(length for _, length in self.keys[rank % self.size])
 
 
@@ -92,7 +92,7 @@ class SharedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Keys come by once more; their gradients go home."""
+        """Keys are communicated again; their gradients are sent to their owners."""
         q, k, v, mask, noise, out, lse = ctx.saved_tensors
         ranks, site = ctx.ranks, ctx.site
         terms = Terms(ctx.scale, mask, noise)
@@ -100,26 +100,26 @@ class SharedAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=wide)
         dmask = torch.zeros_like(mask, dtype=wide) if ctx.needs_input_grad[3] else None
         widths = [k.shape[-1], v.shape[-1]]
-        home = _Home(ranks, site)
+        key_gradients = _KeyGradients(ranks, site)
         for positions, kv in _sources(ranks, torch.cat([k, v], -1), site, "backward"):
             keys, values = kv.split(widths, -1)
             dkv = torch.zeros_like(kv, dtype=wide)
             dk, dv = dkv.split(widths, -1)
-            found = blocks(ranks.queries, positions, ranks.causal)
-            attend_backward(gradient, q, keys, values, out, lse, found, terms, (dq, dk, dv), dmask)
-            home.send(dkv)
-        dk, dv = home.sums().split(widths, -1)
+            parts = blocks(ranks.queries, positions, ranks.causal)
+            attend_backward(gradient, q, keys, values, out, lse, parts, terms, (dq, dk, dv), dmask)
+            key_gradients.send(dkv)
+        dk, dv = key_gradients.sums().split(widths, -1)
         grads = (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
         return *grads, None if dmask is None else dmask.to(mask.dtype), None, None, None, None
 
 
-def _sources(ranks: Ranks, own: Tensor, site: Site, phase: str) -> Iterator[tuple[Intervals, Tensor]]:
-    """(positions, keys and values) one after the other; the next is on its way while one is worked on."""
+def _sources(ranks: Ranks, local: Tensor, site: Site, phase: str) -> Iterator[tuple[Intervals, Tensor]]:
+    """(positions, keys and values) of each rank; the next is received while one is used."""
     if not ranks.ring:
         end = max(start + length for part in ranks.keys for start, length in part)
-        yield ((0, end),), ranks.gather(own, site, phase)
+        yield ((0, end),), ranks.gather(local, site, phase)
         return
-    here = own.contiguous()
+    here = local.contiguous()
     for step in range(ranks.size):
         source = (ranks.rank - step) % ranks.size
         last = step == ranks.size - 1
@@ -129,22 +129,22 @@ def _sources(ranks: Ranks, own: Tensor, site: Site, phase: str) -> Iterator[tupl
             here = coming()
 
 
-class _Home:
-    """Brings the gradients of keys and values back to their owner."""
+class _KeyGradients:
+    """Sends the gradients of keys and values to their owner."""
 
     def __init__(self, ranks: Ranks, site: Site) -> None:
         self.ranks, self.site = ranks, site
         self._coming: Callable[[], Tensor] | None = None
-        self._source = ranks.rank  # whose keys the next gradient is of
+        self._source = ranks.rank  # the owner of the keys of the next gradient
         self._whole: Tensor | None = None
 
     def send(self, gradient: Tensor) -> None:
-        """The part of this rank in the gradient of the keys that it has just seen."""
+        """Add this rank's gradient of the keys that it has just used."""
         if not self.ranks.ring:
             self._whole = gradient
             return
         if self._coming is not None:
-            gradient = gradient.add_(self._coming())  # what earlier ranks found travels with its keys
+            gradient = gradient.add_(self._coming())  # the sum of earlier ranks is passed on with the keys
         self._source -= 1
         self._coming = _shift(
             self.ranks, gradient, self._source, self.site, "backward", "gradients of keys and values"
@@ -161,7 +161,7 @@ class _Home:
 def _shift(
     ranks: Ranks, tensor: Tensor, source: int, site: Site, phase: str, what: str
 ) -> Callable[[], Tensor]:
-    """Start to send ``tensor`` to the next rank of the ring; the result waits for that of the one before, of keys of ``source``."""
+    """Start to send ``tensor`` to the next rank of the ring; the result waits for the keys of ``source`` from the previous one."""
     received = tensor.new_empty((*tensor.shape[:-2], ranks.held(source), tensor.shape[-1]))
     group = ranks.group
     assert group is not None
@@ -184,9 +184,9 @@ def _shift(
         )
 
     def wait() -> Tensor:
-        for one in work:
-            one.wait()
-        assert tensor is not received  # what is sent must live until it has left
+        for request in work:
+            request.wait()
+        assert tensor is not received  # keeps the sent tensor alive until it is sent
         return received
 
     return wait
