@@ -12,9 +12,9 @@ _POOL = pytest.StashKey[RankPool]()
 
 
 def session_pool(config: pytest.Config, preload: Sequence[str] = ()) -> RankPool:
-    """The rank pool of this test session: made on first use, shared by all packages under test, closed at the end.
+    """The rank pool of this test session: created on first use, shared by all packages under test, closed at the end.
 
-    preload: see `RankPool`; it counts only for the first call of a session.
+    preload: see `RankPool`; only the first call of a session uses it.
     """
     if _POOL not in config.stash:
         pool = config.stash[_POOL] = RankPool(preload=preload)

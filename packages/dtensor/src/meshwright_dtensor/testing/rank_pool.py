@@ -1,10 +1,9 @@
-"""Real ranks for tests: a pool of processes that outlives the single test, and a process group that only
-pretends.
+"""Real ranks for tests: a pool of processes for a whole test session, and a fake process group.
 
-Starting a rank costs seconds (it imports torch), using one costs milliseconds: a `RankPool` starts each rank
-once, on first need, and keeps it for the whole test session. Rank 0 is started from nothing; the others are
-forked from one server that has imported torch. So a world has two hash seeds (if PYTHONHASHSEED names none): an
-order of collectives that depends on one still shows. Functions travel by name, so they must be top-level ones:
+Starting a rank takes seconds (it imports torch), using it milliseconds. A `RankPool` starts each rank once, on first use.
+Rank 0 is spawned; the others are forked from one server that has imported torch. So a world has two hash seeds (unless
+PYTHONHASHSEED is set), and an order of collectives that depends on the seed still fails. Functions are sent by name, so they
+must be top-level:
 
     def summed(rank, world_size, value):
         tensor = torch.full((), float(value + rank))
@@ -44,13 +43,13 @@ MAX_RANKS = 8
 DEFAULT_TIMEOUT = 300.0
 WORKER = "meshwright_dtensor.testing.rank_worker"
 JOIN_ATTEMPTS = 3
-"""How often a world is made before its failure is told: gloo drops a connection once in tens of thousands of worlds."""
+"""Attempts to create a world: gloo drops a connection once in tens of thousands of worlds."""
 RUNS_PER_WORLD = 8
-"""After so many runs a world is made anew: nothing else ends the process groups that its runs have made."""
+"""Runs after which a world is created anew, which ends the process groups that the runs created."""
 
 
 class RankError(MeshwrightError):
-    """What went wrong on a rank, told in the parent: the rank, and its own traceback or the way it died."""
+    """A failure on a rank, raised in the parent: the rank, and its traceback or exit code."""
 
 
 @dataclass
@@ -60,22 +59,20 @@ class _Rank:
 
 
 class RankPool:
-    """Processes that act as the ranks of a gloo world on this machine; they meet through a file, so no port
-    is used.
+    """Processes that act as the ranks of a gloo world on this machine; the rendezvous is a file, so no port is used.
 
     Use it as a context manager, or call `close`. Not thread-safe: one `run` at a time.
     """
 
     def __init__(self, max_ranks: int = MAX_RANKS, grace: float = 10.0, preload: Sequence[str] = ()) -> None:
-        """`max_ranks`: the largest world allowed. `grace`: seconds other ranks get to end once one has
-        failed. `preload`: modules that ranks but the first are forked with; those of the pool of a process that forks
-        the first of them, since all are forked from one server.
+        """`max_ranks`: the largest world allowed. `grace`: seconds for the other ranks to end once one has failed.
+        `preload`: modules that the fork server imports; only the first pool of a process that forks decides.
         """
         self._max_ranks = max_ranks
         self._grace = grace
         self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
-        self._meetings = 0
+        self._worlds = 0
         self._world_size: int | None = None
         self._runs = 0
         self._first = multiprocessing.get_context("spawn")
@@ -92,9 +89,9 @@ class RankPool:
         `fn` is a top-level function; arguments and results are pickled (tensors are copied). Before each call
         every rank seeds `random` and torch with 0, on one thread, with a default process group of exactly
         `world_size` ranks. Raises the exception of the rank that failed first, its `__cause__` a `RankError`
-        with rank and traceback; raises `RankError` when a rank died or `timeout` seconds have passed, and
-        starts afresh on the next call. A world that does not come about, so that `fn` has run nowhere, is made
-        anew, up to `JOIN_ATTEMPTS` times in all.
+        with rank and traceback; raises `RankError` when a rank died or `timeout` seconds have passed, and starts
+        new ranks on the next call. If the process group cannot be created, so that `fn` has run nowhere, it is
+        tried up to `JOIN_ATTEMPTS` times.
         """
         if not 1 <= world_size <= self._max_ranks:
             raise UsageError(
@@ -111,7 +108,7 @@ class RankPool:
             self._kill()
         failed = [(outcome, index) for index, outcome in enumerate(outcomes) if outcome.traceback]
         if failed:
-            self._world_size = None  # a failed world is never used again: its groups may be out of step
+            self._world_size = None  # a failed world is not used again: its groups may be out of sync
             outcome, index = min(failed, key=lambda pair: pair[0].finished)
             where = fn.__qualname__ if outcome.joined else f"joining the others, {JOIN_ATTEMPTS} times"
             cause = RankError(f"rank {index} of {world_size} failed in {where}:\n{outcome.traceback}")
@@ -123,7 +120,7 @@ class RankPool:
     def close(self) -> None:
         """End every rank and remove the pool's files; the pool can be used again only for `close`."""
         for rank in self._ranks:
-            rank.pipe.close()  # the worker reads end of file and leaves
+            rank.pipe.close()  # the worker reads end of file and exits
         deadline = time.monotonic() + 1.0
         for rank in self._ranks:
             rank.process.join(max(deadline - time.monotonic(), 0.0))
@@ -136,83 +133,86 @@ class RankPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _meet(self, world_size: int) -> str:
-        """Start missing ranks; return the file where this world meets (a new one for each new process group)."""
+    def _rendezvous(self, world_size: int) -> str:
+        """Start missing ranks; return the rendezvous file of this world (a new one for each new process group)."""
         dead = [rank for rank in self._ranks if not rank.process.is_alive()]
         if dead:
             self._kill()
         for index in range(len(self._ranks), world_size):
             context = self._others if index else self._first
-            if isinstance(context, ForkServerContext):  # a server that runs already takes no note of it
+            if isinstance(context, ForkServerContext):  # ignored by a running server
                 context.set_forkserver_preload(self._preload)
-            here, there = context.Pipe()
+            pipe, worker_pipe = context.Pipe()
             process = context.Process(
                 target=run_worker,
-                args=(index, there, str(self._folder), dict(os.environ)),
+                args=(index, worker_pipe, str(self._folder), dict(os.environ)),
                 name=f"rank-{index}",
                 daemon=True,
             )
             process.start()
-            there.close()
-            self._ranks.append(_Rank(process, here))
+            worker_pipe.close()
+            self._ranks.append(_Rank(process, pipe))
         if self._world_size != world_size or self._runs >= RUNS_PER_WORLD:
             self._world_size = world_size
-            self._meetings += 1
+            self._worlds += 1
             self._runs = 0
         self._runs += 1
-        return str(self._folder / f"meet-{self._meetings}")
+        return str(self._folder / f"meet-{self._worlds}")
 
     def _send(self, world_size: int, fn: Callable[..., Any], payload: bytes) -> None:
-        meeting = self._meet(world_size)
-        job = (list(sys.path), _source_of(fn), world_size, meeting, payload)
+        rendezvous = self._rendezvous(world_size)
+        job = (list(sys.path), _source_of(fn), world_size, rendezvous, payload)
         for index, rank in enumerate(self._ranks[:world_size]):
             try:
                 rank.pipe.send(job)
-            except OSError as error:  # it died between two runs
+            except OSError as error:  # the rank died between two runs
                 how = _death(rank.process)
                 message = f"rank {index} of {world_size} was dead before {fn.__qualname__} began ({how})"
                 self._kill()
                 raise RankError(message) from error
 
     def _collect(self, world_size: int, name: str, timeout: float) -> list[Outcome]:
-        ranks = self._ranks[:world_size]
-        outcomes: dict[int, Outcome] = {}
-        deaths: dict[int, str] = {}
-        deadline = time.monotonic() + timeout
-        while len(outcomes) + len(deaths) < world_size:
-            missing = [index for index in range(world_size) if index not in outcomes and index not in deaths]
-            left = deadline - time.monotonic()
-            ready = wait([ranks[index].pipe for index in missing], timeout=max(left, 0.0))
-            if not ready:
-                break
-            for index in missing:
-                if ranks[index].pipe not in ready:
-                    continue
-                try:
-                    outcomes[index] = ranks[index].pipe.recv()
-                except (EOFError, OSError):
-                    ranks[index].process.join(1.0)
-                    deaths[index] = _death(ranks[index].process)
-                if index in deaths or outcomes[index].traceback:  # the rest may wait for it for ever
-                    deadline = min(deadline, time.monotonic() + self._grace)
+        """The outcome of each rank. Raises RankError if a rank died or did not answer in time."""
+        outcomes, deaths = self._receive(world_size, timeout)
         missing = [index for index in range(world_size) if index not in outcomes and index not in deaths]
-        failed = [(outcome.finished, index) for index, outcome in outcomes.items() if outcome.traceback]
         if not missing and not deaths:
             return [outcomes[index] for index in range(world_size)]
         stacks = "".join(self._stack(index) for index in missing)
         self._kill()
         if deaths:
             how = ", ".join(f"rank {index} ({text})" for index, text in sorted(deaths.items()))
-            raise RankError(f"{how} of {world_size} died in {name}; what it printed is on stderr")
-        if failed:  # report the failure, not those that waited for the failed rank
+            raise RankError(f"{how} of {world_size} died in {name}; its output is on stderr")
+        # report a failure, not the ranks that waited for the failed rank
+        if any(outcome.traceback for outcome in outcomes.values()):
             return [outcomes.get(index) or Outcome.none() for index in range(world_size)]
         raise RankError(
             f"rank {', '.join(map(str, missing))} of {world_size} did not finish {name} within {timeout:g} s "
             f"(a collective that some ranks never reach?); stacks:\n{stacks}"
         )
 
+    def _receive(self, world_size: int, timeout: float) -> tuple[dict[int, Outcome], dict[int, str]]:
+        """Outcomes and deaths by rank, as far as they arrive in time; less time once a rank has failed."""
+        outcomes: dict[int, Outcome] = {}
+        deaths: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        waiting = {rank.pipe: (index, rank) for index, rank in enumerate(self._ranks[:world_size])}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                break
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                index, rank = waiting.pop(pipe)
+                try:
+                    outcomes[index] = pipe.recv()
+                except (EOFError, OSError):
+                    rank.process.join(1.0)
+                    deaths[index] = _death(rank.process)
+                if index in deaths or outcomes[index].traceback:  # the rest may wait for it forever
+                    deadline = min(deadline, time.monotonic() + self._grace)
+        return outcomes, deaths
+
     def _stack(self, index: int) -> str:
-        """The Python stack of a rank that hangs, asked for by signal; empty if it cannot answer."""
+        """The Python stack of a rank that hangs, requested by signal; empty without an answer."""
         process = self._ranks[index].process
         path = self._folder / f"stack-{process.pid}"
         with suppress(OSError, ValueError):
@@ -236,8 +236,8 @@ def _check_by_name(fn: Callable[..., Any]) -> None:
     qualname = getattr(fn, "__qualname__", None)
     if qualname is None or "<" in qualname or "." in qualname:
         raise UsageError(
-            f"{fn!r} cannot travel to another process: a rank function must be a top-level one of a module; "
-            "move it there and give it what it needs as arguments"
+            f"{fn!r} cannot be sent to another process: a rank function must be at the top level of a module; "
+            "move it there and pass its data as arguments"
         )
 
 
@@ -257,11 +257,9 @@ def _death(process: BaseProcess) -> str:
 
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A default process group of `world_size` in this one process, seen from `rank`: collectives do nothing
-    at all.
+    """A default process group of `world_size` ranks in this process, as `rank`: collectives do nothing.
 
-    For checks of layouts, shapes and plans, not of values. Raises UsageError if a default group exists
-    already.
+    For checks of layouts, shapes and plans, not of values. Raises UsageError if a default group exists.
     """
     if not 0 <= rank < world_size:
         raise UsageError(

@@ -1,6 +1,4 @@
-"""What one rank of a `testing.RankPool` runs: wait for a function, run it in the right world, send the
-outcome.
-"""
+"""The process of one rank of a `RankPool`: it waits for a function, runs it in its world, and sends the outcome."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ from meshwright_dtensor._torch.meshes import forget_failed_join, forget_meshes
 
 @dataclass
 class Outcome:
-    """How a call ended: `result` (pickled) or `traceback` with, where it pickles, `exception`; `finished` on
-    the monotonic clock; `joined` is false where the world itself did not come about, so that no rank ran anything.
+    """The end of a call: `result` (pickled), or `traceback` and, if it can be pickled, `exception`; `finished` on the
+    monotonic clock; `joined` is false if the process group could not be created, so that no rank ran the function.
     """
 
     result: bytes = b""
@@ -48,42 +46,40 @@ class Outcome:
 
 
 def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, str]) -> None:
-    """Serve jobs (sys.path, module and file of the function, world size, meeting file, payload)
-    until end of file, in the pool's environment.
-    """
-    os.environ.clear()  # a fork's is that of the time when its server started
+    """Serve jobs (sys.path, module and file of the function, world size, rendezvous file, payload) until end of file."""
+    os.environ.clear()  # a fork has that of its server
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the pipe
     with open(Path(folder) / f"stack-{os.getpid()}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
-        meeting = ""
+        current = ""
         while True:
             try:
-                path, source, world_size, place, payload = pipe.recv()
+                path, source, world_size, rendezvous, payload = pipe.recv()
             except (EOFError, OSError):
                 break
             joined = False
             try:
                 sys.path[:] = path
-                if place != meeting:
-                    meeting = place
-                    _join(rank, world_size, place)
+                if rendezvous != current:
+                    current = rendezvous
+                    _join(rank, world_size, rendezvous)
                 joined = True
                 _import(*source)
                 fn, args = pickle.loads(payload)
                 _reset()
                 outcome = Outcome(result=pickle.dumps(fn(rank, world_size, *args)), finished=time.monotonic())
-            except BaseException as error:  # whatever it is, it belongs to the parent
-                finished = time.monotonic()  # before the others hear of it and fail too
+            except BaseException as error:  # sent to the parent
+                finished = time.monotonic()  # before the others fail too
                 outcome = Outcome(
                     traceback=traceback.format_exc(),
                     exception=_pickled(error),
                     finished=finished,
                     joined=joined,
                 )
-                meeting = ""
-                _leave()  # closes the connections, so that ranks that wait for this one fail at once
+                current = ""
+                _leave()  # closes the connections, so that waiting ranks fail at once
             try:
                 pipe.send(outcome)
             except OSError:
@@ -91,20 +87,20 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
         _leave()
     sys.stdout.flush()
     sys.stderr.flush()
-    # gloo threads that still hold tensors would abort an interpreter that is taken down (see _exit)
+    # gloo threads that still hold tensors would abort the interpreter at shutdown (see utils.shutdown)
     os._exit(0)
 
 
-def _join(rank: int, world_size: int, place: str) -> None:
+def _join(rank: int, world_size: int, rendezvous: str) -> None:
     _leave()
     dist.init_process_group(
         "gloo",
-        store=FileStore(place, world_size),
+        store=FileStore(rendezvous, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(hours=1),  # the pool itself ends what hangs
+        timeout=timedelta(hours=1),  # the pool has its own timeout
     )
-    dist.barrier()  # nobody begins before everybody is there: a world that failed can be tried again
+    dist.barrier()  # no rank starts before all have joined, so that a failed world can be tried again
 
 
 def _leave() -> None:
@@ -112,7 +108,7 @@ def _leave() -> None:
         with suppress(Exception):
             dist.destroy_process_group()
         forget_meshes()
-        gc.collect()  # what is left of models holds process groups, whose threads wake up a hundred times a second
+        gc.collect()  # models hold process groups, whose threads wake up a hundred times a second
     forget_failed_join()
 
 
