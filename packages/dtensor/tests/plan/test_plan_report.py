@@ -54,7 +54,7 @@ def plan() -> ParallelPlan:
     )
 
 
-def test_diff_says_what_changes(plan: ParallelPlan) -> None:
+def test_diff_lists_the_changes(plan: ParallelPlan) -> None:
     changed = plan.replace(
         world_size=16,
         degrees={"dp": 4, "tp": 4},
@@ -83,14 +83,14 @@ def test_diff_sees_order_where_it_counts(plan: ParallelPlan) -> None:
 
 
 def test_diff_of_repeated_patterns_goes_by_place(plan: ParallelPlan) -> None:
-    one = plan.replace(parameters=[ParameterRule(pattern="a"), ParameterRule(pattern="a")])
+    plan_with_two_rules = plan.replace(parameters=[ParameterRule(pattern="a"), ParameterRule(pattern="a")])
     other = plan.replace(
         parameters=[ParameterRule(pattern="a"), ParameterRule(pattern="a", placement={"tp": "S(0)"})]
     )
-    assert one.diff(other) == ['parameters[1].placement.tp: added "S(0)"']
+    assert plan_with_two_rules.diff(other) == ['parameters[1].placement.tp: added "S(0)"']
 
 
-def test_explain_says_everything(plan: ParallelPlan) -> None:
+def test_explain_shows_every_field(plan: ParallelPlan) -> None:
     text = plan.explain()
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "mesh: dp 2 x tp 4 = 8 ranks"
@@ -111,7 +111,7 @@ def test_explain_says_everything(plan: ParallelPlan) -> None:
     assert "\x1b" not in text and all(len(line) <= 110 for line in text.splitlines())
 
 
-def test_parts_that_nothing_is_held_of_are_left_out(plan: ParallelPlan) -> None:
+def test_explain_leaves_out_empty_memory_parts(plan: ParallelPlan) -> None:
     """Activations of a step whose memory is fullest while the optimizer runs are none then, and that is said."""
 
     def said(memory: dict[str, int]) -> str:

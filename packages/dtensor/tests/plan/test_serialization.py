@@ -104,11 +104,11 @@ def test_a_plan_survives_json(plan: ParallelPlan) -> None:
 
 @given(plans(), plans())
 @RELAXED
-def test_diff_is_empty_exactly_for_equal_plans(one: ParallelPlan, other: ParallelPlan) -> None:
-    assert one.diff(one) == []
-    assert one.diff(ParallelPlan.from_json(one.to_json())) == []
-    assert (one.diff(other) == []) == (one == other) == (other.diff(one) == [])
-    assert all("\n" not in line for line in one.diff(other))
+def test_diff_is_empty_exactly_for_equal_plans(plan: ParallelPlan, other: ParallelPlan) -> None:
+    assert plan.diff(plan) == []
+    assert plan.diff(ParallelPlan.from_json(plan.to_json())) == []
+    assert (plan.diff(other) == []) == (plan == other) == (other.diff(plan) == [])
+    assert all("\n" not in line for line in plan.diff(other))
 
 
 @given(plans())
@@ -163,7 +163,7 @@ def test_fuzzed_fields_give_only_plan_errors(value: dict[str, object]) -> None:
 
 @given(plans(), st.data())
 @settings(RELAXED, max_examples=200)
-def test_a_plan_with_one_spoilt_place_gives_only_plan_errors(plan: ParallelPlan, data: st.DataObject) -> None:
+def test_plan_with_one_corrupt_value_gives_only_plan_errors(plan: ParallelPlan, data: st.DataObject) -> None:
     document = json.loads(plan.to_json())
     here: Any = document
     while True:
@@ -200,13 +200,13 @@ def test_a_plan_with_one_spoilt_place_gives_only_plan_errors(plan: ParallelPlan,
         b"\xff\xfe{}",
     ],
 )
-def test_what_is_no_plan_is_a_plan_error(text: str | bytes) -> None:
+def test_json_that_is_no_plan_is_a_plan_error(text: str | bytes) -> None:
     with pytest.raises(PlanError) as caught:
         ParallelPlan.from_json(text)
     assert "\n" not in str(caught.value) and str(caught.value).isascii() and len(str(caught.value)) < 600
 
 
-def test_a_byte_order_mark_is_taken() -> None:
+def test_byte_order_mark_is_accepted() -> None:
     assert ParallelPlan.from_json(b'\xef\xbb\xbf{"world_size": 1, "degrees": {}}').world_size == 1
 
 
@@ -259,7 +259,7 @@ def test_the_text_is_readable() -> None:
     )
 
 
-def test_files(tmp_path: Path) -> None:
+def test_plan_round_trips_through_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     example().save(path)
     assert ParallelPlan.load(path) == example() == ParallelPlan.load(str(path))

@@ -50,7 +50,7 @@ def error(make: Callable[[], object]) -> PlanError:
     return caught.value
 
 
-def test_a_sound_plan_passes() -> None:
+def test_valid_plan_passes() -> None:
     sound().validate_for()
     sound().validate_for(4, ["dp", "tp", "pp"])
 
@@ -104,10 +104,10 @@ def test_a_sound_plan_passes() -> None:
         ),
     ],
 )
-def test_a_wrong_field_is_refused_at_once(fields: dict[str, Any], field: str, nearest: str) -> None:
-    found = error(lambda: sound(**fields))
-    assert found.field == field
-    assert found.nearest == nearest
+def test_wrong_field_is_rejected_at_construction(fields: dict[str, Any], field: str, nearest: str) -> None:
+    plan_error = error(lambda: sound(**fields))
+    assert plan_error.field == field
+    assert plan_error.nearest == nearest
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_wrong_field_is_refused_at_once(fields: dict[str, Any], field: str, ne
         ({"strategies": {"tp": ""}}, "strategies.tp"),
     ],
 )
-def test_wrong_types_and_ranges_are_refused(fields: dict[str, Any], field: str) -> None:
+def test_wrong_types_and_ranges_are_rejected(fields: dict[str, Any], field: str) -> None:
     assert error(lambda: sound(**fields)).field == field
 
 
@@ -137,12 +137,12 @@ def test_a_required_field_is_missing() -> None:
     assert error(lambda: ParallelPlan(degrees={})).field == "world_size"  # type: ignore[call-arg]
 
 
-def test_rules_alone_are_checked_too() -> None:
+def test_rules_are_checked_without_a_plan() -> None:
     assert error(lambda: ParameterRule(pattern="a", placement={"tp": "R"})).field == "placement.tp"
     assert error(lambda: PlannedCollective(axis="tp", kind="gather", nbytes=1)).field == "kind"  # type: ignore[arg-type]
 
 
-def test_a_field_of_a_later_version_is_refused() -> None:
+def test_field_of_a_later_version_is_rejected() -> None:
     assert (
         error(lambda: ParallelPlan.from_json('{"world_size": 1, "degrees": {}, "zero": 3}')).field == "zero"
     )
@@ -214,7 +214,7 @@ def test_a_field_of_a_later_version_is_refused() -> None:
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(
+def test_plan_that_does_not_fit_the_run_is_rejected(
     changes: dict[str, Any],
     world_size: int | None,
     axes: list[str] | None,
@@ -224,13 +224,13 @@ def test_a_plan_that_does_not_fit_is_refused(
     nearest: object,
 ) -> None:
     plan = sound(**changes)
-    found = error(lambda: plan.validate_for(world_size, axes))
-    assert (found.field, found.value) == (field, value)
-    assert rule in found.rule
-    assert nearest is ... or found.nearest == nearest
+    plan_error = error(lambda: plan.validate_for(world_size, axes))
+    assert (plan_error.field, plan_error.value) == (field, value)
+    assert rule in plan_error.rule
+    assert nearest is ... or plan_error.nearest == nearest
 
 
-def test_what_skipped_the_checks_is_checked_when_used() -> None:
+def test_fields_that_skipped_the_checks_are_checked_on_use() -> None:
     """model_copy takes anything; validate_for does not."""
     assert (
         error(sound().model_copy(update={"degrees": {"dp": 4, "tp": 0}}).validate_for).field == "degrees.tp"
@@ -251,21 +251,25 @@ def test_the_nearest_degrees_are_legal(degrees: dict[str, int], world_size: int)
     plan = ParallelPlan(world_size=world_size, degrees=degrees)
     try:
         plan.validate_for()
-    except PlanError as found:
-        assert found.nearest is not None
-        suggested = {axis: int(n) for axis, n in (part.split("=") for part in found.nearest.split(", "))}
+    except PlanError as plan_error:
+        assert plan_error.nearest is not None
+        suggested = {axis: int(n) for axis, n in (part.split("=") for part in plan_error.nearest.split(", "))}
         assert not degrees or list(suggested) == list(degrees)
         plan.replace(degrees=suggested).validate_for(world_size)
 
 
 def test_errors_are_usage_errors_and_travel() -> None:
-    found = error(lambda: sound(world_size=0))
-    assert isinstance(found, UsageError) and isinstance(found, MeshwrightError) and found.exit_code == 2
-    back = pickle.loads(pickle.dumps(found))
-    assert str(back) == str(found) and (back.field, back.rule, back.nearest) == (
-        found.field,
-        found.rule,
-        found.nearest,
+    plan_error = error(lambda: sound(world_size=0))
+    assert (
+        isinstance(plan_error, UsageError)
+        and isinstance(plan_error, MeshwrightError)
+        and plan_error.exit_code == 2
+    )
+    back = pickle.loads(pickle.dumps(plan_error))
+    assert str(back) == str(plan_error) and (back.field, back.rule, back.nearest) == (
+        plan_error.field,
+        plan_error.rule,
+        plan_error.nearest,
     )
 
 
@@ -284,7 +288,7 @@ def test_a_plan_is_frozen_throughout() -> None:
     assert plan == sound()
 
 
-def test_the_caller_keeps_no_handle_on_a_plan() -> None:
+def test_plan_copies_the_arguments_of_its_caller() -> None:
     degrees = {"dp": 2, "tp": 2}
     plan = sound(degrees=degrees)
     degrees["tp"] = 4
@@ -299,7 +303,7 @@ def test_copies_and_pickles_are_equal() -> None:
         pickle.loads(pickle.dumps(plan)).degrees["tp"] = 1
 
 
-def test_equality_is_by_value_and_leaves_the_time_out() -> None:
+def test_equality_is_by_value_without_the_time() -> None:
     early, late = (sound(provenance=Provenance(planner="p", created=when)) for when in ("monday", "tuesday"))
     assert early == late and hash(early) == hash(late) and early.diff(late) == []
     assert early != sound(provenance=Provenance(planner="q", created="monday"))

@@ -51,7 +51,7 @@ def test_a_module_imports_without_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_block_works() -> None:
+def test_torch_import_is_blocked() -> None:
     done = run("import torch")
     assert done.returncode != 0 and "torch is blocked" in done.stderr
 

@@ -47,13 +47,19 @@ def test_a_plugin_is_found_and_says_who_registered_it(site: Path) -> None:
     )
     assert "acme_ring_plugin" not in sys.modules
     host = discover()
-    found = host.strategies()["acme-ring"]
-    assert (found.distribution, found.version, found.entry_point) == ("acme-ring", "2.5", "ring")
-    assert found.record == StrategySpec(name="acme-ring", axis="cp", target="math:sqrt", summary="for a test")
-    assert host.get(StrategySpec, "acme-ring") is found
-    assert found in host.everything()
+    registered = host.strategies()["acme-ring"]
+    assert (registered.distribution, registered.version, registered.entry_point) == (
+        "acme-ring",
+        "2.5",
+        "ring",
+    )
+    assert registered.record == StrategySpec(
+        name="acme-ring", axis="cp", target="math:sqrt", summary="for a test"
+    )
+    assert host.get(StrategySpec, "acme-ring") is registered
+    assert registered in host.everything()
     assert problems(host, "acme-ring") == []
-    assert found.load() is math.sqrt
+    assert registered.load() is math.sqrt
 
 
 def test_without_the_distribution_the_record_is_not_there(site: Path) -> None:
@@ -202,7 +208,7 @@ def test_a_record_may_be_of_a_subclass(site: Path) -> None:
     assert "acme-special" in discover().clusters()
 
 
-def test_unreadable_metadata_stops_nobody(site: Path) -> None:
+def test_unreadable_metadata_does_not_stop_other_plugins(site: Path) -> None:
     install(site, "aaa-fine", {"aaa-fine": "aaa_fine"}, {"aaa_fine": strategy("aaa-fine")})
     install(site, "acme-garbled", {}, {})
     (site / "acme_garbled-1.0.dist-info" / "entry_points.txt").write_text(
@@ -234,7 +240,7 @@ def test_the_fix_for_a_duplicate_works(
     assert discover().strategies()["acme-same"].distribution == left
 
 
-def test_a_duplicate_under_one_entry_point_name_is_told_apart_by_distribution(site: Path) -> None:
+def test_duplicates_with_one_entry_point_name_are_named_by_distribution(site: Path) -> None:
     install(site, "acme-one", {"same": "acme_one"}, {"acme_one": strategy("acme-same")})
     install(site, "acme-two", {"same": "acme_two"}, {"acme_two": strategy("acme-same")})
     with pytest.raises(PluginError, match=f"{DISABLE}=acme-one or {DISABLE}=acme-two"):
@@ -251,7 +257,7 @@ def test_one_name_of_two_kinds_is_no_duplicate(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("@hookimpl\ndef meshwright_stratgies():\n    yield 1", "did you mean 'meshwright_strategies'"),
         ("def meshwright_cluster():\n    yield 1", "did you mean 'meshwright_clusters'"),
@@ -260,15 +266,17 @@ def test_one_name_of_two_kinds_is_no_duplicate(site: Path) -> None:
         ("def meshwright_commands():\n    yield 1", "put @hookimpl above it"),
     ],
 )
-def test_a_misspelt_hook_is_an_error(site: Path, source: str, said: str) -> None:
+def test_a_misspelt_hook_is_an_error(site: Path, source: str, message: str) -> None:
     install(site, "acme-misspelt", {"misspelt": "acme_misspelt"}, {"acme_misspelt": source}, "3.0")
     with pytest.raises(PluginError) as caught:
         discover()
     text = str(caught.value)
-    assert said in text and "acme-misspelt 3.0" in text and f"{DISABLE}=misspelt" in text and "\n" not in text
+    assert (
+        message in text and "acme-misspelt 3.0" in text and f"{DISABLE}=misspelt" in text and "\n" not in text
+    )
 
 
-def test_what_only_looks_like_a_hook_is_left_alone(site: Path) -> None:
+def test_names_that_only_look_like_hooks_are_ignored(site: Path) -> None:
     source = """
         import meshwright_dtensor                       # a module, though its name starts like a hook's
         meshwright_version = (1, 2)
@@ -348,7 +356,7 @@ def test_every_hook_is_documented_with_an_example(hook: str) -> None:
     assert "Example:" in text and f"def {hook}():" in text and f"yield {RECORD_TYPES[hook].__name__}(" in text
 
 
-def test_the_table_of_hooks_is_whole() -> None:
+def test_table_of_hooks_is_complete() -> None:
     assert {name for name in vars(HookSpecs) if name.startswith("meshwright_")} == set(RECORD_TYPES)
 
 

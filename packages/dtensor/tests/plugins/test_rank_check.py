@@ -21,11 +21,11 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def host(*records: tuple[str, str, str], problems: tuple[Problem, ...] = ()) -> PluginHost:
-    found = {
+    records_by_name = {
         name: Registered(ClusterSpec(name=name, target="a:b"), distribution, version, "point")
         for name, distribution, version in records
     }
-    return PluginHost({ClusterSpec: found}, problems)
+    return PluginHost({ClusterSpec: records_by_name}, problems)
 
 
 def outcome(check: Callable[[], object]) -> str:
@@ -85,13 +85,13 @@ def test_a_rank_that_lacks_a_plugin_fails_every_rank(rank_pool: RankPool) -> Non
     assert "\n" not in results[0]
 
 
-def test_versions_count(rank_pool: RankPool) -> None:
+def test_version_differences_are_reported(rank_pool: RankPool) -> None:
     results = rank_pool.run(2, versions_differ)
     assert results[0] == results[1]
     assert "acme 1.0 is on rank 0" in results[0] and "acme 1.1 is on rank 1" in results[0]
 
 
-def test_only_the_group_is_compared(rank_pool: RankPool) -> None:
+def test_only_ranks_of_the_group_are_compared(rank_pool: RankPool) -> None:
     for within, over_all in rank_pool.run(4, groups_differ):
         assert within == "agreed"
         assert "ranks have different plugins" in over_all

@@ -27,11 +27,11 @@ def planner(target: str) -> Registered[PlannerSpec]:
 
 
 def test_records_are_frozen_values() -> None:
-    one, two = ClusterSpec(name="c", target="a:b"), ClusterSpec(name="c", target="a:b")
-    assert one == two and hash(one) == hash(two)
-    assert one != ClusterSpec(name="c", target="a:c")
+    record, two = ClusterSpec(name="c", target="a:b"), ClusterSpec(name="c", target="a:b")
+    assert record == two and hash(record) == hash(two)
+    assert record != ClusterSpec(name="c", target="a:c")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        one.name = "d"  # type: ignore[misc]
+        record.name = "d"  # type: ignore[misc]
 
 
 def test_a_misspelt_field_is_an_error() -> None:

@@ -75,8 +75,8 @@ def count(rank, world, shape, names):
         function = (ON_SHARDS | GATHERED)[name]
         context = MeshContext.of(mesh)
         before = len(context.report.entries)
-        expected, found = leaves(function(values)), leaves(function(distribute(values, mesh, states)))
-        for a, b in zip(expected, found, strict=True):
+        expected, actual = leaves(function(values)), leaves(function(distribute(values, mesh, states)))
+        for a, b in zip(expected, actual, strict=True):
             if a.dtype != b.dtype or not torch.equal(a, full(b)):
                 failures.append((name, states, a, full(b)))
         for entry in context.report.entries[before:]:
@@ -103,7 +103,7 @@ def communicated(rank, world):
     return states, [(e.kind, e.nbytes) for e in log.events]
 
 
-def test_only_the_counts_travel(rank_pool: RankPool):
+def test_bincount_communicates_only_counts(rank_pool: RankPool):
     for states, events in rank_pool.run(2, communicated):
         assert states == ("P",)
         assert events == [("all_reduce", EXPERTS * 4)]
@@ -125,6 +125,6 @@ def gradients(rank, world):
     return apart
 
 
-def test_the_balance_of_experts_has_gradients(rank_pool: RankPool):
+def test_expert_balance_loss_has_gradients(rank_pool: RankPool):
     for apart in rank_pool.run(2, gradients):
         assert max(apart) < 1e-6, apart

@@ -58,32 +58,32 @@ class Axes:
     def check(
         self,
         ctx: LocalContext,
-        found: torch.Tensor,
+        result: torch.Tensor,
         whole: torch.Tensor,
         states: tuple[Any, ...],
         exact: bool,
     ) -> None:
-        """``found`` in ``states`` stands for ``whole``."""
-        found = found.detach().clone(memory_format=torch.contiguous_format)
+        """``result`` in ``states`` stands for ``whole``."""
+        result = result.detach().clone(memory_format=torch.contiguous_format)
         for axis, state in enumerate(states):
             if state == "P":
-                dist.all_reduce(found, group=ctx.group(axis))
+                dist.all_reduce(result, group=ctx.group(axis))
         expected = slice_of(whole, ctx.box(tuple(whole.shape), states))
-        assert found.dtype == expected.dtype
+        assert result.dtype == expected.dtype
         if exact:
-            assert torch.equal(found, expected)
+            assert torch.equal(result, expected)
         else:
-            torch.testing.assert_close(found, expected, equal_nan=True)
+            torch.testing.assert_close(result, expected, equal_nan=True)
 
 
 def legal(
     composite: Composite, node: Node, values: list[Value], sizes: list[int]
 ) -> list[tuple[Strategy, ...]]:
     """One legal row per axis, outermost first, in every combination."""
-    found: list[tuple[Strategy, ...]] = [()]
+    result: list[tuple[Strategy, ...]] = [()]
     for axis, n in enumerate(sizes):
         longer = []
-        for rows in found:
+        for rows in result:
             shapes = {}
             for refs, kind in ((node.ins, "ins"), (node.outs, "outs")):
                 for k, ref in enumerate(refs):
@@ -96,8 +96,8 @@ def legal(
             dtypes = {ref: values[ref.i].dtype for ref in shapes}
             view = NodeView.with_shapes(node, shapes, dtypes, n)
             longer += [(*rows, row) for row in composite.strategies(view)]
-        found = longer
-    return found
+        result = longer
+    return result
 
 
 def last_node(call: Call, tensors: list[torch.Tensor], book: RuleBook) -> tuple[Node, list[Value]]:
@@ -170,23 +170,23 @@ def compare(
     local = [axes.cut(ctx, x, axes.ins(k), True).requires_grad_(grads_of[k]) for k, x in enumerate(inputs)]
     torch.manual_seed(11)
     given = [x * 1.0 for x in local] if ctx.node.name == "dropout" and ctx.node.args[3] else local
-    found = composite.local(ctx)(given)
+    result = composite.local(ctx)(given)
     assert torch.equal(torch.get_rng_state(), state_after)
     for k in fixed:  # running statistics are updated in place
         axes.check(ctx, local[k], whole[k].detach(), axes.ins(k), False)
     partial = any("P" in states for states in ctx.ins)
-    axes.check(ctx, found, expected.detach(), axes.outs(0), exact and not partial)
+    axes.check(ctx, result, expected.detach(), axes.outs(0), exact and not partial)
     if composite.plain(ctx) and not exact:
         torch.manual_seed(11)
-        torch.testing.assert_close(call(*local), found, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(call(*local), result, rtol=0, atol=0, equal_nan=True)
     local_gradient = slice_of(gradient, ctx.box(tuple(gradient.shape), axes.outs(0)))
-    grads = torch.autograd.grad(found, [local[k] for k in wanted], local_gradient)
+    grads = torch.autograd.grad(result, [local[k] for k in wanted], local_gradient)
     for k, grad, expected_grad in zip(wanted, grads, expected_grads, strict=True):
         axes.check(ctx, grad, expected_grad, tuple(dual(row, k) for row in axes.rows), exact and not partial)
 
 
 def dual(row: Strategy, k: int) -> Any:
-    """How the gradient of input k lies on the axis of ``row``."""
+    """The state of the gradient of input k on the axis of ``row``."""
     state = row.ins[k]
     if isinstance(state, int):
         return state
@@ -194,7 +194,7 @@ def dual(row: Strategy, k: int) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_row_on_one_axis(name: str, rank_pool: RankPool) -> None:
+def test_composite_rows_on_one_axis(name: str, rank_pool: RankPool) -> None:
     count, _ = rank_pool.run(2, run_case, name, [2])[0]
     assert count > 1 or name == "ce one row"
 
@@ -203,7 +203,7 @@ def test_every_row_on_one_axis(name: str, rank_pool: RankPool) -> None:
     "name",
     ["linear", "sdpa gqa", "sdpa dropout", "embedding", "ce ignore", "ce spatial", "ce none", "dropout"],
 )
-def test_every_pair_of_rows_on_two_axes(name: str, rank_pool: RankPool) -> None:
+def test_composite_rows_on_two_axes(name: str, rank_pool: RankPool) -> None:
     count, _ = rank_pool.run(4, run_case, name, [2, 2])[0]
     assert count > 4
 
@@ -251,7 +251,7 @@ def bad_index(rank: int, world_size: int, target: bool) -> str:
 
 
 @pytest.mark.parametrize("target", [False, True])
-def test_an_index_outside_of_the_whole_raises_on_every_rank(target: bool, rank_pool: RankPool) -> None:
+def test_index_out_of_bounds_raises_on_every_rank(target: bool, rank_pool: RankPool) -> None:
     assert all(rank_pool.run(2, bad_index, target))
 
 
@@ -271,7 +271,7 @@ def recorded(rank: int, world_size: int) -> list[tuple[str, int, int, str]]:
     return log
 
 
-def test_communication_inside_is_reported(rank_pool: RankPool) -> None:
+def test_communication_inside_of_composites_is_recorded(rank_pool: RankPool) -> None:
     log = rank_pool.run(4, recorded)[0]
     assert log == [
         ("all_reduce", 1, 4 * 8, "forward"),
@@ -288,7 +288,7 @@ def test_communication_inside_is_reported(rank_pool: RankPool) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_not_handled_is_left_to_the_ops(call: Callable[[], torch.Tensor]) -> None:
+def test_unsupported_calls_are_left_to_the_ops(call: Callable[[], torch.Tensor]) -> None:
     book = RuleBook.first_party()
     recorder = Recorder(book.composites)
     with recorder, torch.no_grad():

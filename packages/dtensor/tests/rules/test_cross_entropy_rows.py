@@ -1,4 +1,4 @@
-"""The summed loss of whole rows: torch's value, its gradients of both orders, and what it makes on the way."""
+"""The summed loss of whole rows: torch's value, its gradients of both orders, and its temporary tensors."""
 
 from __future__ import annotations
 
@@ -69,20 +69,22 @@ class Softmaxes(TorchDispatchMode):
     ("rows", "classes", "ignored"),
     [(7, 11, 0), (13, 5, 4), (6, 3, 6), (0, 9, 0), (1, 1, 0), (701, 997, 13)],  # the last in parts
 )
-def test_equals_torch(rows: int, classes: int, ignored: int, dtype: torch.dtype) -> None:
-    found = []
+def test_summed_loss_equals_torch_to_the_bit(
+    rows: int, classes: int, ignored: int, dtype: torch.dtype
+) -> None:
+    results = []
     for loss in (our_loss, torch_loss):
         logits, target = case(rows, classes, ignored, dtype)
         total = loss(logits, target, -100)
         (total * 0.37).backward()
-        found.append((total.detach(), logits.grad))
-    (ours, gradient), (theirs, expected) = found
+        results.append((total.detach(), logits.grad))
+    (ours, gradient), (theirs, expected) = results
     assert torch.equal(ours, theirs)
     torch.testing.assert_close(gradient, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("ignore", [0, 3])
-def test_any_class_can_be_the_ignored_one(ignore: int) -> None:
+def test_any_class_can_be_ignored(ignore: int) -> None:
     logits, target = case(9, 4, 0, torch.float32)
     target[4] = ignore
     assert torch.equal(our_loss(logits, target, ignore), torch_loss(logits, target, ignore))
@@ -94,7 +96,7 @@ def test_second_derivative() -> None:
     assert torch.autograd.gradgradcheck(lambda x, f: our_loss(x, target, -100) * f, (logits, factor))
 
 
-def test_bad_target() -> None:
+def test_target_out_of_bounds_raises_as_torch() -> None:
     logits, target = case(4, 6, 0, torch.float32)
     target[2] = 6
     with pytest.raises(IndexError, match="out of bounds"):
@@ -103,7 +105,7 @@ def test_bad_target() -> None:
         our_loss(logits, target.fill_(-1), -100)
 
 
-def test_nothing_of_the_size_of_the_logits_is_made_but_the_gradient() -> None:
+def test_only_the_gradient_has_the_size_of_the_logits() -> None:
     counts = []
     for loss in (our_loss, torch_loss):
         logits, target = case(32, 17, 3, torch.float32)
@@ -114,7 +116,7 @@ def test_nothing_of_the_size_of_the_logits_is_made_but_the_gradient() -> None:
     assert counts[0] == 1 < counts[1]
 
 
-def test_the_loss_makes_nothing_of_the_size_of_the_logits() -> None:
+def test_loss_allocates_no_tensor_of_the_size_of_the_logits() -> None:
     counts = []
     for loss in (our_loss, torch_loss):
         logits, target = case(700, 1024, 3, torch.float32)
@@ -127,31 +129,31 @@ def test_the_loss_makes_nothing_of_the_size_of_the_logits() -> None:
 def of_other_targets(rank: int, world_size: int) -> list[str]:
     """What torch refuses is refused: of one rank, and of rows that ranks share."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    found = []
+    results = []
     for dtype in (torch.int32, torch.bool, torch.int8):
         logits, target = case(8, 5, 0, torch.float32)
         plain = distribute(logits.detach(), mesh, [Shard(0)])
         with pytest.raises((RuntimeError, NotImplementedError)) as refused:
             F.cross_entropy(plain, distribute(target.to(dtype), mesh, [Shard(0)]))
-        found.append(str(refused.value))
-    return found
+        results.append(str(refused.value))
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_targets_that_torch_refuses(ranks: int, rank_pool: RankPool) -> None:
-    for said in rank_pool.run(ranks, of_other_targets):
-        assert all("expected target dtype" in text for text in said), said
+def test_targets_that_torch_rejects_are_rejected(ranks: int, rank_pool: RankPool) -> None:
+    for outcome in rank_pool.run(ranks, of_other_targets):
+        assert all("expected target dtype" in text for text in outcome), outcome
 
 
 def on_a_mesh_of_one(rank: int, world_size: int) -> list[bool]:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    found = []
+    results = []
     for dtype in (torch.bfloat16, torch.float32):
         logits, target = case(37, 19, 5, dtype)
         expected = F.cross_entropy(logits, target)
         ours = F.cross_entropy(distribute(logits.detach(), mesh, [Replicate()]), target)
-        found.append(torch.equal(ours.full_tensor(), expected.detach()))
-    return found
+        results.append(torch.equal(ours.full_tensor(), expected.detach()))
+    return results
 
 
 def test_means_of_one_rank_are_those_of_torch_in_low_precision_too(rank_pool: RankPool) -> None:
@@ -161,7 +163,7 @@ def test_means_of_one_rank_are_those_of_torch_in_low_precision_too(rank_pool: Ra
 def of_rows_to_be_ignored(rank: int, world_size: int) -> list[bool]:
     """Means whose rows all, or on one rank, are ignored, and rows of NaN among them: value and gradient are those of torch."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    found = []
+    results = []
     for ignored, wrong in ((8, 0), (4, 0), (8, 3), (4, 3)):
         whole, target = case(8, 5, ignored, torch.float64)
         whole = whole.detach()
@@ -173,24 +175,27 @@ def of_rows_to_be_ignored(rank: int, world_size: int) -> list[bool]:
             loss = F.cross_entropy(logits, aim)
             (gradient,) = torch.autograd.grad(loss, logits)
             both.append(
-                [one.full_tensor() if hasattr(one, "full_tensor") else one for one in (loss, gradient)]
+                [
+                    tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                    for tensor in (loss, gradient)
+                ]
             )
-        found += [
+        results += [
             torch.allclose(a, b, rtol=0, atol=1e-15, equal_nan=True) for a, b in zip(*both, strict=True)
         ]
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rows_to_be_ignored_have_the_gradient_of_torch(ranks: int, rank_pool: RankPool) -> None:
+def test_ignored_rows_have_the_gradient_of_torch(ranks: int, rank_pool: RankPool) -> None:
     """The mean of no rows is NaN, and its gradient zero: a step whose batch is all padding changes nothing."""
     assert rank_pool.run(ranks, of_rows_to_be_ignored) == [[True] * 8] * ranks
 
 
 def shared(rank: int, world_size: int) -> dict[str, bool]:
-    """The gradient that is made while ranks wait: what it is, when it is made, and that it is given once."""
+    """The gradient that is computed while ranks wait: its value, when it is computed, and that it is used once."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    found = {}
+    results = {}
     whole, target = case(14, 11, 3, torch.float64)
     expected = F.cross_entropy(whole, target)
     (gradient,) = torch.autograd.grad(expected, whole)
@@ -204,32 +209,32 @@ def shared(rank: int, world_size: int) -> dict[str, bool]:
     logits = distribute(whole.detach(), mesh, [Shard(0)]).requires_grad_()
     with Softmaxes() as made:
         first = loss(logits)
-    found["made in the forward"] = made.count == 1
+    results["made in the forward"] = made.count == 1
     with Softmaxes() as made:
         (once,) = torch.autograd.grad(first, logits, retain_graph=True)
-    found["made once"] = made.count == 0 and near(once)
+    results["made once"] = made.count == 0 and near(once)
     (twice,) = torch.autograd.grad(first, logits, retain_graph=True)
-    found["again"] = near(twice)
+    results["again"] = near(twice)
     kept = once.full_tensor().clone()
     twice.mul_(2)
-    found["its own"] = torch.equal(once.full_tensor(), kept)
+    results["its own"] = torch.equal(once.full_tensor(), kept)
     with torch.no_grad(), Softmaxes() as made:
         loss(logits)
-    found["not without gradients"] = made.count == 0
+    results["not without gradients"] = made.count == 0
     with Softmaxes() as made:
         loss(logits.detach())
-    found["not for what needs none"] = made.count == 0
+    results["not for what needs none"] = made.count == 0
     loss(logits)  # its graph is gone, and with it what was made
     with Softmaxes() as made:
         some = [loss(logits)]
-    found["once more"] = made.count == 1
+    results["once more"] = made.count == 1
     with Softmaxes() as made:
         some += [loss(logits) for _ in range(3)]
-    found["not where backwards come later"] = made.count == 0
-    found["late"] = all(near(torch.autograd.grad(one, logits)[0]) for one in some)
-    return found
+    results["not where backwards come later"] = made.count == 0
+    results["late"] = all(near(torch.autograd.grad(tensor, logits)[0]) for tensor in some)
+    return results
 
 
-def test_the_gradient_is_made_while_ranks_wait(rank_pool: RankPool) -> None:
-    for found in rank_pool.run(2, shared):
-        assert all(found.values()), found
+def test_gradient_is_computed_during_the_all_reduce(rank_pool: RankPool) -> None:
+    for results in rank_pool.run(2, shared):
+        assert all(results.values()), results

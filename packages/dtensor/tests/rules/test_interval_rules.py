@@ -56,7 +56,7 @@ def views(draw):
 
 
 @given(views())
-def test_a_view_finds_the_same_elements_or_none(case):
+def test_view_keeps_the_elements_of_each_rank_or_has_no_shard(case):
     before, after, state, n = case
     assume(before[state] > 1)
     there = through_view(before, after, state, n)
@@ -64,12 +64,14 @@ def test_a_view_finds_the_same_elements_or_none(case):
         # then no division of any one dim holds what the ranks hold
         assume(before != after)
         for dim, size in enumerate(after):
-            own = []
+            intervals = []
             for rank in range(n):
                 mine = held(before, state, n, rank)
                 whole = torch.arange(math.prod(after)).view(after).movedim(dim, 0).reshape(size, -1)
-                own.append([i for i in range(size) if bool(torch.isin(whole[i], mine).all())])
-            if sorted(i for o in own for i in o) != list(range(size)) or (size == 1 and math.prod(after) > 1):
+                intervals.append([i for i in range(size) if bool(torch.isin(whole[i], mine).all())])
+            if sorted(i for o in intervals for i in o) != list(range(size)) or (
+                size == 1 and math.prod(after) > 1
+            ):
                 continue
             # the sets agree, so the order must not
             order = [
@@ -77,7 +79,7 @@ def test_a_view_finds_the_same_elements_or_none(case):
                 .view(after)
                 .index_select(dim, torch.tensor(o, dtype=torch.long))
                 .reshape(-1)
-                for o in own
+                for o in intervals
             ]
             assert any(not torch.equal(a, held(before, state, n, r)) for r, a in enumerate(order))
         return
@@ -86,7 +88,7 @@ def test_a_view_finds_the_same_elements_or_none(case):
 
 
 @given(st.data())
-def test_parts_and_joins(data):
+def test_split_and_cat_of_interval_shards(data):
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     n = data.draw(st.integers(2, 3))
     states = [data.draw(partitions(size, n)) for size in sizes]
@@ -94,8 +96,8 @@ def test_parts_and_joins(data):
     start = 0
     for state, size in zip(states, sizes, strict=True):
         for rank in range(n):
-            own = intervals_of(whole, sum(sizes), n)[rank]
-            part = local_slice(own, start, start + size)
+            intervals = intervals_of(whole, sum(sizes), n)[rank]
+            part = local_slice(intervals, start, start + size)
             if part is not None:
                 assert part[0] == intervals_of(state, size, n)[rank]
         start += size
@@ -125,7 +127,7 @@ W = (16, 8)
 FUSED = ("I", segmented_shard(0, (8, 4, 4), 2))
 HALVES = ("I", segmented_shard(0, (8, 8), 2))
 ZIGZAG = zigzag_shard(1, 8, 2)
-# name -> (function, shapes, states, collectives ahead and back)
+# name -> (function, shapes, states, collectives forward and backward)
 CASES = {
     "fused attention": (fused_attention, ((1, 4, 8), W), FUSED, 0, 1),
     "gate and up by slices": (fused_by_slices, ((1, 4, 8), W), HALVES, 0, 1),
@@ -165,7 +167,7 @@ CASES = {
 
 def run_cases(rank, world, names):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    found = {}
+    results = {}
     for name in names:
         function, shapes, states, _, _ = CASES[name]
         torch.manual_seed(0)
@@ -179,7 +181,7 @@ def run_cases(rank, world, names):
         with communication() as log:
             out = function(*given)
             local = out.redistribute(["I" if s == "P" else s for s in out.global_layout.states])
-            ahead = [(e.kind, e.function) for e in log.events]
+            forward = [(e.kind, e.function) for e in log.events]
             (local * distribute(seed, mesh, local.global_layout.states)).sum().backward()
             back = [(e.kind, e.why) for e in log.events if e.phase == "backward"]
         torch.testing.assert_close(
@@ -190,21 +192,21 @@ def run_cases(rank, world, names):
             torch.testing.assert_close(
                 t.grad.full_tensor(), w.grad, msg=lambda m, name=name: f"{name}, gradient: {m}"
             )
-        found[name] = (ahead, back, repr(out.global_layout))
-    return found
+        results[name] = (forward, back, repr(out.global_layout))
+    return results
 
 
-def test_on_real_ranks(rank_pool: RankPool):
-    found = rank_pool.run(2, run_cases, list(CASES))[0]
-    for name, (_, _, _, ahead, back) in CASES.items():
-        if ahead is not None:
-            assert (len(found[name][0]), len(found[name][1])) == (ahead, back), (name, found[name])
+def test_interval_rules_on_real_ranks(rank_pool: RankPool):
+    results = rank_pool.run(2, run_cases, list(CASES))[0]
+    for name, (_, _, _, forward, back) in CASES.items():
+        if forward is not None:
+            assert (len(results[name][0]), len(results[name][1])) == (forward, back), (name, results[name])
 
 
 def test_plain_shards_of_a_fused_projection_move_data(rank_pool: RankPool):
     """The negative control: without runs the same model has to gather."""
-    (found, _) = rank_pool.run(2, plain_fused)
-    assert found > 0
+    (results, _) = rank_pool.run(2, plain_fused)
+    assert results > 0
 
 
 def plain_fused(rank, world):
@@ -238,7 +240,7 @@ def two_axes(rank, world):
     return True
 
 
-def test_two_axes(rank_pool: RankPool):
+def test_interval_rules_on_two_axes(rank_pool: RankPool):
     assert all(rank_pool.run(4, two_axes))
 
 
@@ -251,17 +253,21 @@ def test_two_axes(rank_pool: RankPool):
 def test_intervals_that_do_not_touch_need_no_merging(sized, outer, inner, grain):
     """Carried as they are, or merged one by one: the same pattern, and the same units of it."""
     size, state = sized
-    for own in intervals_of(state, size, 2):
-        flat = _flat(own, outer, size, inner)
+    for intervals in intervals_of(state, size, 2):
+        flat = _flat(intervals, outer, size, inner)
         assert flat == merge_intervals(
-            [((o * size + start) * inner, length * inner) for o in range(outer) for start, length in own]
+            [
+                ((o * size + start) * inner, length * inner)
+                for o in range(outer)
+                for start, length in intervals
+            ]
         )
         period = size * outer * inner // grain
-        found = _first_period(flat, period, grain)
-        assert found is None or found == merge_intervals(found)
+        results = _first_period(flat, period, grain)
+        assert results is None or results == merge_intervals(results)
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_too_many_intervals_are_no_layout(n):
+def test_too_many_intervals_are_rejected(n):
     assert through_view((10_000, 6), (60_000,), 1, n) is None
     assert isinstance(through_view((10, 6), (60,), 1, n), IntervalShard)

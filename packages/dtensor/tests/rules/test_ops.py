@@ -38,7 +38,7 @@ def book() -> RuleBook:
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("case", TABLE)
-def test_every_row_is_right(case: str, n: int, book: RuleBook) -> None:
+def test_op_rows_equal_the_whole_op(case: str, n: int, book: RuleBook) -> None:
     nodes, values = record(*TABLE[case])
     assert nodes
     for node in nodes:
@@ -122,12 +122,12 @@ ABSENT: list[tuple[str, tuple[Any, Any]]] = [
 
 
 @pytest.mark.parametrize(("case", "row"), ABSENT)
-def test_wrong_rows_do_not_exist(case: str, row: tuple[Any, Any], book: RuleBook) -> None:
+def test_illegal_rows_do_not_exist(case: str, row: tuple[Any, Any], book: RuleBook) -> None:
     assert row not in rows_of(book, *TABLE[case])
 
 
 @pytest.mark.parametrize(("count", "exact"), [(1 << 24, True), ((1 << 24) + 2, False)])
-def test_float32_counts_on_shards_as_far_as_it_counts(count: int, exact: bool, book: RuleBook) -> None:
+def test_float32_histogram_is_sharded_while_counts_are_exact(count: int, exact: bool, book: RuleBook) -> None:
     rows = rows_of(book, lambda a: torch.histc(a.expand(count), 5, 0, 1), [((1,), torch.float32)])
     assert (((0,), ("P",)) in rows) is exact
 
@@ -178,7 +178,7 @@ def arguments(op: Any, float_scalars: bool) -> list[Any] | None:
     return made if tensors else None
 
 
-def test_every_op_that_torch_calls_pointwise_is(book: RuleBook) -> None:
+def test_ops_with_the_pointwise_tag_are_pointwise(book: RuleBook) -> None:
     tried = 0
     for name in sorted(dir(torch.ops.aten)):
         packet = getattr(torch.ops.aten, name)

@@ -32,11 +32,11 @@ class Cells(nn.Module):
         """x: [b, t, i]."""
         h: Any = torch.zeros(x.shape[0], WIDTH)
         h = (h, torch.zeros_like(h)) if isinstance(self.cell, nn.LSTMCell) else h
-        found = []
+        results = []
         for step in range(x.shape[1]):
             h = self.cell(x[:, step], h)
-            found.append(h[0] if isinstance(h, tuple) else h)
-        return torch.stack(found, 1)
+            results.append(h[0] if isinstance(h, tuple) else h)
+        return torch.stack(results, 1)
 
 
 class Learnt(nn.Module):
@@ -81,7 +81,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 def compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     """Name -> (all agrees with one device, collectives, shape that the rank has of the result, calls not run as they are)."""
-    found = {}
+    results = {}
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     for name in names:
         torch.manual_seed(0)
@@ -105,8 +105,8 @@ def compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
             agree.append(torch.allclose(total, gradients[key], rtol=1.3e-6, atol=1e-5))
         moved = [(e.kind, e.function) for e in log.events if e.function not in ("", "sum")]
         others = [e.function for e in MeshContext.of(mesh).report.entries[before:]]
-        found[name] = all(agree), moved, tuple(out.to_local().shape), others
-    return found
+        results[name] = all(agree), moved, tuple(out.to_local().shape), others
+    return results
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -120,7 +120,7 @@ def test_each_rank_runs_its_own_rows(rank_pool: RankPool, world: int) -> None:
 
 @pytest.mark.parametrize("mode", [1, 2])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_layers_of_accelerators_go_by_the_batch(mode: int, batch_first: bool) -> None:
+def test_cudnn_layers_shard_the_batch(mode: int, batch_first: bool) -> None:
     """Mode 2 is an LSTM, 1 an RNN of tanh; the shapes are those that torch says of them."""
     shape = (BATCH, TIME, 3) if batch_first else (TIME, BATCH, 3)
     sizes = [shape, (16, 3), (16, 4), (16,), (16,), (1, BATCH, WIDTH), (1, BATCH, WIDTH)]

@@ -80,7 +80,7 @@ def test_a_reshape_maps_a_shard_to_the_same_elements(
     for dim, size in enumerate(before):
         if not shardable(size, n):
             continue
-        found = reshape_dim(before, after, dim, n)
+        result = reshape_dim(before, after, dim, n)
         matches = []
         for target, extent in enumerate(after):
             if shardable(extent, n):
@@ -88,10 +88,10 @@ def test_a_reshape_maps_a_shard_to_the_same_elements(
                 right = [x.flatten().tolist() for x in whole.view(after).chunk(n, target)]
                 if left == right:
                     matches.append(target)
-        # exact both ways: what it maps is right, and what is right it finds (unless only uneven pieces coincide)
-        assert found is None or found in matches
+        # exact both ways: a mapped dim is right, and a right dim is mapped (unless only uneven pieces coincide)
+        assert result is None or result in matches
         if matches and size % n == 0:
-            assert found in matches
+            assert result in matches
 
 
 @given(st.integers(1, 40), st.integers(1, 8))
@@ -104,8 +104,8 @@ def test_memory_order_is_that_of_empty_like(order: list[int], sliced: bool) -> N
     x = torch.empty(2, 3, 4).permute(order)
     x = x[:, :, :1] if sliced else x
     like = torch.empty_like(x).stride()
-    found = memory_order(tuple(x.shape), x.stride())
-    steps = [like[d] for d in found if x.shape[d] > 1]
+    result = memory_order(tuple(x.shape), x.stride())
+    steps = [like[d] for d in result if x.shape[d] > 1]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -134,7 +134,7 @@ def test_refine_drops_a_replicated_output_of_sharded_inputs_unless_complete() ->
     assert refine(view, [Strategy((0,), ("R",), "hand")], lambda ref: False)[0].outs == ("I",)
 
 
-def test_comparisons_ask_nothing_of_gradients() -> None:
+def test_comparison_inputs_need_no_gradient_state() -> None:
     view = view_of(torch.eq, torch.ones(4, 6), torch.ones(6))
     rows = refine(
         view, RuleBook.first_party().strategies(view), lambda ref: view.dtype(ref).is_floating_point
@@ -192,7 +192,7 @@ def test_a_mean_of_shards_divides_by_the_global_count() -> None:
     torch.testing.assert_close(out, torch.full((4, 1), 4 / 7))
 
 
-def test_large_nodes_are_shrunk_alike_and_still_judged() -> None:
+def test_large_nodes_are_shrunk_consistently_and_checked() -> None:
     nodes, values = record(lambda a: a.softmax(-1), torch.empty(2, 32, 4096, 4096, device="meta"))
     view = NodeView.of(nodes[-1], values, 2)
     small = shrink(view)
@@ -203,7 +203,7 @@ def test_large_nodes_are_shrunk_alike_and_still_judged() -> None:
     assert not verify_row(view, Strategy((3,), (3,), "dtensor"))
 
 
-def test_one_tensor_passed_twice_lies_in_one_state() -> None:
+def test_tensor_that_is_passed_twice_has_one_state() -> None:
     view = view_of(torch.mul, *[torch.ones(4, 6)] * 1, torch.ones(4, 6))
     twice = view_of(lambda a: a * a, torch.ones(4, 6))
     book = RuleBook.first_party()
@@ -229,7 +229,7 @@ def test_rows_of_plugins_are_checked_before_use() -> None:
     assert rows == {("R",), (0,)}
 
 
-def test_stock_rows_are_only_those_that_hold() -> None:
+def test_stock_rows_that_fail_the_check_are_dropped() -> None:
     """Without our rule, DTensor's wrong row for cumsum(dim=-1) along the sharded dim does not come through."""
     rules = book_module.first_party_rules()
     for name in list(rules):
@@ -259,7 +259,7 @@ def test_grouped_products(row: tuple[tuple[Any, ...], tuple[Any, ...]]) -> None:
     torch.testing.assert_close(joined, whole)
 
 
-def test_rows_are_remembered_by_shapes_and_arguments() -> None:
+def test_rows_are_cached_by_shapes_and_arguments() -> None:
     calls = []
 
     def counted(view: NodeView) -> Iterator[Row]:
@@ -301,7 +301,7 @@ def test_plugins_add_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(r.ins, r.source) for r in rows} == {(("R",), "replicate"), ((0,), "plugin")}
 
 
-def test_a_target_that_is_no_rule_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_target_that_is_no_rule_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "discover", lambda: Plugins("NONSENSE"))
     with pytest.raises(PluginError, match=r"acme.*int.*mapping of op names"):
         RuleBook.default()

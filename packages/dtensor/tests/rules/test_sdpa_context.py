@@ -81,19 +81,19 @@ def run_case(
     ]
     torch.manual_seed(5)
     with communication() as log:
-        found = F.scaled_dot_product_attention(*given, **options)
+        result = F.scaled_dot_product_attention(*given, **options)
         assert torch.equal(torch.get_rng_state(), state)
         assert not MeshContext.of(mesh).report.entries, MeshContext.of(mesh).report.entries
-        assert found.global_layout.states[list(sizes).index("cp")] == 2, found.global_layout
-        found.backward(distribute(gradient, mesh, found.global_layout.states))
-    pairs = [(found.full_tensor(), expected)]
+        assert result.global_layout.states[list(sizes).index("cp")] == 2, result.global_layout
+        result.backward(distribute(gradient, mesh, result.global_layout.states))
+    pairs = [(result.full_tensor(), expected)]
     pairs += [(a.grad, b.grad) for a, b in zip(leaves, whole, strict=True) if b.grad is not None]
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return worst, [(e.kind, e.phase, e.why) for e in log.events if e.function]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_case_is_that_of_one_device(form: str, rank_pool: RankPool) -> None:
+def test_context_attention_equals_one_device(form: str, rank_pool: RankPool) -> None:
     for name in CASES:
         worst, _ = rank_pool.run(2, run_case, name, form, {"cp": 2})[0]
         assert worst < 1e-5, name
@@ -114,28 +114,28 @@ def halved(rank: int, world_size: int, form: str) -> tuple[float, float]:
         out.sum().backward()
         whole = out.full_tensor() if kind == "shared" else out
         results.append([t.double() for t in (whole.detach(), *(x.grad for x in leaves))])
-    exact, shared, one = results
-    errors = [[float((a - b).abs().max()) for a, b in zip(r, exact, strict=True)] for r in (shared, one)]
+    exact, shared, single = results
+    errors = [[float((a - b).abs().max()) for a, b in zip(r, exact, strict=True)] for r in (shared, single)]
     return max(errors[0]), max(errors[1])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_half_precision_is_merged_in_float32(form: str, rank_pool: RankPool) -> None:
-    shared, one = rank_pool.run(4, halved, form)[0]
+def test_half_precision_blocks_are_merged_in_float32(form: str, rank_pool: RankPool) -> None:
+    shared, single = rank_pool.run(4, halved, form)[0]
     assert (
-        shared <= 2.5 * one
+        shared <= 2.5 * single
     )  # kernels round what each block gives to a gradient, and the sum is rounded once more
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 4}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
-def test_four_ranks(sizes: dict[str, int], rank_pool: RankPool) -> None:
+def test_context_attention_on_four_ranks(sizes: dict[str, int], rank_pool: RankPool) -> None:
     for form, name in itertools.product(FORMS, ("causal", "mask", "bias", "dropout causal gqa")):
         worst, _ = rank_pool.run(4, run_case, name, form, sizes)[0]
         assert worst < 1e-5, (form, name)
 
 
-def test_what_is_communicated(rank_pool: RankPool) -> None:
-    """Per call: one gather ahead, a gather and a scatter back; n-1 sends ahead, 2n-1 back; four exchanges each way."""
+def test_context_attention_communication(rank_pool: RankPool) -> None:
+    """Per call: one gather forward, a gather and a scatter backward; n-1 sends forward, 2n-1 backward; four exchanges each."""
     counts = {}
     for form in FORMS:
         _, events = rank_pool.run(4, run_case, "causal", form, {"cp": 4})[0]
@@ -170,10 +170,10 @@ def kept(rank: int, world_size: int, form: str) -> int:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_autograd_keeps_shrinks_with_the_ranks(form: str, rank_pool: RankPool) -> None:
-    one, two, four = (rank_pool.run(n, kept, form)[0] for n in (1, 2, 4))
-    assert one / two == pytest.approx(2, rel=0.05)
-    assert one / four == pytest.approx(4, rel=0.1)
+def test_saved_tensors_shrink_with_the_ranks(form: str, rank_pool: RankPool) -> None:
+    single, two, four = (rank_pool.run(n, kept, form)[0] for n in (1, 2, 4))
+    assert single / two == pytest.approx(2, rel=0.05)
+    assert single / four == pytest.approx(4, rel=0.1)
 
 
 def uncovered(rank: int, world_size: int) -> float:
@@ -186,11 +186,11 @@ def uncovered(rank: int, world_size: int) -> float:
         sdpa_blocks._causal = original
 
 
-def test_ignoring_the_offset_is_noticed(rank_pool: RankPool) -> None:
+def test_wrong_offset_is_detected(rank_pool: RankPool) -> None:
     assert max(rank_pool.run(2, uncovered)) > 0.1
 
 
-def test_blocks_cover_exactly_what_may_be_seen() -> None:
+def test_blocks_cover_exactly_the_visible_pairs() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         queries, keys = (intervals(generator) for _ in range(2))
@@ -210,8 +210,8 @@ def test_blocks_cover_exactly_what_may_be_seen() -> None:
 def intervals(generator: torch.Generator) -> tuple[tuple[int, int], ...]:
     """One to three disjoint intervals, in any order."""
     cuts = sorted(torch.randperm(24, generator=generator)[:6].tolist())
-    found = [(cuts[i], cuts[i + 1] - cuts[i]) for i in (4, 0, 2)]
-    return tuple(found[: 1 + int(torch.randint(3, (), generator=generator))])
+    result = [(cuts[i], cuts[i + 1] - cuts[i]) for i in (4, 0, 2)]
+    return tuple(result[: 1 + int(torch.randint(3, (), generator=generator))])
 
 
 def test_zigzag_makes_the_work_equal() -> None:
@@ -224,30 +224,30 @@ def test_zigzag_makes_the_work_equal() -> None:
     assert sum(zigzag) == sum(chunks)
 
 
-def test_masked_scores_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_scores_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = floats((1, 2, 8, 4), (1, 2, 6, 4), (1, 2, 6, 4))
     mask = torch.rand(1, 2, 8, 6) > 0.3
     monkeypatch.setattr(sdpa_blocks, "PIECE", 25)
     terms = sdpa_blocks.Terms(0.5, mask)
     into = sdpa_blocks.Merged(q, 4)
-    found = blocks(((0, 8),), ((0, 6),), False)
-    assert len(sdpa_blocks._pieces(found[0], q)) == 4
-    sdpa_blocks.attend(q, k, v, found, terms, into)
+    result = blocks(((0, 8),), ((0, 6),), False)
+    assert len(sdpa_blocks._pieces(result[0], q)) == 4
+    sdpa_blocks.attend(q, k, v, result, terms, into)
     torch.testing.assert_close(into.out, F.scaled_dot_product_attention(q, k, v, mask, scale=0.5))
 
 
 def refused(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    said = []
+    messages = []
     for axis, form in (("sq", "ring"), ("cp", "rings")):
         with pytest.raises(UsageError) as error:
             share_attention(mesh, axis, form)
-        said.append(str(error.value))
+        messages.append(str(error.value))
     share_attention(mesh, "cp", "all_to_all")
     given = [distribute(x, mesh, [2]) for x in same(3, 3)]
     with pytest.raises(UnsupportedError) as unsupported:
         F.scaled_dot_product_attention(*given)
-    return [*said, str(unsupported.value)]
+    return [*messages, str(unsupported.value)]
 
 
 def test_errors_name_value_rule_and_fix(rank_pool: RankPool) -> None:

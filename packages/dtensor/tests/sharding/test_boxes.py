@@ -92,7 +92,7 @@ def test_boxes_are_torchs_for_shard_placements(data: st.DataObject) -> None:
     assert coords is not None
     box = chunk_box(shape, mesh_sizes, coords, states)
     assert box_shape(box) == tuple(local)
-    if box_numel(box):  # where an empty box lies means nothing
+    if box_numel(box):  # the offset of an empty box has no meaning
         assert tuple(start for start, _ in box) == tuple(offset)
 
 
@@ -139,7 +139,7 @@ def test_a_slice_is_a_view() -> None:
     assert slice_of(value, whole_box((4, 4))) is value
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(UsageError, match="one of each per mesh axis"):
         chunk_box((4,), (2, 2), (0,), (0, 0))
     with pytest.raises(UsageError, match=r"coordinate 2 on mesh axis 0 is outside 0..1"):

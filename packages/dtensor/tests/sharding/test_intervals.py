@@ -113,7 +113,7 @@ def test_regions_cover_every_element_once(data):
         local = read_region(value, region)
         assert tuple(local.shape) == region_shape(region)
         # the model: index lists on one device
-        rows, columns = ([i for a, n in own for i in range(a, a + n)] for own in region)
+        rows, columns = ([i for a, n in intervals for i in range(a, a + n)] for intervals in region)
         assert torch.equal(local, value[rows][:, columns])
         write_region(back, region, local)
         if inner != "I" or coords[1] == 0:
@@ -144,15 +144,15 @@ def test_a_rank_of_several_boxes_has_no_box():
 
 def states_of_dim(dim, total, n):
     """Some runs of one dim: parts, zig-zag, one owner, and an uneven scatter."""
-    found = [single_owner_shard(dim, total, n, n - 1)]
+    states = [single_owner_shard(dim, total, n, n - 1)]
     if total % n == 0 and total > n:
-        found.append(segmented_shard(dim, (total - n, n), n))
+        states.append(segmented_shard(dim, (total - n, n), n))
     if total % (2 * n) == 0:
-        found.append(zigzag_shard(dim, total, n))
-    found.append(
+        states.append(zigzag_shard(dim, total, n))
+    states.append(
         interval_shard(dim, [[(i, 1) for i in reversed(range(total)) if i % n in (r, n)] for r in range(n)])
     )
-    return [s for s in found if isinstance(s, IntervalShard)]
+    return [s for s in states if isinstance(s, IntervalShard)]
 
 
 def test_conversion_between_all_states_on_one_axis(rank_pool: RankPool):

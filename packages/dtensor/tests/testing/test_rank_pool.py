@@ -114,15 +114,15 @@ def test_processes_are_reused_and_the_default_group_is_the_world(rank_pool: Rank
 
 
 def test_every_call_starts_from_the_same_seed(rank_pool: RankPool) -> None:
-    one, other = rank_pool.run(2, draw)
+    first, other = rank_pool.run(2, draw)
     (later, _) = rank_pool.run(2, draw)
     torch.manual_seed(0)
-    assert torch.equal(one, torch.rand(3))
-    assert torch.equal(one, other)
-    assert torch.equal(one, later)
+    assert torch.equal(first, torch.rand(3))
+    assert torch.equal(first, other)
+    assert torch.equal(first, later)
 
 
-def test_classes_of_the_test_module_travel(rank_pool: RankPool) -> None:
+def test_classes_of_the_test_module_are_sent_to_ranks(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, here, Here(7)) == [Here(0), Here(1)]
 
 
@@ -137,7 +137,7 @@ def test_the_exception_of_the_rank_that_failed_first_is_raised_with_its_tracebac
     assert rank_pool.run(4, one_fails, 9) == [None] * 4
 
 
-def test_an_exception_that_cannot_be_pickled_is_told_as_text(rank_pool: RankPool) -> None:
+def test_exception_that_cannot_be_pickled_is_reported_as_text(rank_pool: RankPool) -> None:
     with pytest.raises(RankError, match="Unpicklable: does not survive pickle"):
         rank_pool.run(1, fails_oddly)
 
@@ -154,7 +154,7 @@ def test_a_world_outside_the_pool_is_refused(rank_pool: RankPool, size: int) -> 
 
 
 @pytest.mark.parametrize("broken", [1, JOIN_ATTEMPTS])
-def test_a_world_that_does_not_come_about_is_made_anew(broken: int, tmp_path: Path) -> None:
+def test_world_that_fails_to_join_is_created_again(broken: int, tmp_path: Path) -> None:
     with RankPool(grace=5.0) as pool:
         for attempt in range(broken):  # a folder where the file is due
             (pool._folder / f"meet-{attempt + 1}").mkdir()
@@ -182,7 +182,7 @@ def test_hangs_and_deaths_are_errors_and_the_pool_recovers() -> None:
         assert len(pool.run(2, draw)) == 2
 
 
-def test_ranks_end_without_taking_the_interpreter_down() -> None:
+def test_ranks_exit_without_interpreter_shutdown() -> None:
     with RankPool() as pool:
         pool.run(2, exits_badly)
         processes = [rank.process for rank in pool._ranks]
@@ -241,11 +241,11 @@ if __name__ == "__main__":
 """
 
 
-def test_what_ranks_are_forked_with(tmp_path: Path) -> None:
+def test_ranks_are_forked_with_preloaded_modules(tmp_path: Path) -> None:
     script = tmp_path / "forked.py"  # in a process of its own: that of the tests has its server
     script.write_text(FORKED_WITH)
-    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
-    assert said.split("\n")[0] == "[False, True] [False, True]"
+    output = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
+    assert output.split("\n")[0] == "[False, True] [False, True]"
 
 
 def test_groups_of_earlier_runs_end() -> None:

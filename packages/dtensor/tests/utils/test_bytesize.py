@@ -28,7 +28,7 @@ from meshwright_dtensor.utils.bytesize import parse_size
         (7, 7),
     ],
 )
-def test_sizes(value: object, size: int) -> None:
+def test_sizes_in_text_and_numbers(value: object, size: int) -> None:
     assert parse_size(value) == size
     assert PlanRequest(memory_limit=value).memory_limit == size  # type: ignore[arg-type]
 
@@ -37,7 +37,7 @@ def test_sizes(value: object, size: int) -> None:
     "value",
     ["", "GB", "-1GB", "1 parsec", "nan", "inf", "0", "1e40", "1e999", -1, 0, True, [1], float("nan")],
 )
-def test_no_sizes(value: object) -> None:
+def test_values_that_are_no_size_are_rejected(value: object) -> None:
     with pytest.raises(UsageError, match=r"memory_limit=.*'16GB'"):
         PlanRequest(memory_limit=value)  # type: ignore[arg-type]
 

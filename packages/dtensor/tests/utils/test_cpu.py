@@ -9,7 +9,7 @@ import pytest
 from meshwright_dtensor.utils.cpu import usable_cores
 
 
-def test_cores_are_those_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_cores_respect_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 8}, raising=False)
     assert usable_cores() == 3
     monkeypatch.delattr(os, "sched_getaffinity")  # as off Linux

@@ -1,4 +1,4 @@
-"""Leaving a process that used gloo: its threads let go of their tensors before the interpreter is taken down."""
+"""Exit of a process that used gloo: its threads release their tensors before the interpreter shuts down."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def holders(rank: int, world_size: int) -> tuple[int, int]:
     """
     value = torch.ones(1)
     first = ctypes.c_float.from_address(value.data_ptr())
-    interval, own = sys.getswitchinterval(), sys.getrefcount(value)
+    interval, references = sys.getswitchinterval(), sys.getrefcount(value)
     dist.barrier()
     if rank == 1:
         time.sleep(0.2)  # so that the collective ends while rank 0 keeps the GIL
@@ -39,9 +39,9 @@ def holders(rank: int, world_size: int) -> tuple[int, int]:
         end = time.monotonic() + 0.1
         while time.monotonic() < end:
             pass
-        before = sys.getrefcount(value) - own
+        before = sys.getrefcount(value) - references
         shutdown.settle()
-        return before, sys.getrefcount(value) - own
+        return before, sys.getrefcount(value) - references
     finally:
         sys.setswitchinterval(interval)
 
@@ -65,7 +65,7 @@ def waits_for_its_peer(rank: int, world_size: int, settled: str) -> tuple[float,
 
 
 @LINUX
-def test_gloo_lets_go_of_the_tensors_of_a_finished_collective(rank_pool: RankPool) -> None:
+def test_gloo_releases_the_tensors_of_a_finished_collective(rank_pool: RankPool) -> None:
     before, after = rank_pool.run(2, holders)[0]
     assert before == 1  # else this shows nothing
     assert after == 0
@@ -80,7 +80,7 @@ def test_a_collective_that_a_peer_does_not_join_is_not_waited_for(
     assert not ended
 
 
-def test_every_entry_point_sees_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_entry_point_registers_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[object] = []
     with monkeypatch.context() as patch, fake_group(2):
         patch.setattr(atexit, "register", registered.append)
