@@ -9,7 +9,7 @@ import pytest
 import torch
 from op_cases import TABLE, D, Spec
 
-from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, verify_row
+from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, check
 from meshwright_dtensor.trace.graph import Node, Recorder, Value
 
 
@@ -46,7 +46,7 @@ def test_op_rows_equal_the_whole_op(case: str, n: int, book: RuleBook) -> None:
         rows = book.strategies(view)
         assert rows[0].source == "replicate"
         for row in rows if node.ins else rows[:0]:
-            assert verify_row(view, row), f"{node} {view.in_shapes}: {row}"
+            assert check(view, row), f"{node} {view.in_shapes}: {row}"
 
 
 def rows_of(
@@ -136,13 +136,13 @@ def test_check_catches_the_sums_of_shards() -> None:
     """The row that stock DTensor gives for cumsum(dim=-1) of a tensor sharded there."""
     nodes, values = record(lambda a: a.cumsum(-1), [((4, 6),)])
     view = NodeView.of(nodes[0], values, 2)
-    assert not verify_row(view, Strategy((1,), (1,), "dtensor"))
-    assert verify_row(view, Strategy((0,), (0,), "dtensor"))
+    assert not check(view, Strategy((1,), (1,), "dtensor"))
+    assert check(view, Strategy((0,), (0,), "dtensor"))
 
 
 def test_check_catches_a_nonlinear_use_of_a_partial_sum() -> None:
     nodes, values = record(torch.relu, [((4, 6),)])
-    assert not verify_row(NodeView.of(nodes[0], values, 2), Strategy(("P",), ("P",), "dtensor"))
+    assert not check(NodeView.of(nodes[0], values, 2), Strategy(("P",), ("P",), "dtensor"))
 
 
 def test_random_ops_only_run_replicated(book: RuleBook) -> None:
@@ -157,7 +157,7 @@ def test_shapes_local_to_an_earlier_axis_decide(book: RuleBook) -> None:
     view = NodeView.with_shapes(node, shapes, dict.fromkeys(shapes, D), 2)
     rows = {(r.ins, r.outs) for r in book.strategies(view)}
     assert ((0,), (0,)) in rows and ((1,), (1,)) not in rows
-    assert all(verify_row(view, r) for r in book.strategies(view))
+    assert all(check(view, r) for r in book.strategies(view))
 
 
 def arguments(op: Any, float_scalars: bool) -> list[Any] | None:
@@ -198,6 +198,6 @@ def test_ops_with_the_pointwise_tag_are_pointwise(book: RuleBook) -> None:
                 view = NodeView.of(node, values, 2)
                 rows = book.strategies(view)
                 for row in rows[1:]:
-                    assert verify_row(view, row), f"{node}: {row}"
+                    assert check(view, row), f"{node}: {row}"
                 tried += len(rows) > 1
     assert tried > 150

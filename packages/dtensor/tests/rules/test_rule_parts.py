@@ -21,9 +21,9 @@ from meshwright_dtensor.rules import (
     RuleBook,
     RuleEntry,
     Strategy,
+    check,
     localise,
     refine,
-    verify_row,
 )
 from meshwright_dtensor.rules import book as book_module
 from meshwright_dtensor.rules.composites.dropout import memory_order
@@ -199,8 +199,8 @@ def test_large_nodes_are_shrunk_consistently_and_checked() -> None:
     assert small is not None and small.in_shapes == small.out_shapes
     assert math.prod(small.in_shapes[0]) <= 65536
     assert small.in_shapes[0][2] == small.in_shapes[0][3]
-    assert verify_row(view, Strategy((1,), (1,), "dtensor"))
-    assert not verify_row(view, Strategy((3,), (3,), "dtensor"))
+    assert check(view, Strategy((1,), (1,), "dtensor"))
+    assert not check(view, Strategy((3,), (3,), "dtensor"))
 
 
 def test_tensor_that_is_passed_twice_has_one_state() -> None:
@@ -240,7 +240,7 @@ def test_stock_rows_that_fail_the_check_are_dropped() -> None:
         view = view_of(function, torch.ones(4, 6))
         rows = book.strategies(view)
         assert 1 not in {r.ins[0] for r in rows}
-        assert all(verify_row(view, r) for r in rows)
+        assert all(check(view, r) for r in rows)
     assert RuleBook(rules, use_stock=False).strategies(view)[1:] == []
 
 

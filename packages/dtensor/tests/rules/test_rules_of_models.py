@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright_dtensor.rules import NodeView, RuleBook, verify_row
+from meshwright_dtensor.rules import NodeView, RuleBook, check
 from meshwright_dtensor.rules.node import numel
 from meshwright_dtensor.trace.graph import Node, Recorder, Value
 
@@ -123,4 +123,4 @@ def test_rows_of_a_real_model(name: str) -> None:
             continue
         seen.add(key)
         for row in rows[1:]:
-            assert verify_row(view, row), f"{node} {view.in_shapes}: {row}"
+            assert check(view, row), f"{node} {view.in_shapes}: {row}"
