@@ -40,10 +40,12 @@ def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     [
         "meshwright_dtensor",
         "meshwright_dtensor.errors",
-        "meshwright_dtensor.plan.plan",
+        "meshwright_dtensor.cluster",
+        "meshwright_dtensor.plan",
         "meshwright_dtensor.plugins",
         "meshwright_dtensor.plugins.rank_check",
         "meshwright_dtensor.sharding.states",
+        "meshwright_dtensor.strategy",
     ],
 )
 def test_a_module_imports_without_torch(module: str) -> None:

@@ -94,12 +94,16 @@ def _gradients_agree(
             return False
         rank_gradients = [part[rank] for part in parts]
         local.append(_gradients(rank_outputs, rank_leaves, active, wanted, rank_gradients))
-    for position, i in enumerate(wanted):
-        state = strategy.ins[i]
-        dual: State = state if isinstance(state, int) else (R if state == P or not sharded else P)
-        if not _agrees([gradients[position] for gradients in local], dual, whole[position]):
-            return False
-    return True
+    duals = [_dual(strategy.ins[i], sharded) for i in wanted]
+    return all(
+        _agrees([gradients[position] for gradients in local], dual, whole[position])
+        for position, dual in enumerate(duals)
+    )
+
+
+def _dual(state: State, sharded: bool) -> State:
+    """The state of the gradient of an input in ``state``; ``sharded``: some state of the row is not R."""
+    return state if isinstance(state, int) else (R if state == P or not sharded else P)
 
 
 def _gradients(
