@@ -74,7 +74,7 @@ def planned(
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Constant, "asked", [])
+    monkeypatch.setattr(Constant, "questions", [])
 
 
 def same_prediction(first: ParallelPlan, other: ParallelPlan) -> bool:
@@ -118,11 +118,13 @@ def test_all_times_come_from_the_cost_model() -> None:
 
 def test_cost_model_gets_local_sizes() -> None:
     planned("constant", DGX_H100, tp=2)
-    operations = [first for first in Constant.questions if isinstance(first, Operation)]
+    operations = [question for question in Constant.questions if isinstance(question, Operation)]
     assert len(operations) == len(set(operations))
-    linear = [first for first in operations if first.name == "linear" and first.inputs[0] == (4, 32, 64)]
-    assert {first.inputs[1] for first in linear} >= {(64, 64), (32, 64), (256, 64), (128, 64)}
-    shard = next(first for first in linear if first.inputs[1] == (128, 64))
+    linear = [
+        question for question in operations if question.name == "linear" and question.inputs[0] == (4, 32, 64)
+    ]
+    assert {question.inputs[1] for question in linear} >= {(64, 64), (32, 64), (256, 64), (128, 64)}
+    shard = next(question for question in linear if question.inputs[1] == (128, 64))
     assert (
         shard.kind == "matmul"
         and shard.dtype == "float32"
@@ -130,15 +132,19 @@ def test_cost_model_gets_local_sizes() -> None:
         and shard.outputs == ((4, 32, 128),)
     )
     assert shard.flops == 2 * 4 * 32 * 64 * 128 and shard.made == (4.0 * 4 * 32 * 128,)
-    (update,) = {first.name for first in operations if first.kind == "update"}
+    (update,) = {question.name for question in operations if question.kind == "update"}
     assert update == "adamw"
-    moved = {(first.axis, first.levels) for first in Constant.questions if isinstance(first, Communication)}
+    moved = {
+        (question.axis, question.levels)
+        for question in Constant.questions
+        if isinstance(question, Communication)
+    }
     assert moved == {("tp", ("nvlink",))}
     Constant.questions.clear()
     request = PlanRequest(cluster=DGX_H100, world_size=16, cost_model="constant", dp=16)
     host = host_with(CostModelSpec(name="constant", target=target_of(Constant)))
     EagerPlanner(host).plan(Transformer(layers=2), tokens(rows=16), request)
-    (sums,) = (first for first in Constant.questions if isinstance(first, Communication))
+    (sums,) = (question for question in Constant.questions if isinstance(question, Communication))
     assert (sums.kind, sums.axis, sums.degree) == ("all_reduce", "dp", 16)
     assert sums.levels == ("nvlink", "infiniband")
 
