@@ -27,8 +27,8 @@ class ModuleRun:
         module: its full name.
         kinds: the representatives of its operations.
         parameters: names of the parameters that they read.
-        entering: inputs as (value, its representative, module that made it).
-        leaving: see ModuleWork.
+        inputs: (value, its representative, module that made it).
+        outputs: see ModuleWork.
     """
 
     module: str

@@ -37,7 +37,7 @@ class _BlockRun:
         nodes, values, packed: (first, one past the last).
         inputs: value of each tensor among the arguments, in order.
         roots: first value of the storage of each of them.
-        own: name of a parameter or buffer below the module -> value.
+        own_values: name of a parameter or buffer below the module -> value.
         outputs, spec: the flattened output: (number of the argument or None, tensor), or an object that is no tensor.
         storages: per output, the values of its storage.
         around: the checkpoints that it ran in.
