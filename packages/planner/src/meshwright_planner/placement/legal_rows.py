@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from meshwright_dtensor.rules.lift import Known
 from meshwright_dtensor.rules.node import NodeView, Strategy
@@ -114,13 +114,13 @@ class Legality:
                 result[row.ins, row.outs] = self._priced(index, view, row)
         return list(result.values())
 
-    def on(self, tape: Tape) -> Legality:
+    def on(self, tape: Tape) -> Self:
         """The same for a tape that differs in sizes and saved tensors only."""
         other = copy.copy(self)
         other.tape, other._works = tape, {}
         return other
 
-    def across(self, costs: AxisCosts) -> Legality:
+    def across(self, costs: AxisCosts) -> Self:
         """The same for ranks joined by another link."""
         other = copy.copy(self)
         other.costs = costs

@@ -120,12 +120,15 @@ class PlacementProblem:
         Args:
             memory: price and limit of memory.
             divided: weights that must be stored sharded (see `weights`).
-            time_limit: seconds for the solver; None: `patience`.
+            time_limit: seconds for all programs together; None: `patience`.
 
         Raises:
             Unsolved: the time was over before there was an answer.
         """
-        return solve_program(self, memory, divided, self.patience if time_limit is None else time_limit)
+        return self._solve(memory, divided, self.patience if time_limit is None else time_limit)
+
+    def _solve(self, memory: MemoryTerms, divided: frozenset[int], time_limit: float) -> Placement | None:
+        return solve_program(self, memory, divided, time_limit)
 
     def weights(self, alone: bool = False) -> frozenset[int]:
         """Parameters of two dims or more, with a noticeable fraction of all bytes, that can be used as shards.

@@ -5,8 +5,8 @@ The runtime derives a call in the same way, one axis after the other, outermost 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Self
 
 from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.rules.refine import refine
@@ -14,7 +14,7 @@ from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.trace.graph import Ref
-from meshwright_planner.cost.prices import Collective, Work, work_of
+from meshwright_planner.cost.prices import AxisCosts, Collective, Work, work_of
 from meshwright_planner.placement.legal_rows import Legality, Option, balanced
 from meshwright_planner.placement.solution import along
 from meshwright_planner.placement.two_axes.prices import JointCosts
@@ -83,18 +83,16 @@ class JointLegality(Legality):
         """FLOPs of the forward pass of a node."""
         return self.axes[0].flops(index)
 
-    def on(self, tape: Tape) -> JointLegality:
+    def on(self, tape: Tape) -> Self:
         """The same for a tape that differs in sizes and saved tensors only."""
-        other = copy.copy(self)
-        other.tape, other._works = tape, {}
+        other = super().on(tape)
         other.axes = (self.axes[0].on(tape), self.axes[1].on(tape))
         return other
 
-    def across(self, costs: object) -> JointLegality:
+    def across(self, costs: AxisCosts) -> Self:
         """The same for ranks joined by other links."""
         assert isinstance(costs, JointCosts)
-        other = copy.copy(self)
-        other.costs = costs
+        other = super().across(costs)
         other.axes = (self.axes[0].across(costs.axes[0]), self.axes[1].across(costs.axes[1]))
         return other
 

@@ -165,15 +165,8 @@ class JointProblem(PlacementProblem):
         other.options = {k: [some[n] for n in kept(k)] for k, some in self.options.items()}
         return other
 
-    def solve(
-        self,
-        memory: MemoryTerms,
-        *,
-        divided: frozenset[int] = frozenset(),
-        time_limit: float | None = None,
-    ) -> Placement | None:
-        """See PlacementProblem.solve, and `placement/two_axes/solve.py`; `time_limit`: for all programs together."""
-        return solve(self, memory, divided, self.patience if time_limit is None else time_limit)
+    def _solve(self, memory: MemoryTerms, divided: frozenset[int], time_limit: float) -> Placement | None:
+        return solve(self, memory, divided, time_limit)
 
 
 def _held(legality: JointLegality, pins: Pins) -> dict[int, tuple[State | None, ...]]:
