@@ -285,7 +285,7 @@ def test_data_is_data_where_nothing_fits(
     data = json.loads(out)
     told = [entry["failure"] for entry in data["planners"]] if command else [data["reason"]]
     assert code == 3 and all(
-        "fits the 1.0 KiB that each has" in text and "Would fit:" in text for text in told
+        "fits the 1.0 KiB of each rank" in text and "Would fit:" in text for text in told
     )
     if not command:
         assert data["error"] == "InfeasibleError" and data["exit_code"] == 3

@@ -256,7 +256,7 @@ def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path
     code, out, error = run(*why, "zero=3")
     assert code == 0, error
     assert out.startswith(
-        "zero=3 (beside optimizer=sgd, precision=bf16, memory_limit=1073741824, dp=2, as the plan was"
+        "zero=3 (with optimizer=sgd, precision=bf16, memory_limit=1073741824, dp=2, as the plan was"
     )
     code, out, _ = run(*why, "tp=4", "--json")  # dp=2 leaves no ranks for it
     answer = json.loads(out)
@@ -300,14 +300,14 @@ def test_a_pinned_degree_is_named_and_what_would_be_without_it(run: Run, file: s
     assert code == 0, error
     pinned, free = out.splitlines()
     assert pinned.startswith(
-        "pp=2 (beside optimizer=sgd, tp=2, as the plan was asked for): illegal: the plan was asked"
+        "pp=2 (with optimizer=sgd, tp=2, as the plan was requested): illegal: the plan was requested"
     )
     assert (
-        "asked for with tp=2, and pp 2 x tp 2 takes 4 ranks, or a multiple of them, where there are 2: plan again"
+        "requested with tp=2, and pp 2 x tp 2 needs 4 ranks, or a multiple, but there are 2: plan again"
         in pinned
     )
-    assert free.startswith("pp=2 (beside optimizer=sgd, as the plan was asked for) (without tp=2, which")
-    assert "slower: its best is" in free or "faster: " in free
+    assert free.startswith("pp=2 (with optimizer=sgd, as the plan was requested) (without tp=2, which")
+    assert "slower: the best plan with it is" in free or "faster: " in free
     code, out, _ = run(*why, "pp=2", "--json")
     answer = json.loads(out)
     assert (

@@ -1,4 +1,4 @@
-"""Several planners on one request, in one table: what each found, and how long it took to answer."""
+"""Compares planners on one request: the plan of each in one table, and the time that each took."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshwright_planner.reports.explain import explain
 
 @dataclass(frozen=True)
 class Answer:
-    """What one planner said.
+    """The answer of one planner.
 
     Args:
         planner: its name.
-        plan: its best; None where it found none, which `failure` explains.
-        seconds, processor_seconds: it took by the clock, and of the processor, which does not count what else runs here.
+        plan: its best plan; None where it has none, with the reason in `failure`.
+        seconds, processor_seconds: wall-clock time and processor time of planning. Other processes do not affect the latter.
     """
 
     planner: str
@@ -70,9 +70,7 @@ class Comparison:
             for answer in self.answers
         ]
         if any(plan.provenance.measured_seconds is not None for plan in self.plans):
-            lines.append(
-                "what was tried is measured too; the order is that of the predictions, which all have"
-            )
+            lines.append("some plans are also measured; the order is by predicted time, which all plans have")
         return f"{explain(self.plans)}\n" + "\n".join(lines) + "\n"
 
 
@@ -83,27 +81,28 @@ def compare(
     planners: Sequence[str],
     host: PluginHost | None = None,
 ) -> Comparison:
-    """The best plan of each planner for one request, under the same costs.
+    """The best plan of each planner for one request, with the same costs.
 
     Args:
-        model, batch, request: as for a planner; `request.planner` does not count.
+        model, batch, request: as for a planner; `request.planner` is ignored.
         planners: names of registered planners.
         host: where they are found; None discovers what is installed.
 
     Raises:
         PluginError: there is no planner of that name.
-        UsageError: the request or the batch is at fault.
+        UsageError: the request or the batch is wrong.
     """
-    found = host or discover()
+    plugins = host or discover()
     answers: list[Answer] = []
     refusal: MeshwrightError | None = None
     for name in planners:
-        planner = found.get(PlannerSpec, name).load()()
+        planner = plugins.get(PlannerSpec, name).load()()
         start, worked = time.perf_counter(), time.process_time()
         plan, failure = None, None
         try:
             plan = planner.plan(model, batch, replace(request, planner=name, top_k=1))[0]
-        except (InfeasibleError, PlanError, UsageError) as error:  # the others may still answer
+        except (InfeasibleError, PlanError, UsageError) as error:
+            # the other planners may still answer
             failure, refusal = str(error).rstrip(), error
         answers.append(Answer(name, plan, time.perf_counter() - start, time.process_time() - worked, failure))
     if refusal is not None and not isinstance(refusal, InfeasibleError) and not any(a.plan for a in answers):

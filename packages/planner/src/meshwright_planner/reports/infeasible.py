@@ -1,4 +1,4 @@
-"""When nothing fits: by how much, and the smallest changes that would, each of them tried."""
+"""The error when nothing fits: by how much, and the smallest changes that do fit, each of them tried."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from meshwright_planner.evaluation.memory_bound import floor_bytes, least_bytes
 from meshwright_planner.trace.batch import scaled
 
 MOST_RANKS = 64
-"""How many times the asked number of ranks is tried at most."""
+"""The largest multiple of the requested ranks that is tried."""
 
 SHOWN = 4
-"""Configurations that are said to be closest."""
+"""The number of closest configurations that the error lists."""
 
 WIDTH = 90
-"""Columns of a line; the command line puts "Error: " before the first, so that 100 are enough."""
+"""Columns of a line. With "Error: " in front on the command line, 100 columns are enough."""
 
 
 def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleError:
-    """The error for `candidates`, none of which fits, with what was tried and would fit: a line for each."""
+    """The error for `candidates`, none of which fits, with a line for each change that would fit."""
     setting = search.setting
     closest = sorted(candidates, key=lambda c: (c.excess_bytes, c.step_seconds))
     misses = [
@@ -36,22 +36,22 @@ def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleErr
     ]
     if len(closest) > SHOWN:
         misses.append(f"and {len(closest) - SHOWN} more")
-    advice = [*_changes(search), *_more_memory(search, closest[0])] or ["nothing that was tried"]
+    advice = [*_changes(search), *_more_memory(search, closest[0])] or ["none of the changes that were tried"]
     head = (
-        f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} that each "
-        f"has ({human_bytes(setting.allowed - setting.limit)} kept back):"
+        f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} of each "
+        f"rank ({human_bytes(setting.allowed - setting.limit)} of it are kept back):"
     )
     lines = [*_wrapped(head), *_listed(misses), "Would fit:", *_listed(advice)]
     return InfeasibleError("\n".join(lines), listed=True)
 
 
 def _listed(reasons: Iterable[str]) -> Iterator[str]:
-    """A line for each, broken where it is too long."""
+    """List items, wrapped where they are too long."""
     return (line for reason in reasons for line in _wrapped(reason, "  - ", "    "))
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Lines that are not too long; a size and its unit stay together."""
+    """Lines of at most WIDTH columns; a size and its unit stay together."""
     together = re.sub(r"(\d) (?=[KMG]iB|B\b)", "\\1\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(
         together, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False
@@ -65,15 +65,16 @@ def _largest(candidate: Candidate) -> str:
 
 
 def _changes(search: Search) -> list[str]:
+    """Changes of the request that fit, a line each."""
     setting = search.setting
-    found = _unpinned(search)
+    changes = _unpinned(search)
     factor, most = 2, setting.cluster.most_ranks or math.inf
     while factor <= MOST_RANKS and setting.world_size * factor <= most:
         ranks = setting.world_size * factor
-        # a degree that grows with the cluster must not be held down by its pin
+        # a pinned degree must not keep the plan from using more ranks
         fit = _first_fit(search.variant(world_size=ranks, pins={}, data=None))
         if fit is not None:
-            found.append(f"world_size={ranks}: {fit.name} ({human_bytes(fit.total_bytes)})")
+            changes.append(f"world_size={ranks}: {fit.name} ({human_bytes(fit.total_bytes)})")
             break
         factor *= 2
     rows = setting.batch.size
@@ -81,40 +82,40 @@ def _changes(search: Search) -> list[str]:
         rows //= 2
         fit = _first_fit(search.variant(batch=scaled(setting.batch, rows)))
         if fit is not None:
-            found.append(f"a batch of {rows} instead of {setting.batch.size}: {fit.name}")
+            changes.append(f"a batch of {rows} instead of {setting.batch.size}: {fit.name}")
             break
     if setting.precision in (None, "fp32"):
         fit = _first_fit(search.variant(precision="bf16"))
         if fit is not None:
-            found.append(f'precision="bf16": {fit.name} ({human_bytes(fit.total_bytes)})')
+            changes.append(f'precision="bf16": {fit.name} ({human_bytes(fit.total_bytes)})')
     if setting.optimizer != "sgd":
         fit = _first_fit(search.variant(optimizer="sgd"))
         if fit is not None:
-            found.append(f'optimizer="sgd" (no state): {fit.name} ({human_bytes(fit.total_bytes)})')
-    return found
+            changes.append(f'optimizer="sgd" (no state): {fit.name} ({human_bytes(fit.total_bytes)})')
+    return changes
 
 
 def _unpinned(search: Search) -> list[str]:
-    """Without each thing that is pinned, and where that is not enough, without all of them."""
-    every = dict(_pinned(search.setting))
-    found = []
-    for pin, changes in every.items():
+    """Requests that fit without one of the pins, or where there is none, without all of them."""
+    pins = dict(_pinned(search.setting))
+    lines = []
+    for pin, changes in pins.items():
         fit = _first_fit(search.variant(**changes))
         if fit is not None:
-            found.append(f"without {pin}: {fit.name} ({human_bytes(fit.total_bytes)})")
-    if not found and len(every) > 1:
-        free = {name: value for changes in every.values() for name, value in changes.items()}
+            lines.append(f"without {pin}: {fit.name} ({human_bytes(fit.total_bytes)})")
+    if not lines and len(pins) > 1:
+        free = {name: value for changes in pins.values() for name, value in changes.items()}
         fit = _first_fit(search.variant(**{**free, "options": {}}))
         if fit is not None:
-            found.append(f"without {', '.join(every)}: {fit.name} ({human_bytes(fit.total_bytes)})")
-    return found
+            lines.append(f"without {', '.join(pins)}: {fit.name} ({human_bytes(fit.total_bytes)})")
+    return lines
 
 
 def _pinned(setting: Setting) -> Iterator[tuple[str, dict[str, object]]]:
-    """What the user pinned, in words, and the setting without it. Degrees are one thing: their product is given."""
+    """Each pin in words, and the changes of the setting without it. All degrees are one pin, because their product is fixed."""
     if setting.pins or setting.data is not None:
-        said: dict[str, object] = {**setting.pins} or {"dp": setting.data}
-        yield ", ".join(f"{axis}={degree}" for axis, degree in said.items()), {"pins": {}, "data": None}
+        degrees: dict[str, object] = {**setting.pins} or {"dp": setting.data}
+        yield ", ".join(f"{axis}={degree}" for axis, degree in degrees.items()), {"pins": {}, "data": None}
     if setting.stage:
         yield f"zero={setting.stage}", {"stage": 0}
     for name in ("recompute", "sequence_parallel"):
@@ -126,10 +127,10 @@ def _pinned(setting: Setting) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _more_memory(search: Search, closest: Candidate) -> list[str]:
-    """The smallest memory that is known to be enough."""
+    """The smallest memory limit that is known to be enough."""
     limit = closest.total_bytes
     raised = search.variant(limit=limit)
-    # a placement was found for the limit as it is; a little room lets the search find one as small
+    # the closest placement was found for another limit; with a little room the search finds one as small
     if raised.evaluate(closest.point).excess_bytes:
         limit = math.ceil(1.02 * limit)
         if search.variant(limit=limit).evaluate(closest.point).excess_bytes:
@@ -139,7 +140,7 @@ def _more_memory(search: Search, closest: Candidate) -> list[str]:
 
 
 def _first_fit(search: Search) -> Candidate | None:
-    """A candidate that fits, data degrees first and with as little given up as it can; None where none was found."""
+    """A candidate that fits, with much data parallelism and few memory savings first; None where there is none."""
     if floor_bytes(search.basis) > search.setting.limit:
         return None
     try:
@@ -152,7 +153,8 @@ def _first_fit(search: Search) -> Candidate | None:
         for chain in _savings(search, degrees):
             try:
                 fit = _first_of(search, chain)
-            except (PlanError, UsageError):  # these degrees cannot be had so: a schedule or a mark refuses
+            except (PlanError, UsageError):
+                # a schedule or a mark_sharding refuses these degrees
                 continue
             if fit is not None:
                 return fit
@@ -160,10 +162,11 @@ def _first_fit(search: Search) -> Candidate | None:
 
 
 def _first_of(search: Search, chain: Sequence[Point]) -> Candidate | None:
-    """The first of these that fits; each gives up more than the one before."""
+    """The first of these configurations that fits; each saves more memory than the one before."""
     last = search.estimate(chain[-1])
     if least_bytes(last, search.basis.sizes) > search.setting.limit:
-        return None  # not even with everything given up
+        # not even the last one fits
+        return None
     for point in chain:
         if not search.estimate(point).excess_bytes or point == chain[-1]:
             candidate = search.evaluate(point)
@@ -173,7 +176,7 @@ def _first_of(search: Search, chain: Sequence[Point]) -> Candidate | None:
 
 
 def _savings(search: Search, degrees: Mapping[str, int]) -> list[list[Point]]:
-    """Configurations of these degrees, a list for each way, from nothing given up to all that saves memory."""
+    """Configurations of these degrees, a list for each way, from no memory savings to all of them."""
     setting = search.setting
     ways = search.ways(degrees) or [{}]
     stages = [setting.stage or (3 if degrees.get(SHARED, 1) > 1 else 0)]

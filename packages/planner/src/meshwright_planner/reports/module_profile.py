@@ -1,4 +1,4 @@
-"""`profile_model`: what each module of a model computes, holds and keeps for the backward pass, on one device."""
+"""`profile_model`: FLOPs, parameters and saved activations of each module of a model, on one device."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from meshwright_planner.trace.tape import Saved, Tape
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """One module with all that is in it, or all copies of a block together.
+    """One module with its submodules, or all copies of a block together.
 
     Args:
-        name: its full name, "" of the model itself; of copies that of the first.
+        name: its full name, "" for the model itself; for copies the name of the first.
         kind: its class.
-        copies: how many modules this is of.
+        copies: the number of modules in this row.
         forward_flops, backward_flops: floating-point operations of products, convolutions and attention.
-        again_flops: those of the forward pass that run once more in the backward pass.
-        parameters, parameter_bytes: number and bytes of distinct parameters, in the dtype that the model has them in.
-        saved_bytes: what autograd keeps for the backward pass, parameters aside; a storage counts where it is kept first.
+        again_flops: operations of the forward pass that the backward pass recomputes.
+        parameters, parameter_bytes: number and bytes of distinct parameters, in their own dtype.
+        saved_bytes: bytes that autograd keeps for the backward pass, without parameters; a storage counts where it is saved first.
     """
 
     name: str
@@ -53,12 +53,12 @@ class ModuleProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What the modules of a model do with one batch on one device. `print` it for a table.
+    """The profile of a model with one batch on one device. `print` it for a table.
 
     Args:
-        modules: every module by itself, the model first, in the model's order.
+        modules: every module, the model first, in the model's order.
         blocks: the same with repeated blocks folded: a row stands for all copies, and is their sum.
-        precision, recompute: as they were asked for.
+        precision, recompute: as given to `profile_model`.
     """
 
     modules: tuple[ModuleProfile, ...]
@@ -73,10 +73,10 @@ class ModelProfile:
 
     def __getitem__(self, name: str) -> ModuleProfile:
         """A module by its full name."""
-        found = next((row for row in self.modules if row.name == name), None)
-        if found is None:
+        row = next((row for row in self.modules if row.name == name), None)
+        if row is None:
             raise UsageError(unknown("module", name, [row.name for row in self.modules]))
-        return found
+        return row
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -93,32 +93,38 @@ class ModelProfile:
         head = ("module", "class", "copies", "parameters", "bytes", "forward", "backward", "again", "kept")
         lines = [head, *(_cells(row) for row in self.blocks)]
         widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
-        said = ["  ".join(_placed(cell, n, widths[n]) for n, cell in enumerate(line)) for line in lines]
-        return "\n".join(line.rstrip() for line in said)
+        # names are aligned to the left, figures to the right
+        aligned = (
+            (cell.ljust(widths[n]) if n < 2 else cell.rjust(widths[n]) for n, cell in enumerate(line))
+            for line in lines
+        )
+        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
 def profile_model(
     model: nn.Module, batch: Any, *, precision: str | None = None, recompute: str | None = None
 ) -> ModelProfile:
-    """Run `model` once on fake tensors, and say what its modules compute, hold and keep. The model is left untouched.
+    """Run `model` once on fake tensors, and profile its modules. The model is left untouched.
 
     Args:
         model: any module; its parameters may be on the meta device.
-        batch: an example of what it is called with: a dict of keyword arguments, a tuple of arguments, or a tensor.
+        batch: an example batch: a dict of keyword arguments, a tuple of arguments, or a tensor.
         precision: "bf16", "fp16" or "fp32": what a float32 model is computed in; None is its own dtype.
         recompute: "full", "alternate" or "selective" for every repeated block, or a pattern of module names, as in `plan`;
             None keeps everything.
 
     Raises:
-        UsageError: an option cannot be had, or the model does not take the batch.
-        UnsupportedError: the model looks at data and is too large for a real run.
+        UsageError: an option is not possible, or the model does not accept the batch.
+        UnsupportedError: the model depends on the data of its batch, and is too large for a real run.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if precision is not None and precision not in PRECISIONS:
         raise UsageError(unknown("precision", precision, PRECISIONS))
     if recompute is not None and (not isinstance(recompute, str) or not recompute):
-        raise UsageError(f"recompute={recompute!r} is no policy and no pattern of module names; give a text")
+        raise UsageError(
+            f"recompute={recompute!r} is neither a policy nor a pattern of module names; give a string"
+        )
     rules, example = recompute_rules(model, recompute), Batch.of(batch)
     book = RuleBook.default()
     with without_garbage_collection():
@@ -128,22 +134,22 @@ def profile_model(
         merged = quotient(tape)
     rules = recompute_rules(model, recompute, tape.calls)
     composites = by_name(book.composites)
-    ahead = [forward_flops(node, tape.values, composites) for node in tape.nodes]
-    region = Region(tape, merged, ahead.__getitem__, rules)
+    forward = [forward_flops(node, tape.values, composites) for node in tape.nodes]
+    region = Region(tape, merged, forward.__getitem__, rules)
     saved = region.saved(tape) if rules else tape.saved
-    rows = _rows(model, tape, ahead, region.repeated, saved, _unused(tape, composites))
+    rows = _rows(model, tape, forward, region.repeated, saved, _unused(tape, composites))
     return ModelProfile(tuple(rows.values()), tuple(_folded(rows, merged)), precision, recompute)
 
 
 def _rows(
     model: nn.Module,
     tape: Tape,
-    ahead: list[float],
+    forward_counts: list[float],
     repeated: frozenset[int],
     saved: Iterable[Saved],
     unused: Iterable[tuple[str, int, int]],
 ) -> dict[str, ModuleProfile]:
-    """Module -> its figures, the model first."""
+    """Module -> its profile, the model first."""
     sums: dict[str, Counter[str]] = {name: Counter() for name in tape.modules}
     for module, forward, again in unused:
         for name in _within(module):
@@ -152,7 +158,10 @@ def _rows(
     for index, node in enumerate(tape.nodes):
         forward, back = (
             round(n)
-            for n in (ahead[index], backward_flops(node, tape.values, tape.flows[index], ahead[index]))
+            for n in (
+                forward_counts[index],
+                backward_flops(node, tape.values, tape.flows[index], forward_counts[index]),
+            )
         )
         for name in _within(node.module):
             sums[name]["forward_flops"] += forward
@@ -166,18 +175,21 @@ def _rows(
             seen.add(item.root)
         for name in _within(tape.nodes[item.by].module):
             sums[name]["saved_bytes"] += item.nbytes
-    found = {}
+    profiles = {}
     for name, module in model.named_modules():
-        own = list(module.parameters())
-        held = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
-        found[name] = ModuleProfile(
-            name, type(module).__name__, parameters=held[0], parameter_bytes=held[1], **sums[name]
+        parameters = list(module.parameters())
+        profiles[name] = ModuleProfile(
+            name,
+            type(module).__name__,
+            parameters=sum(p.numel() for p in parameters),
+            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            **sums[name],
         )
-    return found
+    return profiles
 
 
 def _unused(tape: Tape, composites: Mapping[str, Composite]) -> Iterator[tuple[str, int, int]]:
-    """Module, operations, and those that run again, of what runs and nothing depends on: it goes forward only."""
+    """(module, FLOPs, recomputed FLOPs) of operations whose results are unused; they have no backward."""
     for node, again in tape.unused:
         forward = round(forward_flops(node, tape.values, composites))
         if forward:
@@ -185,39 +197,31 @@ def _unused(tape: Tape, composites: Mapping[str, Composite]) -> Iterator[tuple[s
 
 
 def _within(module: str) -> list[str]:
-    """A module and all that it is in, the model itself first."""
+    """The names of a module and of all modules around it, the model first."""
     parts = module.split(".") if module else []
     return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _folded(rows: Mapping[str, ModuleProfile], merged: Quotient) -> list[ModuleProfile]:
-    """One row for each module of the first copy, the sum of those in its place in the others."""
+    """One row for each module of the first copy of a block: the sum over all copies."""
     first: dict[str, str] = {}
     for group in merged.groups:
         first.update(dict.fromkeys(group, group[0]))
-    found: dict[str, ModuleProfile] = {}
+    sums: dict[str, ModuleProfile] = {}
     for name, row in rows.items():
-        # a copy inside of a copy is folded twice: from the outermost in
+        # a copy inside a copy is folded twice, the outer one first
         folded = ""
         for part in name.split(".") if name else ():
             folded = f"{folded}.{part}" if folded else part
             folded = first.get(folded, folded)
-        known = found.get(folded)
-        found[folded] = row if known is None else _sum(known, row)
-    return list(found.values())
+        sums[folded] = _sum(sums[folded], row) if folded in sums else row
+    return list(sums.values())
 
 
-def _sum(one: ModuleProfile, other: ModuleProfile) -> ModuleProfile:
-    return replace(
-        one,
-        copies=one.copies + other.copies,
-        forward_flops=one.forward_flops + other.forward_flops,
-        backward_flops=one.backward_flops + other.backward_flops,
-        again_flops=one.again_flops + other.again_flops,
-        parameters=one.parameters + other.parameters,
-        parameter_bytes=one.parameter_bytes + other.parameter_bytes,
-        saved_bytes=one.saved_bytes + other.saved_bytes,
-    )
+def _sum(first: ModuleProfile, other: ModuleProfile) -> ModuleProfile:
+    """The sum of all figures of two copies, under the name of the first."""
+    figures = {name: value for name, value in asdict(other).items() if isinstance(value, int)}
+    return replace(first, **{name: getattr(first, name) + value for name, value in figures.items()})
 
 
 def _cells(row: ModuleProfile) -> tuple[str, ...]:
@@ -232,11 +236,6 @@ def _cells(row: ModuleProfile) -> tuple[str, ...]:
         *(_human_flops(count) for count in flops),
         human_bytes(row.saved_bytes),
     )
-
-
-def _placed(cell: str, column: int, width: int) -> str:
-    """Names to the left, figures to the right."""
-    return cell.ljust(width) if column < 2 else cell.rjust(width)
 
 
 def _human_flops(count: int) -> str:

@@ -1,4 +1,4 @@
-"""What to buy next: a plan replayed on clusters that are better in one thing each."""
+"""Hardware upgrades: a plan replayed on clusters that are better in one respect each."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from meshwright_planner.simulation.workload import Faults, Workload
 
 TWICE = 2.0
 FULL = 0.9
-"""Part of the memory above which more of it would let a plan choose otherwise."""
+"""Part of the memory above which more of it may allow a faster plan."""
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """One change of the cluster and what the same plan would then take.
+    """One change of the cluster, and the step of the same plan on it.
 
     Args:
         what: the change, in words.
-        seconds: of a step.
-        saved: part of the step of today that it saves.
-        today: seconds of a step, replayed like `seconds` on the cluster as it is.
+        seconds: of a step after the change, replayed.
+        saved: the part of today's step that it saves.
+        today: seconds of a step on the cluster as it is, also replayed.
     """
 
     what: str
@@ -39,21 +39,21 @@ class Upgrade:
 
 
 def upgrades(plan: ParallelPlan, cluster: Cluster, host: PluginHost | None = None) -> list[Upgrade]:
-    """What the plan would take on a cluster twice as good in one thing, the most useful first.
+    """The step of the plan on clusters that are twice as good in one respect, the largest gain first.
 
-    The plan is kept as it is: another may make more of the change.
+    The plan stays the same; another plan may profit more from the change.
 
     Raises:
-        UsageError: the plan does not say where its time goes.
+        UsageError: the plan has no predicted split of its step.
     """
     today = run(Workload(plan, cluster, host=host).programs()).seconds
     if not today:
         return []
-    found = []
+    changes = []
     for what, faults in _changes(cluster):
         seconds = run(Workload(plan, cluster, faults, host).programs()).seconds
-        found.append(Upgrade(what, seconds, 1.0 - seconds / today, today))
-    return sorted(found, key=lambda u: (u.seconds, u.what))
+        changes.append(Upgrade(what, seconds, 1.0 - seconds / today, today))
+    return sorted(changes, key=lambda u: (u.seconds, u.what))
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Faults]]:
@@ -63,13 +63,13 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Faults]]:
 
 
 def memory_limit(plan: ParallelPlan, cluster: Cluster | None) -> int:
-    """Bytes that a rank may take: as the plan was made for, else what a device of `cluster` has; 0 where neither is known."""
+    """Bytes that a rank may use: the plan's limit, else the memory of a device of `cluster`; 0 where neither is known."""
     if plan.predicted is not None and plan.predicted.limit_bytes is not None:
         return plan.predicted.limit_bytes
     return 0 if cluster is None else cluster.usable_bytes
 
 
 def memory_is_full(plan: ParallelPlan, cluster: Cluster) -> bool:
-    """Whether the plan leaves so little memory that more of it may allow a faster one."""
+    """Whether memory is so full that more of it may allow a faster plan."""
     assert plan.predicted is not None
     return plan.predicted.total_bytes > FULL * memory_limit(plan, cluster)

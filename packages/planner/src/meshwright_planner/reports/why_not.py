@@ -1,4 +1,4 @@
-"""Why a plan does not use a degree or an option: planned again with it, and laid beside the winner."""
+"""Why a plan does not use a degree or an option: plan again with it, and compare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright_planner.reports.plan_view import name_of, seconds_of
 
 OPTIONS = ("zero", "zero_degree", "microbatches", "schedule", "recompute", "sequence_parallel", "precision",
            "context_attention", "context_balance")  # fmt: skip
-"""Options that may be asked about, beside degrees."""
+"""Options that a question may name, in addition to degrees."""
 
 NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -34,7 +34,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dp": ("zero", "zero_degree"),
     }
 )
-"""Degree -> options that mean nothing where it is 1."""
+"""Degree -> options that have no meaning where it is 1."""
 
 Verdict = Literal["chosen", "slower", "faster", "infeasible", "illegal"]
 
@@ -44,14 +44,14 @@ class WhyNot:
     """The answer.
 
     Args:
-        asked: the degree or option in words, "tp=4".
-        verdict: "chosen" - the plan has it already; "slower" - its best plan takes longer; "faster" - it does not, so that
-            the plan is not the best of this request; "infeasible" - nothing with it fits the memory; "illegal" - it cannot be.
+        asked: the degree or option of the question, "tp=4".
+        verdict: "chosen" - the plan has it already; "slower" - the best plan with it takes longer; "faster" - it takes less, so
+            the plan is not the best for this request; "infeasible" - nothing with it fits the memory; "illegal" - not possible.
         reason: in words.
-        plan: the best with it, where there is one.
-        kept: what else was asked for when the plan was made, and held here too: keyword of `plan` -> value.
-        dropped: what was asked for then and cannot be beside what is asked now, and so was let go.
-        free: where degrees that are kept leave no ranks for what is asked: the answer without them, which it drops.
+        plan: the best plan with it, if there is one.
+        kept: other keywords of the plan's request, which hold here too: keyword of `plan` -> value.
+        dropped: keywords of the plan's request that contradict the question, and do not hold here.
+        free: if kept degrees leave no ranks for the question, the answer without them.
     """
 
     asked: str
@@ -63,10 +63,10 @@ class WhyNot:
     free: WhyNot | None = None
 
     def __str__(self) -> str:
-        kept, gone = _listed(self.kept), _listed(self.dropped)
-        beside = f" (beside {kept}, as the plan was asked for)" if kept else ""
-        beside += f" (without {gone}, which cannot be beside it)" if gone else ""
-        return f"{self.asked}{beside}: {self.verdict}: {self.reason}\n{self.free or ''}"
+        kept, dropped = _listed(self.kept), _listed(self.dropped)
+        conditions = f" (with {kept}, as the plan was requested)" if kept else ""
+        conditions += f" (without {dropped}, which it contradicts)" if dropped else ""
+        return f"{self.asked}{conditions}: {self.verdict}: {self.reason}\n{self.free or ''}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -84,10 +84,10 @@ class WhyNot:
 
 
 def parse_pins(text: str) -> dict[str, Any]:
-    """What "tp=4" or "tp=4,recompute=full" pins.
+    """The pins of "tp=4" or "tp=4,recompute=full".
 
     Raises:
-        UsageError: it is not of that form.
+        UsageError: the text has another form.
     """
     pins: dict[str, Any] = {}
     for part in text.split(","):
@@ -101,17 +101,17 @@ def parse_pins(text: str) -> dict[str, Any]:
 
 
 def check_names(pins: Mapping[str, Any], request: PlanRequest, host: PluginHost) -> None:
-    """That what is asked about is a degree or an option that there is.
+    """Check that each pin is a known degree or option.
 
     Raises:
-        UsageError: it is not.
+        UsageError: one is not.
     """
-    axes = {*request.degrees, *(found.record.axis for found in host.strategies().values())}
+    axes = {*request.degrees, *(registered.record.axis for registered in host.strategies().values())}
     degrees = (*DEGREES, *sorted(axes - {*DEGREES, *OPTIONS}))
     for name, value in pins.items():
         if name not in (*degrees, *OPTIONS):
             raise UsageError(
-                f"--why-not {name}={value}: there is no such option; ask about a degree ({', '.join(degrees)}), or one of "
+                f"--why-not {name}={value}: there is no such option; give a degree ({', '.join(degrees)}), or one of "
                 f"{', '.join(OPTIONS)}{suggestion(name, (*degrees, *OPTIONS))}"
             )
 
@@ -124,21 +124,21 @@ def why_not(
     pins: Mapping[str, Any],
     host: PluginHost | None = None,
 ) -> WhyNot:
-    """Why `winner` does not use what `pins` names.
+    """Why `winner` does not use the degrees and options in `pins`.
 
     Args:
-        winner: the plan in question.
-        model, batch: those it was planned for.
-        request: as it was planned (see `request_of`); where it says something of a pin, the pin counts.
+        winner: the plan.
+        model, batch: the model and batch of the plan.
+        request: its request (see `request_of`); `pins` take precedence.
         pins: mesh axis -> degree, or option of `plan` -> value.
         host: where planners are found; None discovers what is installed.
 
     Raises:
         UsageError: there is no such option, or the model does not take the batch.
     """
-    asked, found = _listed(pins), host or discover()
-    check_names(pins, request, found)
-    dropped = _in_the_way(request, pins)
+    asked, plugins = _listed(pins), host or discover()
+    check_names(pins, request, plugins)
+    dropped = _contradicted(request, pins)
     given = _without(request, dropped)
     pinned = _pinned(given, pins)
     kept = {
@@ -149,13 +149,13 @@ def why_not(
     kept |= {axis: degree for axis, degree in request.degrees.items() if axis not in pins}
     blocking = _blocking(given, pins)
     if not blocking or all(_has(winner, name, value) for name, value in pins.items()):
-        answer = _answer(winner, model, batch, request, pinned, pins, asked, found)
+        answer = _answer(winner, model, batch, request, pinned, pins, asked, plugins)
         return replace(answer, kept=kept, dropped=dropped)
-    free = why_not(winner, model, batch, _without(request, blocking), pins, found)
+    free = why_not(winner, model, batch, _without(request, blocking), pins, plugins)
     free = replace(free, dropped={**blocking, **free.dropped})
     reason = (
-        f"the plan was asked for with {_listed(blocking)}, and {_product(pinned)}, or a multiple of them, where there are "
-        f"{pinned.world_size or 1}: plan again without {_listed(blocking)} to have {asked}"
+        f"the plan was requested with {_listed(blocking)}, and {_product(pinned)}, or a multiple, but there are "
+        f"{pinned.world_size or 1}: plan again without {_listed(blocking)} to use {asked}"
     )
     return WhyNot(asked, "illegal", reason, kept=kept, dropped=dropped, free=free)
 
@@ -168,22 +168,23 @@ def request_of(
     optimizer: str | None = None,
     memory_limit: int | str | None = None,
 ) -> PlanRequest:
-    """What a plan was asked for, with the keywords that are not None in place of its own.
+    """The request of a plan; keywords that are not None replace its own.
 
     Raises:
-        PlanError: the plan says that it was asked for something that this release does not know.
+        PlanError: the request has a keyword that this release does not know.
     """
-    known = {one.name for one in fields(PlanRequest)}
+    names = {field.name for field in fields(PlanRequest)}
     given: dict[str, Any] = dict(plan.provenance.request)
     for name, value in given.items():
-        if name not in known:
+        if name not in names:
             raise PlanError(
                 f"provenance.request.{name}",
                 value,
                 "plan() has no such keyword; remove it",
-                did_you_mean(name, known),
+                did_you_mean(name, names),
             )
-    if given.get("planner") == "trial":  # which would run the plans on ranks of this machine
+    if given.get("planner") == "trial":
+        # the trial planner would run plans on ranks of this machine
         del given["planner"]
     given.setdefault("cluster", plan.provenance.cluster)
     if plan.provenance.cost_model is not None:
@@ -212,10 +213,11 @@ def _answer(
 ) -> WhyNot:
     if all(_has(winner, name, value) for name, value in pins.items()):
         return WhyNot(asked, "chosen", f"the plan has it: {name_of(winner)}", winner)
-    axes = {*DEGREES, "zero", *pinned.degrees, *request.degrees}  # which there are the planner knows
+    axes = {*DEGREES, "zero", *pinned.degrees, *request.degrees}
     try:
         pinned.check(axes)
-    except UsageError as error:  # known without a search
+    except UsageError as error:
+        # no search is needed
         request.check(axes)
         return WhyNot(asked, "illegal", str(error))
     planner = host.get(PlannerSpec, request.planner).load()()
@@ -224,46 +226,47 @@ def _answer(
     except InfeasibleError as error:
         return WhyNot(asked, "infeasible", str(error))
     except (PlanError, UsageError) as error:
-        planner.plan(
-            model, batch, request
-        )  # where it is the model or the request that is at fault, that is said
+        # raises where the model or the request itself is wrong
+        planner.plan(model, batch, request)
         return WhyNot(asked, "illegal", str(error))
     except MeshwrightError as error:
         return WhyNot(asked, "illegal", str(error))
     return _compared(asked, winner, best)
 
 
-def _in_the_way(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, Any]:
-    """What the request says that cannot be beside the pins: keyword -> value."""
+def _contradicted(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of the request that contradict the pins: keyword -> value."""
     names = {name for axis, needing in NEEDS.items() if pins.get(axis) == 1 for name in needing}
-    for axis in ("cp", "tp", "dp"):  # a schedule does not bring its pp: that is to be asked for with it
+    # pp is not in the list: a question about a schedule must name its pp
+    for axis in ("cp", "tp", "dp"):
         if getattr(request, axis) == 1 and any(_asks(name, pins.get(name)) for name in NEEDS[axis]):
             names.add(axis)
-    if pins.get("zero") == 0 or _parts(pins.get("dp"), request.zero_degree):
+    if pins.get("zero") == 0 or _indivisible(pins.get("dp"), request.zero_degree):
         names.add("zero_degree")
-    if _parts(request.dp, pins.get("zero_degree")):
+    if _indivisible(request.dp, pins.get("zero_degree")):
         names.add("dp")
-    found = {name: getattr(request, name) for name in sorted(names) if _asks(name, getattr(request, name))}
+    values = {name: getattr(request, name) for name in sorted(names) if _asks(name, getattr(request, name))}
     if request.zero == 0 and _asks("zero_degree", pins.get("zero_degree")):
-        found["zero"] = 0
-    return {name: value for name, value in found.items() if name not in pins}
+        values["zero"] = 0
+    return {name: value for name, value in values.items() if name not in pins}
 
 
 def _blocking(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, Any]:
-    """The fewest degrees of the request that leave no ranks for the pins: keyword or axis -> degree; empty where all fits."""
-    known = {axis: getattr(request, axis) for axis in DEGREES} | {"zero_degree": request.zero_degree}
-    known |= request.degrees
-    held = {name: degree for name, degree in known.items() if degree is not None and name not in pins}
+    """The fewest degrees of the request that leave no ranks for the pins: keyword or axis -> degree; empty where all fit."""
+    degrees = {axis: getattr(request, axis) for axis in DEGREES} | {"zero_degree": request.zero_degree}
+    degrees |= request.degrees
+    held = {name: degree for name, degree in degrees.items() if degree is not None and name not in pins}
     for count in range(len(held) + 1):
         for names in itertools.combinations(held, count):
-            found = {name: held[name] for name in names}
-            if _fits(_pinned(_without(request, found), pins)):
-                return found
-    return {}  # the pins themselves are at fault, which planning says
+            blocking = {name: held[name] for name in names}
+            if _fits(_pinned(_without(request, blocking), pins)):
+                return blocking
+    # the pins themselves are impossible, and planning reports it
+    return {}
 
 
 def _fits(request: PlanRequest) -> bool:
-    """Whether the degrees that it pins leave each a share of the ranks."""
+    """Whether the product of the pinned degrees divides the number of ranks."""
     degrees = request.pins.values()
     whole = all(isinstance(n, int) and n > 0 for n in degrees)
     return whole and (request.world_size or 1) % math.prod(degrees) == 0
@@ -271,11 +274,11 @@ def _fits(request: PlanRequest) -> bool:
 
 def _product(request: PlanRequest) -> str:
     degrees = {axis: degree for axis, degree in request.pins.items() if degree != 1}
-    return f"{' x '.join(f'{axis} {n}' for axis, n in degrees.items())} takes {math.prod(degrees.values())} ranks"
+    return f"{' x '.join(f'{axis} {n}' for axis, n in degrees.items())} needs {math.prod(degrees.values())} ranks"
 
 
 def _without(request: PlanRequest, names: Mapping[str, Any]) -> PlanRequest:
-    """The request without some of what it asks for."""
+    """The request without some of its keywords and degrees."""
     nothing: dict[str, Any] = {name: None for name in names if name not in request.degrees}
     degrees = {axis: degree for axis, degree in request.degrees.items() if axis not in names}
     return replace(request, **nothing, degrees=degrees)
@@ -286,23 +289,23 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _asks(name: str, value: object) -> bool:
-    """Whether an option asks for something at all."""
+    """Whether an option has a value that requests something."""
     return value not in (None, False) and (name, value) != ("zero_degree", 1)
 
 
-def _parts(ranks: object, degree: object) -> bool:
-    """Whether so many data ranks are not cut into parts of `degree`."""
+def _indivisible(ranks: object, degree: object) -> bool:
+    """Whether `degree` does not divide the data ranks."""
     return isinstance(ranks, int) and isinstance(degree, int) and degree > 0 and ranks % degree != 0
 
 
 def _pinned(request: PlanRequest, pins: Mapping[str, Any]) -> PlanRequest:
-    own = {name: value for name, value in pins.items() if name in DEGREES or name in OPTIONS}
-    others = {name: value for name, value in pins.items() if name not in own}
-    return replace(request, top_k=1, **own, degrees={**request.degrees, **others})
+    keywords = {name: value for name, value in pins.items() if name in DEGREES or name in OPTIONS}
+    axes = {name: value for name, value in pins.items() if name not in keywords}
+    return replace(request, top_k=1, **keywords, degrees={**request.degrees, **axes})
 
 
 def _has(plan: ParallelPlan, name: str, value: object) -> bool:
-    """Whether a plan has what a pin says."""
+    """Whether a plan has the value of a pin."""
     if name == "dp":
         return plan.degree("dp") * plan.degree("zero") == value
     if name == "zero":
@@ -326,24 +329,28 @@ def _has(plan: ParallelPlan, name: str, value: object) -> bool:
 def _compared(asked: str, winner: ParallelPlan, other: ParallelPlan) -> WhyNot:
     ours, theirs = winner.predicted, other.predicted
     if ours is None or theirs is None:
-        return WhyNot(asked, "slower", "nothing is predicted of one of the two", other)
+        return WhyNot(asked, "slower", "one of the two plans has no prediction", other)
     gain = theirs.step_seconds - ours.step_seconds
     if gain < -1e-3 * ours.step_seconds:
-        text = f"{name_of(other)} is predicted at {human_seconds(theirs.step_seconds)}, and the plan at "
-        text += f"{human_seconds(ours.step_seconds)}: plan again with it"
+        text = (
+            f"{name_of(other)} is predicted to take {human_seconds(theirs.step_seconds)}, and the plan takes "
+        )
+        text += f"{human_seconds(ours.step_seconds)}: plan again with {asked}"
         return WhyNot(asked, "faster", text, other)
-    mine, its = seconds_of(winner), seconds_of(other)
-    parts = {part: its.get(part, 0.0) - mine.get(part, 0.0) for part in {**mine, **its}}
+    winner_parts, other_parts = seconds_of(winner), seconds_of(other)
+    parts = {p: other_parts.get(p, 0.0) - winner_parts.get(p, 0.0) for p in {**winner_parts, **other_parts}}
     worse = sorted(((s, part) for part, s in parts.items() if s > 0), reverse=True)[:3]
     causes = ", ".join(
-        f"{part} {human_seconds(its.get(part, 0.0))} for {human_seconds(mine.get(part, 0.0))}"
+        f"{part} {human_seconds(other_parts.get(part, 0.0))} instead of {human_seconds(winner_parts.get(part, 0.0))}"
         for _, part in worse
     )
     text = (
-        f"its best is {name_of(other)}: {human_seconds(theirs.step_seconds)} a step, "
+        f"the best plan with it is {name_of(other)}: {human_seconds(theirs.step_seconds)} a step, "
         f"{100 * gain / ours.step_seconds:.1f}% more than {name_of(winner)} with {human_seconds(ours.step_seconds)}"
     )
     if causes:
         text += f" ({causes})"
-    memory = f"{human_bytes(theirs.total_bytes)} of memory a rank for {human_bytes(ours.total_bytes)}"
+    memory = (
+        f"{human_bytes(theirs.total_bytes)} of memory per rank instead of {human_bytes(ours.total_bytes)}"
+    )
     return WhyNot(asked, "slower", f"{text}; {memory}", other)
