@@ -1,4 +1,4 @@
-"""The planner of meshwright: one eager run of a model, costs, a search, and reasons.  Names load on first use."""
+"""The planner of meshwright: plans from one eager run of a model, with reasons. Names load on first use."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def plan(model: nn.Module, batch: Any, **keywords: Unpack[PlanKeywords]) -> Para
         The best plan, or with top_k > 1 a list, best first.
 
     Raises:
-        UsageError: an option cannot be had, or the model does not take the batch.
-        InfeasibleError: nothing fits; the message says by how much and what would.
+        UsageError: an option is not possible, or the model does not accept the batch.
+        InfeasibleError: nothing fits; the message says by how much, and which changes would fit.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module")

@@ -1,4 +1,4 @@
-"""What this distribution registers: planners, cost models and clusters."""
+"""The plugin of this distribution: planners, cost models and clusters."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ def meshwright_planners() -> Iterator[PlannerSpec]:
     yield PlannerSpec(
         name="eager",
         target="meshwright_planner.planners.eager:EagerPlanner",
-        summary="one eager run, every combination of degrees, placements by integer programming",
+        summary="one eager run, all combinations of degrees, placements by integer programming",
     )
     yield PlannerSpec(
         name="manual",
         target="meshwright_planner.planners.manual:ManualPlanner",
-        summary="degrees as given (what is left goes to dp), placements by integer programming",
+        summary="degrees as given (remaining ranks go to dp), placements by integer programming",
     )
     yield PlannerSpec(
         name="alpa",
         target="meshwright_planner.planners.alpa:AlpaPlanner",
-        summary="Alpa's search (OSDI 2022): integer programs inside of operators, dynamic programming between them",
+        summary="Alpa's search (OSDI 2022): integer programs inside operators, dynamic programming between them",
     )
     yield PlannerSpec(
         name="mcmc",
         target="meshwright_planner.planners.mcmc:McmcPlanner",
-        summary="FlexFlow's search (MLSys 2019): a Markov chain over configurations, seeded",
+        summary="FlexFlow's search (MLSys 2019): a seeded Markov chain over configurations",
     )
 
 
@@ -38,18 +38,18 @@ def meshwright_cost_models() -> Iterator[CostModelSpec]:
     yield CostModelSpec(
         name="roofline",
         target="meshwright_planner.cost.cost_models:Roofline",
-        summary="datasheet peaks with the efficiencies of the cluster, whatever was measured",
+        summary="datasheet peaks with the cluster's efficiencies; ignores measurements",
     )
     yield CostModelSpec(
         name="measured",
         target="meshwright_planner.cost.cost_models:Measured",
-        summary="the curves of `meshwright calibrate`; refuses a cluster that was not measured",
+        summary="the curves of `meshwright calibrate`; refuses a cluster without them",
     )
 
 
 @hookimpl
 def meshwright_clusters() -> Iterator[ClusterSpec]:
-    """The clusters of this package, a file each."""
+    """The clusters of this package, one file each."""
     from meshwright_planner.clusters.registry import PROFILES
 
     for attribute, (name, summary) in PROFILES.items():

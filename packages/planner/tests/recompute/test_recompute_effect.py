@@ -220,8 +220,8 @@ def test_rules_match_what_is_meant_and_nothing_else() -> None:
 
 def test_what_stages_choose_cannot_be_asked_for() -> None:
     with pytest.raises(
-        UsageError, match=r"recompute='by stage' is none of 'full'.*no module of this Transformer"
+        UsageError, match=r"recompute='by stage' is not 'full'.*no module of this Transformer"
     ):
         planned("by stage")
-    with pytest.raises(UsageError, match=r"recompute='by stage' is none of 'full'"):
+    with pytest.raises(UsageError, match=r"recompute='by stage' is not 'full'"):
         divided(None, "by stage")

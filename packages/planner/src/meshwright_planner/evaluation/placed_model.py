@@ -17,7 +17,7 @@ from meshwright_planner.memory.peak import Moment, Replay, moments, optimizer_mo
 from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.recompute.effect import recomputed
-from meshwright_planner.recompute.live_again import alive_again, own_dropped
+from meshwright_planner.recompute.live_again import alive_again, checkpoint_dropped
 from meshwright_planner.trace.flops import backward_flops
 from meshwright_planner.trace.tape import Tape
 
@@ -198,7 +198,7 @@ def _held(unit: Mapping[str, ParameterSize], holds: frozenset[str] | None) -> Ma
 def _alive_in_checkpoints(problem: PlacementProblem, placement: Placement) -> dict[int, float]:
     """Bytes alive while the activation checkpoints in the user's model recompute, by representative node."""
     tape = problem.tape
-    blocks = problem.quotient.once_for(tape, "own dropped", lambda _: own_dropped(problem))
+    blocks = problem.quotient.once_for(tape, "checkpoint dropped", lambda _: checkpoint_dropped(problem))
     # a tensor that stays saved meanwhile must not be counted a second time
     origin = tape if tape.origin is None else tape.origin
     whole = replace(tape, saved=[*tape.saved, *tape.dropped], recompute=("own",), origin=origin)

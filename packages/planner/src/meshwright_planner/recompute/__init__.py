@@ -1,1 +1,1 @@
-"""Recomputation: which modules it means, and what it changes."""
+"""Recompute: the rules of a request, the nodes that run again, and the effect on time and memory."""

@@ -1,4 +1,4 @@
-"""What recomputation changes: what is kept, and what runs again."""
+"""The effect of recompute on a placement: saved tensors, seconds and communication."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from meshwright_planner.recompute.region import Region
 def recomputed(
     problem: PlacementProblem, placement: Placement, rules: Sequence[RecomputeRule]
 ) -> tuple[PlacementProblem, Placement, dict[int, float]]:
-    """The same placement where the modules that `rules` name run twice, and what they have alive while they do.
+    """The same placement where the modules of `rules` are recomputed, and their live bytes during recompute.
 
-    A module keeps its inputs; with the policy "selective" also the results of its products and attention, which do not run
-    again; with "alternate" those of attention and of every other product.  Its forward pass, and what it communicates in
-    it, comes once more, as far as torch goes (see `Region.repeated`).  The last answer: representative node -> bytes that
-    its module has alive beside what it keeps.
+    A module keeps its inputs. "selective" also keeps the results of products and attention, "alternate" those of attention
+    and of every other product. The forward pass and its communication run once more, as far as torch recomputes (see
+    `Region.repeated`). The last result: representative node -> bytes that its module has alive in addition to kept tensors.
     """
     region = _region(problem, rules)
     kept = region.saved(problem.tape)
@@ -33,30 +32,30 @@ def recomputed(
     )
     again = region.again
     options = {}
-    for k, o in placement.options.items():
-        seconds, forward = more_forward(o.seconds, o.forward, again[k])
-        inner_seconds = o.inner_seconds * (1 + again[k])
-        options[k] = replace(o, seconds=seconds, forward=forward, inner_seconds=inner_seconds)
+    for k, option in placement.options.items():
+        seconds, forward = more_forward(option.seconds, option.forward, again[k])
+        inner_seconds = option.inner_seconds * (1 + again[k])
+        options[k] = replace(option, seconds=seconds, forward=forward, inner_seconds=inner_seconds)
     conversions = _communicated(placement, again)
     counts, costs = problem.quotient.node_count, problem.costs
     between = sum(costs.collective(c.collective) * c.count for c in conversions)
-    inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
-    found = replace(
+    inner = sum(option.inner_seconds * counts[k] for k, option in options.items())
+    recomputed_placement = replace(
         placement,
         options=options,
         conversions=conversions,
-        compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
+        compute_seconds=sum(option.seconds * counts[k] for k, option in options.items()),
         communication_seconds=between + inner,
         saved_bytes=kept_bytes(other, placement),
         again=again,
     )
-    return other, found, alive_again(problem, placement, blocks, again)
+    return other, recomputed_placement, alive_again(problem, placement, blocks, again)
 
 
 def communicated(
     problem: PlacementProblem, placement: Placement, rules: Sequence[RecomputeRule]
 ) -> list[Conversion]:
-    """What is communicated between the nodes where the modules that `rules` name run twice."""
+    """The conversions of a placement where the modules of `rules` are recomputed."""
     return _communicated(placement, _region(problem, rules).again)
 
 

@@ -1,4 +1,4 @@
-"""What a module that runs again has alive while it does: all that autograd keeps of it then, less what it kept anyway."""
+"""Bytes that a recomputed block has alive during its backward pass: the saved tensors that recompute brings back."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from meshwright_planner.trace.tape import Saved
 
 @dataclass(frozen=True)
 class Dropped:
-    """The saved tensors that a block gives up; of blocks that are alike there is one.
+    """The saved tensors that a recomputed block drops; equal blocks share one.
 
     Attributes:
-        nodes: its representative nodes, in the order in which they run.
-        storages: those of each storage, as (place among the saved tensors, representative node).
-        own: they are those of `tape.dropped`, which a checkpoint of the model gives up, not of `tape.saved`.
+        nodes: the representative nodes of the block, in the order in which they run.
+        storages: the tensors of each storage, as (index among the saved tensors, representative node).
+        by_model: a checkpoint in the user's model drops them, so they are in `tape.dropped`, not in `tape.saved`.
     """
 
     nodes: tuple[int, ...]
     storages: tuple[tuple[tuple[int, int], ...], ...]
-    own: bool = False
+    by_model: bool = False
 
 
 def dropped(
     problem: PlacementProblem, block: Mapping[int, str], left: Iterable[Saved]
 ) -> tuple[Dropped, ...]:
-    """Those of every block; `block`: node -> the one that it is of; `left`: what is kept all the same."""
+    """The dropped tensors of every block; `block`: node -> its block; `left`: saved tensors that are kept."""
     return _dropped(problem, block, left, problem.tape.saved, False)
 
 
-def own_dropped(problem: PlacementProblem) -> tuple[Dropped, ...]:
-    """Those that the model's own checkpoints give up; of those in each other, all counts as the outermost's."""
+def checkpoint_dropped(problem: PlacementProblem) -> tuple[Dropped, ...]:
+    """The tensors that checkpoints in the user's model drop; nested checkpoints count as the outermost."""
     tape = problem.tape
     nodes = Counter(number for inside in tape.inside for number in inside)
     block = {
@@ -56,48 +56,49 @@ def _dropped(
     nodes: dict[str, dict[int, None]] = {}
     for index, name in block.items():
         nodes.setdefault(name, {})[quotient.node(index)] = None
-    found: dict[str, dict[object, list[tuple[int, int]]]] = {name: {} for name in nodes}
+    storages: dict[str, dict[object, list[tuple[int, int]]]] = {name: {} for name in nodes}
     for place, item in enumerate(saved):
-        own = block.get(item.node)
-        if own is not None and item.root not in staying:
+        owner = block.get(item.node)
+        if owner is not None and item.root not in staying:
             key = ("inner", place) if item.root is None else item.root
-            found[own].setdefault(key, []).append((place, quotient.node(item.node)))
-    alike: dict[object, Dropped] = {}
-    for name, storages in found.items():
-        one = Dropped(tuple(nodes[name]), tuple(map(tuple, storages.values())), by_model)
-        sizes = tuple(tuple((k, saved[p].nbytes) for p, k in storage) for storage in one.storages)
-        alike.setdefault((one.nodes, sizes), one)
-    return tuple(alike.values())
+            storages[owner].setdefault(key, []).append((place, quotient.node(item.node)))
+    distinct: dict[object, Dropped] = {}
+    for name, by_storage in storages.items():
+        tensors = Dropped(tuple(nodes[name]), tuple(map(tuple, by_storage.values())), by_model)
+        sizes = tuple(tuple((k, saved[p].nbytes) for p, k in storage) for storage in tensors.storages)
+        distinct.setdefault((tensors.nodes, sizes), tensors)
+    return tuple(distinct.values())
 
 
 def alive_again(
     problem: PlacementProblem, placement: Placement, blocks: Sequence[Dropped], again: Mapping[int, float]
 ) -> dict[int, float]:
-    """Representative node -> bytes that its block has alive beside what is left of it, while it runs backward.
+    """Representative node -> bytes that its block has alive in addition to kept tensors, while it runs backward.
 
-    At the last one that is what it has when it runs forward again too: what it kept by then, and what lives there, as far as
-    it does (`again`: representative node -> the part of its copies that run twice).
+    The last node also counts the recompute itself: the tensors saved so far, and the live tensors of the forward pass.
+    `again`: representative node -> the part of its copies that run twice.
     """
     quotient = problem.quotient
-    ahead = dict(zip(quotient.nodes, LiveRanges.of(problem).bytes(problem, placement), strict=True))
+    forward = dict(zip(quotient.nodes, LiveRanges.of(problem).bytes(problem, placement), strict=True))
     alive: dict[int, float] = {}
-    for one in blocks:
-        saved = problem.tape.dropped if one.own else problem.tape.saved
-        kept = dict.fromkeys(one.nodes, 0.0)
-        for storage in one.storages:  # they are in the order in which they run, too
+    for block in blocks:
+        saved = problem.tape.dropped if block.by_model else problem.tape.saved
+        kept = dict.fromkeys(block.nodes, 0.0)
+        # the tensors of a storage are in the order in which their nodes run
+        for storage in block.storages:
             kept[storage[0][1]] += max(_size(problem, placement, saved[place], k) for place, k in storage)
         *before, whole = itertools.accumulate(kept.values())
-        # what the last operation gives is not made again
-        most = max((size + ahead[k] for size, k in zip(before, kept) if again.get(k)), default=0.0)
+        # the result of the last operation is not recomputed
+        most = max((size + forward[k] for size, k in zip(before, kept) if again.get(k)), default=0.0)
         for k in kept:
             alive[k] = max(alive.get(k, 0.0), whole)
-        last = one.nodes[-1]
+        last = block.nodes[-1]
         alive[last] = max(alive[last], most)
     return alive
 
 
 def _size(problem: PlacementProblem, placement: Placement, item: Saved, k: int) -> float:
-    """Bytes of a saved tensor of a copy of node `k`: its state is that of `k`."""
+    """Bytes on one rank of a saved tensor of a copy of node `k`, which has the state of `k`."""
     tape, costs, option = problem.tape, problem.costs, placement.options[k]
     if item.root is None:
         return problem.kept_bytes(item) * costs.part(costs.split((*option.ins, *option.outs)))

@@ -1,4 +1,4 @@
-"""The nodes of a tape that recomputation runs twice, and what is kept in place of what they saved."""
+"""The nodes of a tape that recompute runs twice, and the tensors that are kept instead of what they saved."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from meshwright_planner.trace.tape import Saved, Tape
 
 
 class Region:
-    """The nodes that run twice.
+    """The nodes in recomputed blocks.
 
     Attributes:
         policy: node -> whether its results are kept.
-        kept: node, storage and value of what is kept of them, and whether the node made it, as in Saved.
+        kept: (node, storage, value, whether the node produced it) of the kept tensors, as in Saved.
         again: representative node -> the part of its copies that run twice.
-        block: node -> name of the module of them that it is in.
+        block: node -> name of its recomputed block.
     """
 
     def __init__(
         self, tape: Tape, quotient: Quotient, flops: Callable[[int], float], rules: Iterable[RecomputeRule]
     ) -> None:
-        """`flops`: operations of the forward pass of a node."""
+        """`flops`: FLOPs of the forward pass of a node."""
         chosen = recomputed_blocks(tape, rules)
         block_of: dict[str, str | None] = {}
         self.policy: dict[int, bool] = {}
         self.block: dict[int, str] = {}
-        met: Counter[str] = Counter()
+        products: Counter[str] = Counter()
         for index, node in enumerate(tape.nodes):
             if node.module not in block_of:
                 parts = node.module.split(".")
@@ -40,8 +40,8 @@ class Region:
                 policy = chosen[block].policy
                 kept = policy != "full" and flops(index) > 0
                 if kept and policy == "alternate" and node.name != "sdpa":
-                    met[block] += 1
-                    kept = met[block] % 2 == 1
+                    products[block] += 1
+                    kept = products[block] % 2 == 1
                 self.policy[index] = kept
                 self.block[index] = block
         self._tape = tape
@@ -50,23 +50,24 @@ class Region:
 
     @cached_property
     def kept(self) -> list[tuple[int, int, int, bool]]:
-        """What is kept of them, as said above."""
+        """The kept tensors (see the class)."""
         return [*self._inputs(self._tape), *self._results(self._tape)]
 
     def saved(self, tape: Tape) -> list[Saved]:
-        """What autograd keeps then of this tape, or of one that differs in sizes only."""
-        found = [
-            # what leaves a module, and is kept by what takes it, is that one's
+        """The saved tensors of this tape, or of one that differs in sizes only, with recompute."""
+        outside = [
+            # the output of a block that a node outside saves belongs to that node
             item._replace(node=item.by, output=False) if item.node in self.policy else item
             for item in tape.saved
             if item.by not in self.policy
         ]
-        return found + [Saved(*item, tape.values[item[2]].nbytes, item[0]) for item in self.kept]
+        return outside + [Saved(*item, tape.values[item[2]].nbytes, item[0]) for item in self.kept]
 
     @cached_property
     def repeated(self) -> frozenset[int]:
-        """The nodes that run twice, each for itself: torch stops as soon as all is there again that was saved."""
-        last: dict[str, tuple[int, bool]] = {}  # block -> its last node that saves, and whether what it made
+        """The nodes that run twice. torch stops recomputing a block as soon as all its saved tensors are there again."""
+        # block -> its last node that saves a tensor, and whether the node produced that tensor
+        last: dict[str, tuple[int, bool]] = {}
         for item in self._tape.saved:
             block = self.block.get(item.by)
             if block is not None:
@@ -83,7 +84,7 @@ class Region:
         return {item.value: item.root for item in self._tape.saved if item.value is not None}
 
     def _inputs(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
-        """What goes into the blocks: it is kept."""
+        """The inputs of the blocks, which are kept."""
         made, seen = dict[int, str](), set[tuple[str, int]]()
         for index, node in enumerate(tape.nodes):
             block = self.block.get(index)
@@ -96,7 +97,7 @@ class Region:
             made.update((ref.i, block or "") for ref in node.outs)
 
     def _results(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
-        """What is computed in the blocks and kept."""
+        """The results in the blocks that the policy keeps."""
         for index, kept in self.policy.items():
             if kept:
                 for ref in tape.nodes[index].outs:
@@ -108,9 +109,9 @@ class Region:
 
 
 def recomputed_blocks(tape: Tape, rules: Iterable[RecomputeRule]) -> dict[str, RecomputeRule]:
-    """Name -> rule of the modules that run twice: of nested ones the outermost, and never the model itself.
+    """Name -> rule of the recomputed modules: of nested ones the outermost, and never the model itself.
 
-    What is not called itself does not run, nor does what lies in it: code outside calls parts that no rule speaks of.
+    A module that is never called is not recomputed, although code outside may call modules inside it.
     """
     chosen: dict[str, RecomputeRule] = {}
     ordered = list(rules)

@@ -1,4 +1,4 @@
-"""Which modules a request for recomputation means."""
+"""The recompute rules of a request: which modules a policy or a pattern selects."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from meshwright_dtensor.utils.names import suggestion
 
 POLICIES = ("full", "alternate", "selective")
 
-
 Calls = Collection[tuple[str, str]]
-"""(module that calls, module that is called)."""
+"""(calling module, called module)."""
 
 
 def recompute_rules(
     model: nn.Module, wanted: str | None, calls: Calls | None = None
 ) -> tuple[RecomputeRule, ...]:
-    """The rules for `wanted`: a policy for every repeated block, or a pattern of module names.
+    """The rules for `wanted`: a policy for all repeated blocks, or a pattern of module names.
 
     `calls`: see `repeated_blocks`.
 
@@ -36,7 +35,7 @@ def recompute_rules(
         if not patterns:
             names = [name for name, _ in model.named_children()]
             raise UsageError(
-                f"recompute={wanted!r}: this {type(model).__name__} has no repeated blocks; name the modules instead, "
+                f"recompute={wanted!r}: this {type(model).__name__} has no repeated blocks; name its modules instead, "
                 f"recompute={names[0] if names else 'name'!r}"
             )
         return tuple(RecomputeRule(pattern=pattern, policy=wanted) for pattern in patterns)  # type: ignore[arg-type]
@@ -44,7 +43,7 @@ def recompute_rules(
     if not any(name and rule.matches(name) for name, _ in model.named_modules()):
         hint = suggestion(wanted, [*POLICIES, *(name for name, _ in model.named_modules() if name)])
         raise UsageError(
-            f"recompute={wanted!r} is none of 'full', 'alternate' and 'selective', and no module of this "
+            f"recompute={wanted!r} is not 'full', 'alternate' or 'selective', and no module of this "
             f"{type(model).__name__} matches it{hint}"
         )
     return (rule,)
@@ -52,21 +51,22 @@ def recompute_rules(
 
 def in_words(rules: Iterable[RecomputeRule]) -> str:
     """ "full", or "selective and full in part" where rules name some of the blocks."""
-    every = list(rules)
-    policies = [policy for policy in reversed(POLICIES) if any(rule.policy == policy for rule in every)]
-    return " and ".join(policies) + ("" if all(rule.pattern.endswith("*") for rule in every) else " in part")
+    rules = list(rules)
+    policies = [policy for policy in reversed(POLICIES) if any(rule.policy == policy for rule in rules)]
+    return " and ".join(policies) + ("" if all(rule.pattern.endswith("*") for rule in rules) else " in part")
 
 
 def repeated_blocks(model: nn.Module, calls: Calls | None = None) -> tuple[str, ...]:
-    """Patterns of the blocks that repeat: the children of outermost lists, or dicts, in which one class of module occurs again.
+    """Patterns of the repeated blocks: children of outermost module lists or dicts in which a class occurs more than once.
 
-    Blocks that are not called themselves (a ModuleDict) never run, their parts do. `calls`: which modules call which, where
-    that is known; else what has a forward is taken to be called.
+    Some blocks (a ModuleDict) are never called themselves; then their children are the blocks. `calls`: which modules call
+    which; without it, every module with a forward counts as called.
     """
     called = None if calls is None else {name for _, name in calls}
-    found: dict[str, str] = {}  # list -> pattern
+    # name of the list -> pattern
+    patterns: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not name or any(name.startswith(f"{outer}.") for outer in found):
+        if not name or any(name.startswith(f"{outer}.") for outer in patterns):
             continue
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
@@ -76,16 +76,16 @@ def repeated_blocks(model: nn.Module, calls: Calls | None = None) -> tuple[str, 
                 has_forward(child) if called is None else f"{name}.{key}" in called
                 for key, child in module.named_children()
             )
-            found[name] = f"{name}.*" if whole else f"{name}.*.*"
-    return tuple(found.values())
+            patterns[name] = f"{name}.*" if whole else f"{name}.*.*"
+    return tuple(patterns.values())
 
 
 def rules_of(
     policies: Mapping[str, str], blocks: Sequence[str], patterns: Iterable[str]
 ) -> tuple[RecomputeRule, ...]:
-    """Rules by which each of `blocks` named in `policies` runs again by its policy, and no other one.
+    """Rules that recompute the blocks in `policies` by their policies, and no other block.
 
-    `patterns`: what stands for all of `blocks`, taken where all of them run again alike.
+    `patterns`: patterns that match all of `blocks`, used where all have the same policy.
     """
     if len(policies) == len(blocks) and len(set(policies.values())) == 1:
         (policy,) = set(policies.values())
@@ -93,12 +93,12 @@ def rules_of(
     return tuple(
         RecomputeRule(pattern=pattern, policy=policy)  # type: ignore[arg-type]
         for policy in POLICIES
-        for pattern in spelt([name for name in blocks if policies.get(name) == policy])
+        for pattern in name_patterns([name for name in blocks if policies.get(name) == policy])
     )
 
 
-def spelt(names: Iterable[str]) -> list[str]:
-    """Patterns that match these names and no other ones: those that differ in a last digit are one, "layers.1[0-4]"."""
+def name_patterns(names: Iterable[str]) -> list[str]:
+    """Patterns that match exactly these names. Names that differ in the last digit share one: "layers.1[0-4]"."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name in names:
         number = re.fullmatch(r"(.*?)(\d)(\D*)", name)
