@@ -44,7 +44,7 @@ class WhyNot:
     """The answer.
 
     Args:
-        asked: the degree or option of the question, "tp=4".
+        question: the degree or option of the question, "tp=4".
         verdict: "chosen" - the plan has it already; "slower" - the best plan with it takes longer; "faster" - it takes less, so
             the plan is not the best for this request; "infeasible" - nothing with it fits the memory; "illegal" - not possible.
         reason: in words.
@@ -54,7 +54,7 @@ class WhyNot:
         free: if kept degrees leave no ranks for the question, the answer without them.
     """
 
-    asked: str
+    question: str
     verdict: Verdict
     reason: str
     plan: ParallelPlan | None = None
@@ -66,13 +66,13 @@ class WhyNot:
         kept, dropped = _listed(self.kept), _listed(self.dropped)
         conditions = f" (with {kept}, as the plan was requested)" if kept else ""
         conditions += f" (without {dropped}, which it contradicts)" if dropped else ""
-        return f"{self.asked}{conditions}: {self.verdict}: {self.reason}\n{self.free or ''}"
+        return f"{self.question}{conditions}: {self.verdict}: {self.reason}\n{self.free or ''}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         predicted = None if self.plan is None else self.plan.predicted
         return {
-            "asked": self.asked,
+            "asked": self.question,
             "verdict": self.verdict,
             "reason": self.reason,
             "kept": dict(self.kept),
@@ -136,7 +136,7 @@ def why_not(
     Raises:
         UsageError: there is no such option, or the model does not take the batch.
     """
-    asked, plugins = _listed(pins), host or discover()
+    question, plugins = _listed(pins), host or discover()
     check_names(pins, request, plugins)
     dropped = _contradicted(request, pins)
     given = _without(request, dropped)
@@ -149,15 +149,15 @@ def why_not(
     kept |= {axis: degree for axis, degree in request.degrees.items() if axis not in pins}
     blocking = _blocking(given, pins)
     if not blocking or all(_has(winner, name, value) for name, value in pins.items()):
-        answer = _answer(winner, model, batch, request, pinned, pins, asked, plugins)
+        answer = _answer(winner, model, batch, request, pinned, pins, question, plugins)
         return replace(answer, kept=kept, dropped=dropped)
     free = why_not(winner, model, batch, _without(request, blocking), pins, plugins)
     free = replace(free, dropped={**blocking, **free.dropped})
     reason = (
         f"the plan was requested with {_listed(blocking)}, and {_product(pinned)}, or a multiple, but there are "
-        f"{pinned.world_size or 1}: plan again without {_listed(blocking)} to use {asked}"
+        f"{pinned.world_size or 1}: plan again without {_listed(blocking)} to use {question}"
     )
-    return WhyNot(asked, "illegal", reason, kept=kept, dropped=dropped, free=free)
+    return WhyNot(question, "illegal", reason, kept=kept, dropped=dropped, free=free)
 
 
 def request_of(
@@ -208,30 +208,30 @@ def _answer(
     request: PlanRequest,
     pinned: PlanRequest,
     pins: Mapping[str, Any],
-    asked: str,
+    question: str,
     host: PluginHost,
 ) -> WhyNot:
     if all(_has(winner, name, value) for name, value in pins.items()):
-        return WhyNot(asked, "chosen", f"the plan has it: {name_of(winner)}", winner)
+        return WhyNot(question, "chosen", f"the plan has it: {name_of(winner)}", winner)
     axes = {*DEGREES, "zero", *pinned.degrees, *request.degrees}
     try:
         pinned.check(axes)
     except UsageError as error:
         # no search is needed
         request.check(axes)
-        return WhyNot(asked, "illegal", str(error))
+        return WhyNot(question, "illegal", str(error))
     planner = host.get(PlannerSpec, request.planner).load()()
     try:
         best: ParallelPlan = planner.plan(model, batch, pinned)[0]
     except InfeasibleError as error:
-        return WhyNot(asked, "infeasible", str(error))
+        return WhyNot(question, "infeasible", str(error))
     except (PlanError, UsageError) as error:
         # raises where the model or the request itself is wrong
         planner.plan(model, batch, request)
-        return WhyNot(asked, "illegal", str(error))
+        return WhyNot(question, "illegal", str(error))
     except MeshwrightError as error:
-        return WhyNot(asked, "illegal", str(error))
-    return _compared(asked, winner, best)
+        return WhyNot(question, "illegal", str(error))
+    return _compared(question, winner, best)
 
 
 def _contradicted(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,17 +326,17 @@ def _has(plan: ParallelPlan, name: str, value: object) -> bool:
     return plan.degree(name) == value
 
 
-def _compared(asked: str, winner: ParallelPlan, other: ParallelPlan) -> WhyNot:
+def _compared(question: str, winner: ParallelPlan, other: ParallelPlan) -> WhyNot:
     ours, theirs = winner.predicted, other.predicted
     if ours is None or theirs is None:
-        return WhyNot(asked, "slower", "one of the two plans has no prediction", other)
+        return WhyNot(question, "slower", "one of the two plans has no prediction", other)
     gain = theirs.step_seconds - ours.step_seconds
     if gain < -1e-3 * ours.step_seconds:
         text = (
             f"{name_of(other)} is predicted to take {human_seconds(theirs.step_seconds)}, and the plan takes "
         )
-        text += f"{human_seconds(ours.step_seconds)}: plan again with {asked}"
-        return WhyNot(asked, "faster", text, other)
+        text += f"{human_seconds(ours.step_seconds)}: plan again with {question}"
+        return WhyNot(question, "faster", text, other)
     winner_parts, other_parts = seconds_of(winner), seconds_of(other)
     parts = {p: other_parts.get(p, 0.0) - winner_parts.get(p, 0.0) for p in {**winner_parts, **other_parts}}
     worse = sorted(((s, part) for part, s in parts.items() if s > 0), reverse=True)[:3]
@@ -353,4 +353,4 @@ def _compared(asked: str, winner: ParallelPlan, other: ParallelPlan) -> WhyNot:
     memory = (
         f"{human_bytes(theirs.total_bytes)} of memory per rank instead of {human_bytes(ours.total_bytes)}"
     )
-    return WhyNot(asked, "slower", f"{text}; {memory}", other)
+    return WhyNot(question, "slower", f"{text}; {memory}", other)
