@@ -14,12 +14,12 @@ OF_MODULES = {name for name in (*dir(nn.Module), *vars(nn.Module())) if name[0] 
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    found = []
+    files = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             if module.startswith("torch") and "._" in module:
-                found.append(f"{path.name}:{node.lineno} {module}")
+                files.append(f"{path.name}:{node.lineno} {module}")
             if isinstance(node, ast.Attribute) and node.attr in OF_MODULES:
-                found.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
-    assert len(SOURCES) > 50 and not found
+                files.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert len(SOURCES) > 50 and not files

@@ -123,8 +123,8 @@ def costs(name: str, compute: float, exposed: float, bubble: float) -> Any:
 def test_a_comparison_names_every_part_that_matters_with_its_sign() -> None:
     """The parts add up to the difference, where one part alone is more than all of it."""
     better, other = costs("pp 2", 1.0, 0.2, 0.6), costs("dp 2", 2.0, 0.3001, 0.0)
-    said = comparison(better, other)
-    assert said == (
+    text = comparison(better, other)
+    assert text == (
         "20.8% faster than dp 2: 1 s less compute and 100 ms less exposed communication, but 600 ms more bubble"
     )
     assert comparison(costs("a", 1.0, 0.0, 0.0), costs("b", 1.1, 0.001, 0.0)).endswith(" less compute")

@@ -1,4 +1,4 @@
-"""Alpa's and FlexFlow's searches beside the default one: their own formulas, the same costs, one table."""
+"""Alpa's and FlexFlow's searches next to the default one: their own formulas, the same costs, one table."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ def step(plan: ParallelPlan | None) -> float:
 
 
 @pytest.mark.parametrize("cluster", [DGX_H100, LAPTOP_CPU], ids=lambda c: c.name)
-def test_the_default_is_at_least_as_good(model: Transformer, cluster: Any) -> None:
+def test_default_planner_is_at_least_as_good(model: Transformer, cluster: Any) -> None:
     batch = tokens(rows=8, vocab=1024)
-    found = compare(model, batch, request(cluster=cluster), ("mcmc", "alpa", "eager"), PLANNERS)
-    by_name = {answer.planner: answer for answer in found.answers}
-    assert step(by_name["eager"].plan) <= min(map(step, found.plans)) * (1 + 1e-9)
-    assert [step(p) for p in found.plans] == sorted(step(p) for p in found.plans)
-    text, data = str(found), json.loads(json.dumps(found.to_dict()))
+    comparison = compare(model, batch, request(cluster=cluster), ("mcmc", "alpa", "eager"), PLANNERS)
+    by_name = {answer.planner: answer for answer in comparison.answers}
+    assert step(by_name["eager"].plan) <= min(map(step, comparison.plans)) * (1 + 1e-9)
+    assert [step(p) for p in comparison.plans] == sorted(step(p) for p in comparison.plans)
+    text, data = str(comparison), json.loads(json.dumps(comparison.to_dict()))
     assert all(f"{entry['planner']} answered in" in text for entry in data["planners"])
-    assert {p.provenance.planner for p in found.plans} == {"eager", "alpa", "mcmc"}
+    assert {p.provenance.planner for p in comparison.plans} == {"eager", "alpa", "mcmc"}
 
 
 @pytest.mark.parametrize("planner", [Alpa, Mcmc])
-def test_equal_requests_equal_plans(model: Transformer, planner: type[EagerPlanner]) -> None:
+def test_equal_requests_give_equal_plans(model: Transformer, planner: type[EagerPlanner]) -> None:
     first, second = (planner().plan(model, tokens(rows=8, vocab=1024), request(top_k=2)) for _ in range(2))
     assert first == second and len(first) == 2
 
 
 @pytest.mark.parametrize("planner", [Alpa, Mcmc])
-def test_pins_and_marks_hold(planner: type[EagerPlanner]) -> None:
+def test_pins_and_marks_hold_for_other_planners(planner: type[EagerPlanner]) -> None:
     model = Transformer(layers=2)
     batch = tokens(rows=8)
     assert planner().plan(model, batch, request(tp=4))[0].degrees == {"dp": 2, "tp": 4}
@@ -97,7 +97,7 @@ def test_pins_and_marks_hold(planner: type[EagerPlanner]) -> None:
         planner().plan(model, batch, request(memory_limit=2**10))
 
 
-def test_latency_is_equation_2() -> None:
+def test_alpa_latency_is_equation_2() -> None:
     """sum of t_i + (B - 1) max t_i, for stages of 1, 3 and 2 parts of the whole, B = 4."""
     from types import SimpleNamespace
 
@@ -115,19 +115,19 @@ def test_latency_is_equation_2() -> None:
     assert latency(candidate) == pytest.approx(sum(whole * p for p in parts) + (count - 1) * busiest)
 
 
-def test_alpas_choice_is_first_and_the_others_follow_best_first() -> None:
-    """Its measure leaves out the optimizer, so that what it picks need not be what is predicted fastest."""
+def test_alpa_lists_its_choice_first_and_the_others_by_time() -> None:
+    """Alpa's measure leaves out the optimizer, so its choice need not be the plan with the fastest prediction."""
     large = Transformer(layers=1, hidden=1024, vocab=8192)
-    found = Alpa().plan(large, tokens(rows=8), request(top_k=5))
-    chosen, *others = map(step, found)
+    plans = Alpa().plan(large, tokens(rows=8), request(top_k=5))
+    chosen, *others = map(step, plans)
     assert others == sorted(others) and others[0] < chosen
-    notes = [note for note in found[0].provenance.notes if note.startswith("chosen before ")]
+    notes = [note for note in plans[0].provenance.notes if note.startswith("chosen before ")]
     assert [note.rpartition("which is predicted ")[2] for note in notes] == [
         f"{100 * (1 - others[0] / chosen):.1f}% faster"
     ]
 
 
-def test_metropolis() -> None:
+def test_metropolis_acceptance() -> None:
     """Better is always taken; worse as often as the formula says, and never into what does not fit by much."""
     generator = random.Random(1)
     assert _accepted((0.0, 2.0), (0.0, 1.0), generator)
@@ -140,7 +140,7 @@ def test_metropolis() -> None:
 
 
 @pytest.mark.parametrize("planner", [Alpa, Mcmc, Eager])
-def test_a_time_budget_ends_the_search(model: Transformer, planner: type[EagerPlanner]) -> None:
+def test_time_budget_ends_the_search(model: Transformer, planner: type[EagerPlanner]) -> None:
     batch = tokens(rows=8, vocab=1024)
     notes = [
         " ".join(planner().plan(model, batch, request(time_budget=budget))[0].provenance.notes)
@@ -150,9 +150,7 @@ def test_a_time_budget_ends_the_search(model: Transformer, planner: type[EagerPl
     assert counts[0] == counts[2] and int(counts[1][0]) < int(counts[0][0])
     assert "; the time budget of 1e-06 s ended the search" in notes[1]
     assert "budget" not in notes[0] and "budget" not in notes[2]
-    assert not any(
-        "the only combination" in text for text in notes
-    )  # one was looked at, and there are others
+    assert not any("the only combination" in text for text in notes)  # one was tried, and there are others
     (pinned,) = planner().plan(model, batch, request(dp=1, tp=8, time_budget=1e-6))
     assert "the only combination of degrees that the request allows" in pinned.provenance.notes
     with pytest.raises(UsageError, match=r"time_budget=0 .*greater than 0"):

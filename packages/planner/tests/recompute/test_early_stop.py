@@ -74,7 +74,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_modules_run_again_as_far_as_torch_has_them(kind: str) -> None:
+def test_recompute_stops_where_torch_stops(kind: str) -> None:
     model, x = Model(kind), torch.randn(4, 6)
     counts = []
     for model.again in (False, True):
@@ -86,8 +86,8 @@ def test_modules_run_again_as_far_as_torch_has_them(kind: str) -> None:
     region = Region(tape, quotient(tape), lambda _: 0.0, [RecomputeRule(pattern="blocks.*")])
     planned = Counter[str]()
     for n in region.repeated:
-        own = tape.nodes[n].name
-        planned["product" if own == "linear" or "mm." in own else own] += 1
+        operation = tape.nodes[n].name
+        planned["product" if operation == "linear" or "mm." in operation else operation] += 1
     names = {"product"} | {
         n for n in planned if any(part in n for part in ("tanh", "sigmoid", "silu", "norm"))
     }

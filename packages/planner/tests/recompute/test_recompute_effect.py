@@ -1,4 +1,4 @@
-"""What running modules again costs: where the time goes, what is kept, policy by policy."""
+"""The effect of recompute on time and saved bytes, policy by policy and stage by stage."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def time(plan: ParallelPlan) -> StageTime:
     return stage
 
 
-def test_what_runs_again_is_time_of_the_backward_pass() -> None:
+def test_recompute_adds_to_the_backward_pass() -> None:
     free, again = time(planned(None)), time(planned("full"))
-    # products take twice as long, attention 2.5 times, and what streams goes by what it moves
+    # products take twice as long, attention 2.5 times, and memory-bound operations by the bytes that they move
     assert free.backward_seconds == pytest.approx(2 * free.forward_seconds, rel=0.02)
     assert again.forward_seconds == pytest.approx(free.forward_seconds)
     # all of a layer but the product that it ends with, of which autograd keeps the inputs
@@ -56,9 +56,9 @@ def test_what_runs_again_is_time_of_the_backward_pass() -> None:
 def test_policies_trade_time_for_memory() -> None:
     """Each keeps less than the one before, and takes longer; the first that fits is taken."""
     plans = [planned(policy) for policy in (None, "selective", "alternate", "full")]
-    found = [plan.predicted for plan in plans]
-    seconds = [p.compute_seconds for p in found if p is not None]
-    held = [p.total_bytes for p in found if p is not None]
+    predictions = [plan.predicted for plan in plans]
+    seconds = [p.compute_seconds for p in predictions if p is not None]
+    held = [p.total_bytes for p in predictions if p is not None]
     assert seconds == sorted(set(seconds)) and held == sorted(set(held), reverse=True)
     for plan, size in zip(plans, held, strict=True):
         assert planned(None, allowing(size)).recompute == plan.recompute
@@ -108,8 +108,8 @@ class Halves(Strategy):
 
 
 def _held(work: Iterable[ModuleWork]) -> float:
-    every = list(work)
-    return sum(w.saved_bytes for w in every) + max(w.transient_bytes for w in every)
+    modules = list(work)
+    return sum(w.saved_bytes for w in modules) + max(w.transient_bytes for w in modules)
 
 
 class Parts(Halves):
@@ -126,7 +126,7 @@ def divided(
     return EagerPlanner(host_of(strategy)).plan(model, batch, request)[0]
 
 
-def test_stages_run_again_as_much_as_the_memory_asks_for() -> None:
+def test_stages_recompute_as_much_as_the_memory_requires() -> None:
     free, full = divided(None).predicted, divided(None, "full").predicted
     assert free is not None and full is not None and not divided(None).recompute
     counts = []
@@ -139,15 +139,15 @@ def test_stages_run_again_as_much_as_the_memory_asks_for() -> None:
         assert allowing(plan.predicted.total_bytes) <= limit
         counts.append(len(again))
     assert counts[0] == 3 and counts == sorted(counts) and counts[-1] == 4
-    one = divided(allowing(int(0.999 * free.total_bytes)))
-    assert one.recompute == (RecomputeRule(pattern="layers.[0-2]", policy="selective"),)
-    text = str(explain(one))
+    tight = divided(allowing(int(0.999 * free.total_bytes)))
+    assert tight.recompute == (RecomputeRule(pattern="layers.[0-2]", policy="selective"),)
+    text = str(explain(tight))
     assert "recompute selective in part" in text
     assert "recomputed: stage 0 2 selective of 3 modules, stage 1 1 selective of 4 modules" in text
-    assert not _has(one, "recompute", "selective") and _has(one, "recompute", "layers.[0-2]")
+    assert not _has(tight, "recompute", "selective") and _has(tight, "recompute", "layers.[0-2]")
 
 
-def test_what_stages_might_choose_counts_in_the_proof() -> None:
+def test_stage_choice_counts_in_the_proof() -> None:
     """Where nobody let stages choose, the best that is left is as fast as that would be."""
     free = divided(None).predicted
     assert free is not None
@@ -163,14 +163,14 @@ def test_what_stages_might_choose_counts_in_the_proof() -> None:
     )
     search = Search(setting, default_rules())
     (degrees,) = search.combinations()
-    every = [Point.of(degrees, 0, {}, policy) for policy in (None, "selective", "alternate", "full")]
-    known = {point: search.estimate(point) for point in every}
-    proof = prove(search, [search.evaluate(every[1])], [degrees], known)
+    points = [Point.of(degrees, 0, {}, policy) for policy in (None, "selective", "alternate", "full")]
+    estimates = {point: search.estimate(point) for point in points}
+    proof = prove(search, [search.evaluate(points[1])], [degrees], estimates)
     assert proof.least == pytest.approx(chosen.step_seconds) and proof.words.startswith("bounded")
 
 
-def test_all_of_them_cost_what_all_of_them_cost() -> None:
-    """Where every stage runs everything again, time and memory are those of the policy for the whole model."""
+def test_recomputing_every_block_by_stage_costs_the_same_as_the_policy() -> None:
+    """Where every stage recomputes everything, time and memory are those of the policy for the whole model."""
     full = divided(None, "full")
     assert full.predicted is not None
     tight = divided(allowing(full.predicted.total_bytes))
@@ -178,7 +178,7 @@ def test_all_of_them_cost_what_all_of_them_cost() -> None:
     assert tight.predicted.step_seconds == pytest.approx(full.predicted.step_seconds)
 
 
-def test_what_the_user_pins_is_not_eased() -> None:
+def test_pinned_recompute_has_no_stage_choice() -> None:
     free = divided(None).predicted
     assert free is not None
     limit = allowing(int(0.95 * free.total_bytes))
@@ -188,7 +188,7 @@ def test_what_the_user_pins_is_not_eased() -> None:
         divided(limit, "layers.3")
 
 
-def test_parts_of_blocks_are_refused() -> None:
+def test_part_of_a_block_is_refused() -> None:
     """Nobody knows what they would cost: what holds for all blocks is taken."""
     free = divided(None).predicted
     assert free is not None
@@ -196,16 +196,16 @@ def test_parts_of_blocks_are_refused() -> None:
     assert plan.recompute == (RecomputeRule(pattern="layers.*", policy="selective"),)
 
 
-def test_rules_match_what_is_meant_and_nothing_else() -> None:
+def test_rules_match_exactly_the_chosen_blocks() -> None:
     blocks = [f"model.layers.{n}" for n in range(126)] + [f"encoder.{n}.block" for n in range(12)]
     policies = dict.fromkeys(blocks[:30], "full") | {blocks[n]: "selective" for n in (40, 42, 99, 127, 137)}
     rules = rules_of(policies, blocks, ["model.layers.*"])
 
-    def found(name: str) -> str | None:
+    def policy_of(name: str) -> str | None:
         return next((rule.policy for rule in rules if rule.matches(name)), None)
 
     names = [*blocks, *(f"{name}.mlp" for name in blocks), "model", "model.layers"]
-    assert {name: found(name) for name in names} == {name: policies.get(name) for name in names}
+    assert {name: policy_of(name) for name in names} == {name: policies.get(name) for name in names}
     assert [rule.pattern for rule in rules if rule.policy == "full"] == [
         "model.layers.[0-9]",
         "model.layers.1[0-9]",
@@ -218,7 +218,7 @@ def test_rules_match_what_is_meant_and_nothing_else() -> None:
     )
 
 
-def test_what_stages_choose_cannot_be_asked_for() -> None:
+def test_request_cannot_name_the_stage_choice() -> None:
     with pytest.raises(
         UsageError, match=r"recompute='by stage' is not 'full'.*no module of this Transformer"
     ):

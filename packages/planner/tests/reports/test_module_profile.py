@@ -67,22 +67,22 @@ class PlainBlock(nn.Module):
 
 
 class Filled(nn.Module):
-    """Writes what it computes, step by step, to a tensor that it makes with values."""
+    """Writes its results, step by step, to a tensor that it creates with values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found, h = torch.zeros(4, *x.shape, device=x.device, dtype=x.dtype), x
+        profile, h = torch.zeros(4, *x.shape, device=x.device, dtype=x.dtype), x
         for step in range(4):
             h = self.cell(h).tanh()
-            found[step] = h
-        return found.square()
+            profile[step] = h
+        return profile.square()
 
 
 class Parts(nn.Module):
-    """Writes what it computes to parts of what it has computed before."""
+    """Writes its results to parts of earlier results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,26 +131,26 @@ def counted(model: nn.Module, batch: Any) -> tuple[dict[str, int], int]:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = called(model, batch)
         by_module = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-        ahead = counter.get_total_flops()
+        forward = counter.get_total_flops()
         out.backward()
-    return by_module, counter.get_total_flops() - ahead
+    return by_module, counter.get_total_flops() - forward
 
 
 def kept(model: nn.Module, batch: Any) -> Counter[str]:
     """Module -> bytes of the storages that autograd is first given in it or in one in it, parameters aside."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held: list[torch.Tensor] = []  # an address must not be used again
     seen: set[int] = set()
     inside: list[str] = [""]
-    found: Counter[str] = Counter()
+    profile: Counter[str] = Counter()
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         held.append(t)
         address = t.untyped_storage().data_ptr()
-        if address not in own and address not in seen:
+        if address not in parameters and address not in seen:
             seen.add(address)
             for name in {"", *_above(inside[-1])}:
-                found[name] += t.untyped_storage().nbytes()
+                profile[name] += t.untyped_storage().nbytes()
         return t
 
     with ExitStack() as stack:
@@ -161,7 +161,7 @@ def kept(model: nn.Module, batch: Any) -> Counter[str]:
             stack.callback(leave.remove)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             called(model, batch)
-    return found
+    return profile
 
 
 def _left(inside: list[str]) -> None:
@@ -174,19 +174,19 @@ def _above(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_operations_and_parameters_are_those_that_there_are(name: str) -> None:
+def test_operations_and_parameters_match_torch(name: str) -> None:
     model, batch = MODELS[name]()
-    found = profile_model(model, batch)
+    profile = profile_model(model, batch)
     by_module, back = counted(model, batch)
     causal = isinstance(model, Transformer)  # torch counts what a causal mask leaves out
     if not causal:
-        assert found.total.backward_flops == back and found.total.again_flops == 0
+        assert profile.total.backward_flops == back and profile.total.again_flops == 0
     for module_name, module in model.named_modules():
-        row = found[module_name]
+        row = profile[module_name]
         assert (row.name, row.kind, row.copies) == (module_name, type(module).__name__, 1)
-        own = list(module.parameters())
-        assert row.parameters == sum(p.numel() for p in own)
-        assert row.parameter_bytes == sum(p.numel() * p.element_size() for p in own)
+        parameters = list(module.parameters())
+        assert row.parameters == sum(p.numel() for p in parameters)
+        assert row.parameter_bytes == sum(p.numel() * p.element_size() for p in parameters)
         attends = causal and any(isinstance(m, Attention) for m in module.modules())
         if not attends and not isinstance(module, nn.ModuleList):  # nobody calls a list
             full = f"{type(model).__name__}.{module_name}" if module_name else "Global"
@@ -194,68 +194,70 @@ def test_operations_and_parameters_are_those_that_there_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_kept_is_what_autograd_is_given(name: str) -> None:
+def test_saved_bytes_match_autograd(name: str) -> None:
     model, batch = MODELS[name]()
-    found, real = profile_model(model, batch), kept(model, batch)
-    assert found.total.saved_bytes == pytest.approx(real[""], rel=0.01)
-    for row in found.modules:
+    profile, real = profile_model(model, batch), kept(model, batch)
+    assert profile.total.saved_bytes == pytest.approx(real[""], rel=0.01)
+    for row in profile.modules:
         assert row.saved_bytes == pytest.approx(real[row.name], rel=0.01), row.name
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("attention", "blocks"), ("convolutions", "stages")])
-def test_recomputation_is_what_checkpoints_do(name: str, blocks: str) -> None:
+def test_recompute_matches_torch_checkpoints(name: str, blocks: str) -> None:
     model, batch = MODELS[name]()
-    found = profile_model(model, batch, recompute=f"{blocks}.*" if name == "convolutions" else "full")
+    profile = profile_model(model, batch, recompute=f"{blocks}.*" if name == "convolutions" else "full")
     with checkpointed(getattr(model, blocks)):
         by_module, back = counted(model, batch)
         real = kept(model, batch)
-    assert found.total.forward_flops == by_module["Global"]
-    assert found.total.backward_flops + found.total.again_flops == back
-    assert found.total.again_flops > 0
-    assert found.total.saved_bytes == pytest.approx(real[""], rel=0.01)
-    assert found.total.saved_bytes < 0.7 * profile_model(model, batch).total.saved_bytes
+    assert profile.total.forward_flops == by_module["Global"]
+    assert profile.total.backward_flops + profile.total.again_flops == back
+    assert profile.total.again_flops > 0
+    assert profile.total.saved_bytes == pytest.approx(real[""], rel=0.01)
+    assert profile.total.saved_bytes < 0.7 * profile_model(model, batch).total.saved_bytes
 
 
-def test_results_that_a_policy_keeps_are_not_computed_again() -> None:
+def test_kept_results_are_not_recomputed() -> None:
     model, batch = Transformer(layers=3), tokens()
-    full, some, every = (profile_model(model, batch, recompute=p) for p in ("full", "alternate", "selective"))
-    assert every.total.again_flops == 0 < some.total.again_flops < full.total.again_flops
+    full, some, selective = (
+        profile_model(model, batch, recompute=p) for p in ("full", "alternate", "selective")
+    )
+    assert selective.total.again_flops == 0 < some.total.again_flops < full.total.again_flops
     results = (4 * 64 + 64 + 256 + 64) * 2 * 32 * 4  # of q, k, v and o, of attention, of the two of the MLP
-    assert every["layers.0"].saved_bytes - full["layers.0"].saved_bytes == results
+    assert selective["layers.0"].saved_bytes - full["layers.0"].saved_bytes == results
     # attention and every other product: q, v and up of q, k, v, o, up, down
     assert some["layers.0"].again_flops == 2 * 2 * 32 * 64 * 64 * 2
 
 
-def test_repeated_blocks_are_folded_and_nothing_is_lost() -> None:
-    found = profile_model(Transformer(layers=5), tokens())
-    rows = {row.name: row for row in found.blocks}
+def test_folded_blocks_keep_the_sums() -> None:
+    profile = profile_model(Transformer(layers=5), tokens())
+    rows = {row.name: row for row in profile.blocks}
     assert rows["layers.0"].copies == rows["layers.0.mlp.up"].copies == 5
-    assert "layers.1" not in rows and rows[""] == found.total
+    assert "layers.1" not in rows and rows[""] == profile.total
     for field in ("forward_flops", "backward_flops", "parameters", "parameter_bytes", "saved_bytes"):
-        copies = [getattr(found[f"layers.{n}.mlp"], field) for n in range(5)]
+        copies = [getattr(profile[f"layers.{n}.mlp"], field) for n in range(5)]
         assert getattr(rows["layers.0.mlp"], field) == sum(copies) > 0
 
 
-def test_a_profile_is_data_and_a_table() -> None:
+def test_profile_as_data_and_as_table() -> None:
     with torch.device("meta"):
         model = Transformer(layers=3)
-    found = profile_model(model, tokens(), precision="bf16", recompute="full")
-    assert isinstance(found, ModelProfile)
-    data = json.loads(json.dumps(found.to_dict()))
+    profile = profile_model(model, tokens(), precision="bf16", recompute="full")
+    assert isinstance(profile, ModelProfile)
+    data = json.loads(json.dumps(profile.to_dict()))
     assert (data["precision"], data["recompute"]) == ("bf16", "full")
-    assert data["total"] == data["modules"][0] and data["total"]["parameters"] == found.total.parameters
-    lines = str(found).splitlines()
-    assert len(lines) == 1 + len(found.blocks)
+    assert data["total"] == data["modules"][0] and data["total"]["parameters"] == profile.total.parameters
+    lines = str(profile).splitlines()
+    assert len(lines) == 1 + len(profile.blocks)
     assert lines[0].split() == "module class copies parameters bytes forward backward again kept".split()
     assert next(line for line in lines if "Block" in line).split()[:4] == ["0", "Block", "3", "149,184"]
     whole = profile_model(model, tokens(), recompute="full")
     assert (
-        found.total.saved_bytes < 0.75 * whole.total.saved_bytes
+        profile.total.saved_bytes < 0.75 * whole.total.saved_bytes
     )  # the loss is computed in float32 either way
-    assert found.total.forward_flops == whole.total.forward_flops
+    assert profile.total.forward_flops == whole.total.forward_flops
 
 
-def test_wrong_questions_are_told_what_would_do() -> None:
+def test_wrong_arguments_name_a_fix() -> None:
     model = Mlp()
     x = (torch.randn(2, 64),)
     with pytest.raises(UsageError, match=r"model is a list; give a torch\.nn\.Module"):

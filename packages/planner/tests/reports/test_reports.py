@@ -40,7 +40,7 @@ def plans(model: Transformer) -> list[ParallelPlan]:
     return eager().plan(model, tokens(rows=4), request(top_k=3))
 
 
-def test_the_split_adds_up(plans: list[ParallelPlan]) -> None:
+def test_parts_of_the_step_add_up(plans: list[ParallelPlan]) -> None:
     for explained in explain(plans).plans:
         predicted = explained.plan.predicted
         assert predicted is not None and predicted.split is not None
@@ -49,7 +49,7 @@ def test_the_split_adds_up(plans: list[ParallelPlan]) -> None:
         assert sum(explained.memory.values()) == predicted.total_bytes
 
 
-def test_data_equals_text(plans: list[ParallelPlan]) -> None:
+def test_report_data_equals_text(plans: list[ParallelPlan]) -> None:
     report = explain(plans, cluster=DGX_H100, host=HOST)
     data = json.loads(json.dumps(report.to_dict()))
     assert [p["degrees"] for p in data["plans"]] == [dict(p.degrees) for p in plans]
@@ -58,10 +58,10 @@ def test_data_equals_text(plans: list[ParallelPlan]) -> None:
         assert entry["name"] in text and entry["next_to_buy"] in text
 
 
-def test_what_was_measured_stands_beside_what_is_predicted(plans: list[ParallelPlan]) -> None:
+def test_table_shows_measured_next_to_predicted_time(plans: list[ParallelPlan]) -> None:
     first, *others = plans
-    own = first.provenance.model_copy(update={"measured_seconds": 0.0123})
-    tried = ParallelPlan.from_json(first.replace(provenance=own).to_json())
+    measured = first.provenance.model_copy(update={"measured_seconds": 0.0123})
+    tried = ParallelPlan.from_json(first.replace(provenance=measured).to_json())
     assert tried.provenance.measured_seconds == 0.0123
     report = explain([*others, tried])
     lines = str(report).splitlines()
@@ -75,7 +75,7 @@ def test_what_was_measured_stands_beside_what_is_predicted(plans: list[ParallelP
     assert "measured" not in str(explain(plans))
 
 
-def test_rows_that_degrees_do_not_tell_apart(plans: list[ParallelPlan]) -> None:
+def test_table_has_columns_for_options_that_differ(plans: list[ParallelPlan]) -> None:
     def head(*shown: ParallelPlan) -> str:
         return " ".join(str(explain(shown)).partition("──")[0].split())
 
@@ -104,7 +104,7 @@ def test_rows_that_degrees_do_not_tell_apart(plans: list[ParallelPlan]) -> None:
     assert [row[2:4] for row in rows] == [["1f1b", "2"], ["gpipe", "4"]]
 
 
-def test_nothing_of_a_table_is_cut_off(plans: list[ParallelPlan]) -> None:
+def test_table_is_never_cut_off(plans: list[ParallelPlan]) -> None:
     for width in (20, 80, 110):
         text = str(explain(plans, width=width))
         table = text[: text.index("1. ")]
@@ -112,7 +112,7 @@ def test_nothing_of_a_table_is_cut_off(plans: list[ParallelPlan]) -> None:
         assert table == str(explain(plans, width=300)).partition("1. ")[0]
 
 
-def test_a_report_takes_a_cluster_as_plan_does(plans: list[ParallelPlan], tmp_path: Path) -> None:
+def test_explain_accepts_a_cluster_like_plan(plans: list[ParallelPlan], tmp_path: Path) -> None:
     write(DGX_H100, tmp_path / "own.json")
     wanted = explain(plans, cluster=DGX_H100.running(4), host=HOST).to_dict()
     assert wanted["plans"][0]["upgrades"]
@@ -146,10 +146,10 @@ def by_hand(compute: float, tp: float) -> ParallelPlan:
 
 
 @pytest.mark.parametrize(
-    ("size", "cell", "said"), [(0, "none*", True), (None, "-", False), (1 << 20, "1.0 MiB", False)]
+    ("size", "cell", "noted"), [(0, "none*", True), (None, "-", False), (1 << 20, "1.0 MiB", False)]
 )
-def test_what_is_said_of_activations_is_true(
-    plans: list[ParallelPlan], size: int | None, cell: str, said: bool
+def test_activations_in_table_and_text(
+    plans: list[ParallelPlan], size: int | None, cell: str, noted: bool
 ) -> None:
     """None at the peak, unknown, or so many."""
     plan = plans[0]
@@ -160,10 +160,10 @@ def test_what_is_said_of_activations_is_true(
     text = str(explain(other, width=160))
     row = next(line for line in text.splitlines() if line.strip().startswith("1 "))
     assert f" {cell} " in row and " 0 B " not in row
-    assert ("*none: memory is fullest when no activations are kept" in text) == said
+    assert ("*none: memory is fullest when no activations are kept" in text) == noted
 
 
-def test_what_to_buy() -> None:
+def test_upgrades_and_next_to_buy() -> None:
     slow, talks = by_hand(10.0, 1.0), by_hand(1.0, 10.0)
     assert upgrades(slow, DGX_H100, HOST)[0].what == "devices twice as fast"
     best = upgrades(talks, DGX_H100, HOST)
@@ -173,25 +173,25 @@ def test_what_to_buy() -> None:
     assert best[0].saved == pytest.approx(1 - best[0].seconds / best[0].today)
 
 
-@pytest.mark.parametrize(("predicted", "said"), [(11.0, False), (10.0, True)])
-def test_what_a_replay_is_compared_with_is_said(predicted: float, said: bool) -> None:
+@pytest.mark.parametrize(("predicted", "named"), [(11.0, False), (10.0, True)])
+def test_next_to_buy_names_the_replayed_and_the_predicted_step(predicted: float, named: bool) -> None:
     plan = by_hand(10.0, 1.0)
     assert plan.predicted is not None
     other = plan.replace(predicted=plan.predicted.model_copy(update={"step_seconds": predicted}))
     (explained,) = explain(other, cluster=DGX_H100, host=HOST).plans
     assert explained.next_to_buy is not None
     assert "% less than the 11 s of today" in explained.next_to_buy
-    assert ("(also replayed; predicted: 10 s)" in explained.next_to_buy) == said
+    assert ("(also replayed; predicted: 10 s)" in explained.next_to_buy) == named
 
 
-def test_a_report_for_another_cluster_says_what_it_does_not_know() -> None:
+def test_report_for_another_cluster_notes_its_limits() -> None:
     plan = by_hand(10.0, 1.0)
     plan = plan.replace(provenance=plan.provenance.model_copy(update={"cluster": "dgx-a100"}))
     told = "the plan was made for dgx-a100: compute, the optimizer and communication inside of layers"
-    other, own = (
+    other, measured = (
         explain(plan, cluster=replace(DGX_H100, name=name), host=HOST) for name in ("dgx-h100", "dgx-a100")
     )
-    assert told in " ".join(str(other).split()) and told not in " ".join(str(own).split())
+    assert told in " ".join(str(other).split()) and told not in " ".join(str(measured).split())
     assert any(told in note for note in other.to_dict()["plans"][0]["notes"])
 
 
@@ -254,7 +254,7 @@ class Resources(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_the_page_needs_nothing_else(plans: list[ParallelPlan]) -> None:
+def test_page_loads_no_other_file(plans: list[ParallelPlan]) -> None:
     text = page(plans[0], cluster=DGX_H100, host=HOST)
     parser = Resources()
     parser.feed(text)
@@ -265,7 +265,7 @@ def test_the_page_needs_nothing_else(plans: list[ParallelPlan]) -> None:
     assert "<script>" not in page(hostile, cluster=DGX_H100, host=HOST)
 
 
-def test_the_limit_is_the_one_that_was_asked_for(model: Transformer) -> None:
+def test_page_shows_the_requested_memory_limit(model: Transformer) -> None:
     limit = 3 << 30
     (plan,) = eager().plan(model, tokens(rows=4), request(memory_limit=limit))
     assert plan.predicted is not None and plan.predicted.limit_bytes == limit

@@ -1,4 +1,4 @@
-"""What plans say of memory, what a limit changes, and what is said where nothing fits."""
+"""Memory limits: predicted memory, the effect of a limit on the plan, and the error when nothing fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation.context import allowing
 
 
-def test_memory_of_a_model_that_is_only_parameters() -> None:
+def test_predicted_memory_of_a_model_with_parameters_only() -> None:
     model = nn.Linear(256, 256, bias=False)
     for optimizer, states in (("adamw", 2), ("sgd", 0), ("sgd-momentum", 1)):
         plan = best(model, torch.randn(2, 256), optimizer=optimizer)
@@ -34,7 +34,7 @@ def test_memory_of_a_model_that_is_only_parameters() -> None:
     assert half.predicted is not None and half.predicted.memory_bytes["parameters"] == size // 2
 
 
-def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
+def test_infeasible_error_names_excess_and_changes_that_fit() -> None:
     model = Transformer(layers=2, hidden=128)
     whole = best(model, tokens(rows=2)).predicted
     assert whole is not None
@@ -58,7 +58,7 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "pins", "fits", "said"),
+    ("sizes", "pins", "fits", "line"),
     [
         (
             (4, 16, 128),
@@ -81,8 +81,8 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
     ],
     ids=["recompute", "precision", "sequence"],
 )
-def test_infeasible_releases_each_thing_that_is_pinned(
-    sizes: tuple[int, int, int], pins: dict[str, Any], fits: dict[str, Any], said: str
+def test_infeasible_error_tries_without_each_pin(
+    sizes: tuple[int, int, int], pins: dict[str, Any], fits: dict[str, Any], line: str
 ) -> None:
     layers, rows, length = sizes
     model, batch = Transformer(layers=layers), tokens(rows=rows, length=length)
@@ -91,11 +91,11 @@ def test_infeasible_releases_each_thing_that_is_pinned(
     limit = allowing(enough.total_bytes)
     with pytest.raises(InfeasibleError) as caught:
         best(model, batch, memory_limit=limit, **pins)
-    assert f"  - {said}" in str(caught.value)
+    assert f"  - {line}" in str(caught.value)
     assert best(model, batch, memory_limit=limit, **fits)  # the negative control
 
 
-def test_infeasible_releases_all_that_is_pinned_where_one_is_not_enough() -> None:
+def test_infeasible_error_tries_without_all_pins_when_one_is_not_enough() -> None:
     model, batch = Transformer(layers=4, hidden=128), tokens(rows=8, length=64)
     each = [
         best(model, batch, world_size=2, **pins).predicted
@@ -105,44 +105,44 @@ def test_infeasible_releases_all_that_is_pinned_where_one_is_not_enough() -> Non
             {"tp": 2, "recompute": "full"},
         )
     ]
-    replicas, kept, both = (found.total_bytes for found in each if found is not None)
+    replicas, kept, both = (candidate.total_bytes for candidate in each if candidate is not None)
     assert allowing(both) < min(replicas, kept)
     with pytest.raises(InfeasibleError, match=r"\n  - without tp=1, recompute='selective': dp 1 x tp 2, rec"):
         best(model, batch, world_size=2, tp=1, recompute="selective", memory_limit=allowing(both))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_infeasible_names_a_memory_that_is_enough(world_size: int) -> None:
+def test_infeasible_error_names_a_sufficient_memory_limit(world_size: int) -> None:
     """However small the limit, one fix is left, and it works."""
     model = Transformer(layers=2, hidden=128)
     with pytest.raises(InfeasibleError, match=r"Would fit:\n(.*\n)*  - memory_limit=") as caught:
         best(model, tokens(rows=2), world_size=world_size, memory_limit=1000)
-    found = re.search(r"memory_limit=(\d+)", str(caught.value))
-    assert found is not None
-    enough = int(found[1])
+    match = re.search(r"memory_limit=(\d+)", str(caught.value))
+    assert match is not None
+    enough = int(match[1])
     plan = best(model, tokens(rows=2), world_size=world_size, memory_limit=enough)
     assert plan.predicted is not None and plan.predicted.total_bytes <= enough
     with pytest.raises(InfeasibleError):
         best(model, tokens(rows=2), world_size=world_size, memory_limit=enough * 9 // 10)
 
 
-@pytest.mark.parametrize(("limit", "said"), [("70GiB", False), ("500GiB", True), (None, False)])
-def test_more_memory_than_there_is_is_named(limit: str | None, said: bool) -> None:
+@pytest.mark.parametrize(("limit", "noted"), [("70GiB", False), ("500GiB", True), (None, False)])
+def test_note_on_a_memory_limit_above_the_device_memory(limit: str | None, noted: bool) -> None:
     plan = best(Transformer(layers=1), tokens(), cluster=DGX_H100, world_size=1, memory_limit=limit)
     note = (
         "the memory limit of 500.0 GiB is more than the 73.1 GiB that a model can use on a device of dgx-h100"
     )
-    assert (note in plan.provenance.notes) == said
-    assert said == any("memory limit" in text for text in plan.provenance.notes)
+    assert (note in plan.provenance.notes) == noted
+    assert noted == any("memory limit" in text for text in plan.provenance.notes)
 
 
-def test_a_plan_that_needs_more_memory_than_there_is_says_so() -> None:
+def test_note_on_a_plan_that_needs_more_than_the_device_memory() -> None:
     small = replace(DGX_H100, memory_bytes=DGX_H100.reserved_bytes + 2**20)
     plan = best(Transformer(layers=2), tokens(), cluster=small, world_size=1, memory_limit="1GiB")
     assert any(text.endswith("; this plan needs devices with more memory") for text in plan.provenance.notes)
 
 
-def test_memory_limit_changes_the_winner() -> None:
+def test_memory_limit_changes_the_best_plan() -> None:
     model, batch = Transformer(layers=2, hidden=128), tokens(rows=4)
     fast, *others = eager().plan(model, batch, PlanRequest(cluster=DGX_H100, world_size=4, top_k=9))
     least = min(p.predicted.total_bytes for p in others if p.predicted)

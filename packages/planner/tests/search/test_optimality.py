@@ -82,12 +82,12 @@ MODELS = [
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_is_faster_than_the_gap_allows(seed: int) -> None:
+def test_gap_bounds_every_configuration(seed: int) -> None:
     dice = random.Random(seed)
     cluster, ranks = drawn(dice), dice.choice([1, 2, 4])
     model, batch = MODELS[seed % len(MODELS)]()
-    found = list(every(search_of(model, batch, PlanRequest(cluster=cluster, world_size=ranks))))
-    sizes = sorted(c.total_bytes for c in found)
+    candidates = list(every(search_of(model, batch, PlanRequest(cluster=cluster, world_size=ranks))))
+    sizes = sorted(c.total_bytes for c in candidates)
     limit = dice.choice([None, int(1.05 * sizes[len(sizes) // 2])])
     request = PlanRequest(cluster=cluster, world_size=ranks, memory_limit=limit, top_k=3)
     search = search_of(model, batch, request)
@@ -98,17 +98,17 @@ def test_nothing_is_faster_than_the_gap_allows(seed: int) -> None:
         least = plan.predicted.step_seconds * (1 - plan.predicted.gap)
         # what is faster than it may be stands before it in the list
         assert sum(s < least * (1 - GAP) for s in fitting) <= place
-    floor = floor_of(search, search.setting.cluster, found).seconds(1)
-    assert all(floor <= c.step_seconds * (1 + 1e-9) for c in found)
-    assert floor > 0.02 * found[0].step_seconds
+    floor = floor_of(search, search.setting.cluster, candidates).seconds(1)
+    assert all(floor <= c.step_seconds * (1 + 1e-9) for c in candidates)
+    assert floor > 0.02 * candidates[0].step_seconds
 
 
-def test_one_rank_is_exact_and_more_say_what_is_left() -> None:
+def test_proof_is_exact_on_one_rank_and_bounded_on_several() -> None:
     batch = tokens(rows=8)
-    (one,) = eager().plan(Transformer(), batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))
-    assert one.predicted is not None
-    assert one.predicted.gap == 0.0 and one.predicted.proof is not None
-    assert one.predicted.proof.startswith("exact: no other configuration")
+    (single,) = eager().plan(Transformer(), batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))
+    assert single.predicted is not None
+    assert single.predicted.gap == 0.0 and single.predicted.proof is not None
+    assert single.predicted.proof.startswith("exact: no other configuration")
     data = EagerPlanner(host_of(DataLike)).plan(
         Transformer(), batch, PlanRequest(cluster=LAPTOP_CPU, world_size=4)
     )
@@ -126,8 +126,8 @@ class Third(DataLike):
     name, axis, order = "third", "rp", 25
 
 
-def test_climbing_is_bounded_too() -> None:
-    """More combinations than are looked at: what was never seen cannot go below the bound either."""
+def test_gap_bounds_a_search_by_hill_climbing() -> None:
+    """There are more combinations than are tried; those that were not tried cannot go below the bound either."""
     host = host_of(DataLike, TensorLike, Other, Third)
     request = PlanRequest(cluster=DGX_H100, world_size=128)
     (plan,) = EagerPlanner(host).plan(Transformer(layers=2), tokens(rows=128), request)
@@ -153,7 +153,7 @@ class Along(Strategy):
 
 
 @pytest.mark.parametrize(
-    ("host", "ranks", "said"),
+    ("host", "ranks", "reason"),
     [
         (HOST, 16, "not tried by default: tp above 8, wider than nvlink: the best"),
         (
@@ -163,20 +163,20 @@ class Along(Strategy):
         ),
     ],
 )
-def test_what_was_left_aside_is_said_as_such(host: PluginHost, ranks: int, said: str) -> None:
-    """Nothing climbed: the few combinations that were to be looked at all were."""
+def test_note_names_degrees_that_are_not_tried(host: PluginHost, ranks: int, reason: str) -> None:
+    """There is no hill climbing: the few default combinations were all tried."""
     request = PlanRequest(cluster=DGX_H100, world_size=ranks)
     (plan,) = EagerPlanner(host).plan(Transformer(layers=2), tokens(rows=64, length=4096), request)
     (note,) = [note for note in plan.provenance.notes if "combinations of degrees" in note]
-    assert said in note and "climbing" not in note
+    assert reason in note and "climbing" not in note
     (pinned,) = EagerPlanner(host).plan(
         Transformer(layers=2), tokens(rows=64, length=4096), replace(request, tp=8, dp=ranks // 8)
     )
     assert "not tried by default" not in " ".join(pinned.provenance.notes)
 
 
-def test_every_rank_computes_all_of_a_tiny_model() -> None:
-    """Wider than the innermost links, and the fastest all the same: nothing is communicated. Looked at where it may be."""
+def test_widest_tensor_axis_is_tried_for_a_tiny_model() -> None:
+    """An axis wider than the innermost links is still fastest, because nothing is communicated. It is tried where it may be."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Flatten(0), Summed())
     request = PlanRequest(cluster=DGX_H100, world_size=512)
     small, large = (
@@ -184,11 +184,11 @@ def test_every_rank_computes_all_of_a_tiny_model() -> None:
         for length in (4, 65536)
     )
     assert small.degree("tp") == 512 and not small.collectives and large.degree("tp") == 8
-    said = [note for plan in (small, large) for note in plan.provenance.notes if "tp above 8" in note]
-    assert "tp above 8 except " in said[0] and "512, wider than" in said[0] and "except" not in said[1]
+    notes = [note for plan in (small, large) for note in plan.provenance.notes if "tp above 8" in note]
+    assert "tp above 8 except " in notes[0] and "512, wider than" in notes[0] and "except" not in notes[1]
 
 
-def test_a_placement_that_stopped_early_widens_the_gap() -> None:
+def test_unsolved_placement_widens_the_gap() -> None:
     search = search_of(Transformer(layers=2), tokens(), PlanRequest(cluster=LAPTOP_CPU, world_size=2, tp=2))
     (degrees,) = search.combinations()
     exact = search.evaluate(search.point(degrees))
@@ -209,7 +209,7 @@ class Tables:
         return 1e-3
 
 
-def test_nothing_is_claimed_of_a_cost_model_that_nobody_knows() -> None:
+def test_no_gap_with_a_third_party_cost_model() -> None:
     spec = CostModelSpec(name="tables", target=f"{__name__}:Tables")
     host = PluginHost(
         {StrategySpec: HOST.strategies(), CostModelSpec: {"tables": Registered(spec, "acme", "1", "acme")}}
@@ -219,11 +219,11 @@ def test_nothing_is_claimed_of_a_cost_model_that_nobody_knows() -> None:
     assert plan.predicted is not None and plan.predicted.gap is None
     assert plan.predicted.proof == "not proven: there is no lower bound for the cost model 'tables'"
     assert "gap: unknown; not proven" in str(explain(plan))
-    one = EagerPlanner(host).plan(Transformer(), tokens(), replace(request, world_size=1))[0].predicted
-    assert one is not None and one.gap == 0.0  # everything was costed
+    single = EagerPlanner(host).plan(Transformer(), tokens(), replace(request, world_size=1))[0].predicted
+    assert single is not None and single.gap == 0.0  # everything was costed
 
 
-def test_other_planners_are_held_against_the_same_bound() -> None:
+def test_other_planners_have_the_same_bound() -> None:
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=4)
     (ours,) = eager().plan(Transformer(layers=2), tokens(rows=4), request)
     (theirs,) = McmcPlanner(HOST, proposals=20).plan(Transformer(layers=2), tokens(rows=4), request)
@@ -281,7 +281,7 @@ class Constant(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [2, 4])
-def test_what_does_not_grow_with_the_batch_counts_once(rows: int) -> None:
+def test_bound_counts_products_of_constants_once(rows: int) -> None:
     """Products as long as the rows of a rank are no part of the batch for that."""
     request = PlanRequest(cluster=BUSY, world_size=8 // rows, dp=8 // rows)
     search = search_of(Constant(rows), torch.randn(8, 256), request, host_of(DataLike))
@@ -301,18 +301,18 @@ class Unlike(Transformer):
 
 
 @pytest.mark.parametrize("kind", [Transformer, Unlike])
-def test_what_grows_with_the_batch_counts_for_all_of_it(kind: type[Transformer]) -> None:
-    """However many rows are looked at, the floor is the same."""
+def test_bound_counts_products_of_rows_for_the_whole_batch(kind: type[Transformer]) -> None:
+    """The bound is the same for any number of rows of the tape."""
     model, batch = kind(layers=2), tokens(rows=8)
-    found = []
+    bounds = []
     for ranks in (1, 2, 4, 8):
         search = search_of(model, batch, PlanRequest(cluster=BUSY, world_size=ranks), host_of(DataLike))
         candidate = next(every(search))
-        found.append(ranks * floor_of(search, search.setting.cluster, [candidate]).seconds(1))
-    assert found == pytest.approx([found[0]] * 4, rel=0.01)
+        bounds.append(ranks * floor_of(search, search.setting.cluster, [candidate]).seconds(1))
+    assert bounds == pytest.approx([bounds[0]] * 4, rel=0.01)
 
 
-def test_what_the_proof_finds_to_be_faster_is_returned() -> None:
+def test_faster_configuration_of_the_proof_is_returned() -> None:
     """Of two ways to save memory the search was only told the slower one."""
     search = search_of(
         Transformer(layers=2),
@@ -341,7 +341,7 @@ class Careful(DataLike):
         return super().cost(request, degree, link)
 
 
-def test_what_the_proof_finds_to_be_faster_may_be_refused() -> None:
+def test_faster_configuration_of_the_proof_may_be_refused() -> None:
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=2)
     search = search_of(Transformer(layers=2), tokens(rows=8), request, host_of(Careful))
     (degrees,) = search.combinations()

@@ -50,7 +50,7 @@ class Late(DataLike):
         return super().cost(request, degree, link)
 
 
-def test_what_is_refused_only_when_it_is_evaluated_is_not_taken() -> None:
+def test_configuration_refused_in_exact_evaluation_is_not_chosen() -> None:
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, top_k=9)
     planner = EagerPlanner(host_of(Late, TensorLike))
     plans = planner.plan(Transformer(), tokens(rows=8), request)
@@ -70,21 +70,21 @@ class Chosen(DataLike):
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         CHOSEN.append((pieces := request.options["pieces"], overlap := request.options["overlap"]))
-        found = super().cost(request, degree, link)
-        return replace(found, exposed_seconds=found.exposed_seconds + abs(pieces - 5) + overlap)
+        base = super().cost(request, degree, link)
+        return replace(base, exposed_seconds=base.exposed_seconds + abs(pieces - 5) + overlap)
 
 
 CHOSEN: list[tuple[int, bool]] = []
 
 
-def test_yes_and_no_are_chosen_like_names_and_numbers_step_by_step() -> None:
+def test_boolean_options_are_all_tried_and_numbers_step_by_step() -> None:
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, dp=4)
     (plan,) = EagerPlanner(host_of(Chosen, TensorLike)).plan(Transformer(), tokens(rows=8), request)
     assert plan.predicted is not None and plan.predicted.step_seconds < 1
     assert (5, False) in CHOSEN
 
 
-def test_where_all_is_refused_when_it_is_evaluated_the_reason_is_raised() -> None:
+def test_refusal_is_raised_when_every_exact_evaluation_is_refused() -> None:
     with pytest.raises(PlanError, match="two are one too few"):
         EagerPlanner(host_of(Never)).plan(
             Transformer(), tokens(rows=8), PlanRequest(cluster=LAPTOP_CPU, world_size=2)
@@ -95,7 +95,7 @@ class Rival(TensorLike):
     name: ClassVar[str] = "tensor-too"
 
 
-def test_a_strategy_that_is_not_searched_is_named() -> None:
+def test_note_names_a_strategy_that_is_not_searched() -> None:
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=2)
     (plan,) = EagerPlanner(host_of(DataLike, TensorLike, Rival)).plan(Transformer(), tokens(), request)
     assert "tensor" in plan.strategies.values()
@@ -108,7 +108,7 @@ def test_a_strategy_that_is_not_searched_is_named() -> None:
 
 
 @pytest.mark.parametrize("field", ["name", "axis"])
-def test_a_record_that_contradicts_its_class_is_refused(field: str) -> None:
+def test_strategy_record_that_contradicts_its_class_is_refused(field: str) -> None:
     (registered,) = host_of(TensorLike).strategies().values()
     record = replace(registered.record, **{field: "other"})
     host = PluginHost({StrategySpec: {record.name: replace(registered, record=record)}})
@@ -116,7 +116,7 @@ def test_a_record_that_contradicts_its_class_is_refused(field: str) -> None:
         EagerPlanner(host).plan(Transformer(), tokens(), PlanRequest(cluster=LAPTOP_CPU, world_size=2))
 
 
-def test_manual_takes_the_degrees_as_given() -> None:
+def test_manual_planner_keeps_the_given_degrees() -> None:
     def plan(**options: Any) -> ParallelPlan:
         return manual().plan(Transformer(), tokens(rows=4), PlanRequest(cluster=LAPTOP_CPU, **options))[0]
 
@@ -135,7 +135,7 @@ class Other(DataLike):
     order: ClassVar[int] = 50
 
 
-def test_an_axis_of_a_plugin_is_pinned() -> None:
+def test_pin_on_an_axis_of_a_plugin() -> None:
     host = host_of(DataLike, TensorLike, Other)
 
     def plan(**options: Any) -> ParallelPlan:
@@ -174,17 +174,15 @@ def test_an_axis_of_a_plugin_is_pinned() -> None:
         (Transformer(layers=2), 2, None),
     ],
 )  # fmt: skip
-def test_work_that_all_ranks_of_an_axis_do_alike_is_named(
-    model: nn.Module, tp: int, told: str | None
-) -> None:
+def test_note_names_replicated_work_on_a_searched_axis(model: nn.Module, tp: int, told: str | None) -> None:
     batch = torch.randn(2, 64) if isinstance(model, Mlp) else tokens(rows=2)
     notes = best(model, batch, cluster=DGX_H100, world_size=tp, tp=tp).provenance.notes
-    said = [note for note in notes if "divided by" in note or "do the same" in note or "repeat" in note]
-    assert [bool(re.match(told or "", note)) for note in said] == ([] if told is None else [True])
-    assert all("give tp another degree" in note for note in said)
+    replicated = [note for note in notes if "divided by" in note or "do the same" in note or "repeat" in note]
+    assert [bool(re.match(told or "", note)) for note in replicated] == ([] if told is None else [True])
+    assert all("give tp another degree" in note for note in replicated)
 
 
-def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
+def test_sequence_parallel_needs_a_divisible_sequence() -> None:
     def plan(length: int = 32, **options: Any) -> ParallelPlan:
         batch = tokens(rows=4, length=length)
         return best(Transformer(), batch, world_size=4, sequence_parallel=True, **options)
@@ -216,17 +214,17 @@ def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
      {"time_budget": "3s"}, {"time_budget": float("inf")}, {"keep_user_sharding": "no"}, {"sequence_parallel": "no"},
      {"world_size": -1}, {"tp": 3, "world_size": 4}, {"optimizer": "adamx"}, {"tp": True}],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_by_name(option: dict[str, Any]) -> None:
+def test_impossible_option_is_refused_by_name(option: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(option))):
         best(Transformer(layers=1), tokens(), **option)
 
 
-def test_degree_one_of_an_unowned_axis_asks_for_nothing() -> None:
+def test_pin_of_one_on_an_axis_without_strategy_is_ignored() -> None:
     assert "pp" not in best(Transformer(layers=1), tokens(), pp=1, cp=1, ep=1).degrees
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
-def test_a_batch_may_have_any_number_of_rows(rows: int) -> None:
+def test_batch_with_any_number_of_rows(rows: int) -> None:
     """Also fewer than the two numbers of rows that others follow from."""
     for world in (1, 2):
         plan = best(Transformer(), tokens(rows=rows), world_size=world)

@@ -1,4 +1,4 @@
-"""Data ranks of models whose rows meet: what is computed whole, moved, kept, and said of it."""
+"""Data ranks of models with interacting rows: whole-batch work, collectives, saved tensors, and notes."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def search(model: nn.Module, batch: Any, host: Any = HOST, **options: Any) -> Se
 
 
 def flops(model: nn.Module, batch: Any, degree: int, host: Any = HOST) -> float:
-    own = search(model, batch, host, world_size=degree)
-    found = own.evaluate({"dp": degree})
-    return Placed(own.basis, own.rules, found.problem, found.placement).flops
+    evaluator = search(model, batch, host, world_size=degree)
+    result = evaluator.evaluate({"dp": degree})
+    return Placed(evaluator.basis, evaluator.rules, result.problem, result.placement).flops
 
 
 def notes(model: nn.Module, batch: Any, **options: Any) -> list[str]:
-    found = best(model, batch, world_size=2, dp=2, **options)
-    return [n for n in found.provenance.notes if n.startswith((HELPS, "rows interact across "))]
+    result = best(model, batch, world_size=2, dp=2, **options)
+    return [n for n in result.provenance.notes if n.startswith((HELPS, "rows interact across "))]
 
 
 def moved(model: nn.Module, batch: Any, **options: Any) -> Counter[tuple[str, str]]:
@@ -95,15 +95,15 @@ def moved(model: nn.Module, batch: Any, **options: Any) -> Counter[tuple[str, st
     return counted
 
 
-def test_a_model_whose_rows_never_meet_is_as_it_was() -> None:
+def test_batch_independent_model_is_unchanged() -> None:
     model, batch = Transformer(), tokens(8)
     assert not notes(model, batch) and not moved(model, batch)
-    own = search(model, batch)
-    assert own.evaluate({"dp": 2}).problem.tape.division is None
+    evaluator = search(model, batch)
+    assert evaluator.evaluate({"dp": 2}).problem.tape.division is None
     assert flops(model, batch, 2) == flops(model, batch, 1) / 2
 
 
-def test_what_every_rank_computes_whole_is_said_and_counted() -> None:
+def test_replicated_work_of_the_whole_batch_is_noted_and_counted() -> None:
     model, x = Between(masked), torch.randn(16, WIDTH)
     product = 2.0 * 16 * WIDTH * WIDTH
     # the first product has no gradient for its input; the second is whole on both
@@ -117,12 +117,12 @@ def test_what_every_rank_computes_whole_is_said_and_counted() -> None:
     assert meets == "rows interact across dp in __getitem__: 4.0 KiB moved in a forward and backward pass"
     assert moved(model, x) == {("all_gather", "forward"): 16 * WIDTH * 4 + 16}
     slow = replace(LAPTOP_CPU, links=tuple(replace(link, latency_s=1e-2) for link in LAPTOP_CPU.links))
-    one, two = (best(model, x, world_size=2, dp=2, cluster=c).predicted for c in (LAPTOP_CPU, slow))
-    assert one is not None and two is not None and two.split is not None
-    assert two.split.exposed["dp"] - one.split.exposed["dp"] > 1e-2  # beside the sum of gradients
+    fast, two = (best(model, x, world_size=2, dp=2, cluster=c).predicted for c in (LAPTOP_CPU, slow))
+    assert fast is not None and two is not None and two.split is not None
+    assert two.split.exposed["dp"] - fast.split.exposed["dp"] > 1e-2  # in addition to the sum of gradients
 
 
-def test_rows_that_change_places_are_moved_and_shared_on() -> None:
+def test_permuted_rows_are_moved_and_stay_sharded() -> None:
     model, x = Between(lambda h: h.flip(0)), torch.randn(16, WIDTH)
     assert flops(model, x, 2) == flops(model, x, 1) / 2
     size = 16 * WIDTH * 4
@@ -135,7 +135,7 @@ def test_rows_that_change_places_are_moved_and_shared_on() -> None:
     assert helps.startswith(f"{HELPS}the model itself,") and helps.endswith(": pow needs rows of other ranks")
 
 
-def test_the_operations_are_those_of_the_whole_batch() -> None:
+def test_operations_count_the_whole_batch() -> None:
     """A layer over the first dim takes as many steps as the batch has rows, however many a rank has of them."""
     model, x = Over(), torch.randn(8, 4, WIDTH)
     tape = search(model, x).evaluate({"dp": 2}).problem.tape
@@ -144,25 +144,25 @@ def test_the_operations_are_those_of_the_whole_batch() -> None:
     assert notes(model, x)
 
 
-def test_copies_of_a_block_may_be_different() -> None:
-    """The first of them finds rows divided; what it hands on lies otherwise."""
+def test_copies_of_a_block_may_interact_differently() -> None:
+    """The first block gets sharded rows; its output has another layout."""
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(16, WIDTH)
-    own = search(model, x)
-    problem = own.evaluate({"dp": 2}).problem
+    evaluator = search(model, x)
+    problem = evaluator.evaluate({"dp": 2}).problem
     shapes = {tuple(v.shape) for v in problem.tape.values}
     assert problem.tape.division is not None and (16, WIDTH // 2) in shapes
     assert sum(problem.quotient.node_count.values()) == len(problem.tape.nodes)
     assert flops(model, x, 2) == flops(model, x, 1) / 2
 
 
-def test_what_runs_again_is_sent_again() -> None:
+def test_recomputed_module_communicates_again() -> None:
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(16, WIDTH)
     once, twice = moved(model, x), moved(model, x, recompute="[0-3]")
     assert twice["all_to_all", "backward"] == once["all_to_all", "backward"]
     assert twice["all_to_all", "forward"] > once["all_to_all", "forward"]
 
 
-def test_what_strategies_run_on_each_ranks_rows_is_left_to_them() -> None:
+def test_modules_that_strategies_run_are_left_out() -> None:
     body = Between(masked)
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), body), torch.randn(16, WIDTH)
     assert search(model, x).evaluate({"dp": 2}).problem.tape.division is not None
@@ -171,7 +171,7 @@ def test_what_strategies_run_on_each_ranks_rows_is_left_to_them() -> None:
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_ranks_keep_what_they_gather(degree: int) -> None:
+def test_gathered_values_are_saved_whole(degree: int) -> None:
     """The second product keeps all rows, as autograd does on every rank."""
     model, x = Between(masked), torch.randn(16, WIDTH)
     tape = search(model, x, world_size=degree).evaluate({"dp": degree}).problem.tape
@@ -179,7 +179,7 @@ def test_ranks_keep_what_they_gather(degree: int) -> None:
     assert 16 * WIDTH * 4 in kept
 
 
-def test_what_is_little_is_moved_and_changes_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_interaction_adds_collectives_without_changing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large model; rows of normed features meet in two sums each way."""
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(9))
@@ -194,10 +194,10 @@ def test_what_is_little_is_moved_and_changes_no_size(monkeypatch: pytest.MonkeyP
     assert tape.division is not None and tape.origin is not None
 
 
-def test_no_long_run_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_long_run_for_a_data_dependent_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright_planner.trace.row_coupling.REAL_WORK", 0.0)
-    found = best(Between(masked), torch.randn(16, WIDTH), world_size=2, dp=2)
+    result = best(Between(masked), torch.randn(16, WIDTH), world_size=2, dp=2)
     assert any(
-        n.startswith("the cost of cross-row interaction is not predicted") for n in found.provenance.notes
+        n.startswith("the cost of cross-row interaction is not predicted") for n in result.provenance.notes
     )
     assert not moved(Between(masked), torch.randn(16, WIDTH))

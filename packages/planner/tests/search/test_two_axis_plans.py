@@ -49,7 +49,7 @@ def placed(plan: ParallelPlan) -> dict[str, dict[str, str]]:
 BOTH = {"to": "S(0)", "tp": "S(0)"}
 
 
-def test_weights_lie_on_both_axes_and_so_do_seconds_and_bytes() -> None:
+def test_weights_time_and_memory_are_divided_by_both_axes() -> None:
     model, batch = Mlp(), (torch.randn(8, 64),)
     (plan,) = plans(model, batch, tp=2)
     assert placed(plan) == {"up.weight": BOTH, "up.bias": BOTH, "down.weight": {"to": "S(1)", "tp": "S(1)"}}
@@ -62,11 +62,11 @@ def test_weights_lie_on_both_axes_and_so_do_seconds_and_bytes() -> None:
     assert "tp forward: 1 x all_reduce" in report
 
 
-def test_the_other_axes_are_searched_around_it() -> None:
-    found = plans(Transformer(layers=2), tokens(rows=4), 8, top_k=9)
-    assert {plan.degree("tp") for plan in found} == {1, 2, 4}
-    assert all(plan.degree("to") == 2 for plan in found)
-    assert all({r.placement.get("to") for r in plan.parameters} - {None} for plan in found)
+def test_other_axes_are_searched_around_two_tensor_axes() -> None:
+    candidate = plans(Transformer(layers=2), tokens(rows=4), 8, top_k=9)
+    assert {plan.degree("tp") for plan in candidate} == {1, 2, 4}
+    assert all(plan.degree("to") == 2 for plan in candidate)
+    assert all({r.placement.get("to") for r in plan.parameters} - {None} for plan in candidate)
 
 
 def test_the_slow_link_carries_less_than_the_fast_one() -> None:
@@ -80,7 +80,7 @@ def test_the_slow_link_carries_less_than_the_fast_one() -> None:
     assert 0 < moved["to"] < moved["tp"]
 
 
-def test_marks_speak_of_their_own_axis() -> None:
+def test_mark_sharding_names_its_own_axis() -> None:
     model, batch = Mlp(), (torch.randn(8, 64),)
     mark_sharding(model.up.weight, {"to": Shard(1)})
     (plan,) = plans(model, batch, tp=2)
@@ -94,16 +94,16 @@ def test_marks_speak_of_their_own_axis() -> None:
     assert outer["up.weight"] == {"to": "S(1)"} and inner["up.weight"] == {"tp": "S(0)"}
 
 
-def test_what_is_found_for_one_axis_is_not_taken_for_the_other() -> None:
+def test_placements_of_one_axis_are_not_reused_for_the_other() -> None:
     """In one search, which keeps problems and placements: the same ranks, the same link, another axis."""
     model, request = Mlp(), PlanRequest(cluster=LAPTOP_CPU, world_size=2, degrees={"to": 2})
     mark_sharding(model.up.weight, {"to": Shard(1), "tp": Shard(0)})
     planner = EagerPlanner(HOST)
     search = Search(planner.setting(model, (torch.randn(8, 64),), request, HOST), default_rules())
     for axis, state in (("to", 1), ("tp", 0), ("to", 1)):
-        for found in (search.evaluate({axis: 2}), search.estimate(search.point({axis: 2}))):
-            assert found.searched == (axis,)
-            assert found.placement.stored[found.problem.tape.parameters["up.weight"]] == state
+        for candidate in (search.evaluate({axis: 2}), search.estimate(search.point({axis: 2}))):
+            assert candidate.searched == (axis,)
+            assert candidate.placement.stored[candidate.problem.tape.parameters["up.weight"]] == state
 
 
 def test_memory_and_recomputation_count_on_both_axes() -> None:
@@ -119,7 +119,7 @@ def test_memory_and_recomputation_count_on_both_axes() -> None:
         plans(model, batch, tp=2, memory_limit=1000)
 
 
-def test_a_sequence_is_split_along_one_of_them_where_that_is_wanted() -> None:
+def test_sequence_parallel_splits_along_one_of_two_axes() -> None:
     (plan,) = plans(Transformer(layers=2), tokens(rows=4), tp=2, sequence_parallel=True)
     (none,) = plans(Transformer(layers=2), tokens(rows=4), tp=2, sequence_parallel=False)
     assert plan.sequence_parallel and not none.sequence_parallel
@@ -128,7 +128,7 @@ def test_a_sequence_is_split_along_one_of_them_where_that_is_wanted() -> None:
     assert not {"reduce_scatter"} & {c.kind for c in none.collectives}
 
 
-def test_turns_are_said_with_how_far_off_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_on_placements_in_turns_gives_the_distance_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = Mlp(), (torch.randn(8, 64),)
     (exact,) = plans(model, batch, tp=2)
     assert not any("in turns" in note for note in exact.provenance.notes)
@@ -139,7 +139,7 @@ def test_turns_are_said_with_how_far_off_they_may_be(monkeypatch: pytest.MonkeyP
     assert turns.parameters == exact.parameters
 
 
-def test_it_is_replayed_like_any_plan() -> None:
+def test_plan_of_two_axes_is_replayed() -> None:
     (plan,) = plans(Transformer(layers=2), tokens(rows=4), 8, tp=2, dp=2)
     assert plan.predicted is not None
     replayed = simulate(plan, LAPTOP_CPU)
@@ -152,7 +152,7 @@ class FreeLike(TensorLike):
     order: ClassVar[int] = 39
 
 
-def test_only_a_pin_of_the_axis_beside_tp_has_two_axes_searched() -> None:
+def test_two_axes_are_searched_only_when_the_outer_one_is_pinned() -> None:
     host = host_of(DataLike, FreeLike, TensorLike)
 
     def degrees(**pins: Any) -> list[dict[str, int]]:
@@ -170,13 +170,13 @@ class Once(TensorLike):
         return iter((1, 2, 4))
 
 
-def test_degrees_that_can_be_read_but_once_are_all_named() -> None:
+def test_degrees_of_an_iterator_are_all_named() -> None:
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, tp=3)
     with pytest.raises(UsageError, match=r"allows 1, 2, 4; the nearest is tp=2"):
         EagerPlanner(host_of(DataLike, Once)).plan(Mlp(), (torch.randn(8, 64),), request)
 
 
-def test_a_time_budget_holds_for_programs_of_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_budget_holds_for_programs_of_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     real = JointProblem.solve
 
