@@ -56,17 +56,14 @@ class _Step:
 
     @cached_property
     def degrees(self) -> dict[str, int]:
-        """Mesh axis -> degree, of every axis."""
         return dict(self.point.degrees)
 
     @property
     def basis(self) -> Basis:
-        """The search context."""
         return self.placed.basis
 
     @property
     def setting(self) -> Setting:
-        """The search problem."""
         return self.placed.basis.setting
 
     @cached_property

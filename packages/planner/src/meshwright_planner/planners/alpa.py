@@ -28,7 +28,7 @@ from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import SHARED
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.base import AlternativePlanner, Costs
-from meshwright_planner.planners.eager import Choice
+from meshwright_planner.search.explore import Choice
 
 AXES = ("pp", "dp", SHARED, "tp")
 """Stages, and the two axes of a stage's logical mesh. Ranks along zero are data ranks."""

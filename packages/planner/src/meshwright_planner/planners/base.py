@@ -12,7 +12,8 @@ from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import ended_by
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.planners.eager import Choice, EagerPlanner
+from meshwright_planner.planners.eager import EagerPlanner
+from meshwright_planner.search.explore import Choice
 from meshwright_planner.search.optimality import Proof, prove
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
@@ -19,36 +17,16 @@ from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.cost.cost_models import cost_model_of
 from meshwright_planner.cost.operations import OPTIMIZERS
 from meshwright_planner.evaluation.candidate import Candidate, rank
-from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.pinned import marked
 from meshwright_planner.plan_writer.notes import plan_of, reasons
 from meshwright_planner.reports.infeasible import infeasible
-from meshwright_planner.search.explore import explore
+from meshwright_planner.search.explore import Choice, explore
 from meshwright_planner.search.optimality import Proof, settle
 from meshwright_planner.trace.batch import Batch, check_signature, scaled
 from meshwright_planner.trace.recorder.borrow_model import without_garbage_collection
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The candidates of a planner.
-
-    Args:
-        search: evaluated them.
-        ranked: candidates that were evaluated exactly, best first; there may be none that fits.
-        legal: legal combinations of degrees.
-        notes: how they were found, a line each.
-        by_point: as in Explored.
-    """
-
-    search: Search
-    ranked: list[Candidate]
-    legal: Sequence[Mapping[str, int]]
-    notes: Sequence[str]
-    by_point: Mapping[Point, Candidate | None] | None = None
 
 
 class EagerPlanner(Planner):
@@ -96,14 +74,12 @@ class EagerPlanner(Planner):
             UsageError: no combination of degrees is legal.
             PlanError: strategies refuse every one of them.
         """
-        explored = explore(search, request.top_k)
-        if all(c.excess_bytes for c in explored.ranked) and _may_share(search.setting, request):
+        choice = explore(search, request.top_k)
+        if all(c.excess_bytes for c in choice.ranked) and _may_share(search.setting, request):
             # only dp is pinned and nothing fits, so let data ranks share training state
             pins = {a: degree for a, degree in search.setting.pins.items() if a not in ("dp", SHARED)}
-            search = search.variant(pins=pins, data=request.dp)
-            explored = explore(search, request.top_k)
-        notes = (explored.note, *explored.refused)
-        return Choice(search, explored.ranked, explored.legal, notes, explored.by_point)
+            choice = explore(search.variant(pins=pins, data=request.dp), request.top_k)
+        return choice
 
     def proven(self, choice: Choice) -> tuple[list[Candidate], Proof]:
         """The candidates, best first, with those that the proof adds; and the proof."""

@@ -8,7 +8,8 @@ from typing import ClassVar
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.strategy import PlanRequest, Strategy
 from meshwright_planner.evaluation.candidate import Candidate
-from meshwright_planner.planners.eager import Choice, EagerPlanner
+from meshwright_planner.planners.eager import EagerPlanner
+from meshwright_planner.search.explore import Choice
 from meshwright_planner.search.optimality import Proof
 
 

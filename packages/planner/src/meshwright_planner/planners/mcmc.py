@@ -25,7 +25,7 @@ from meshwright_planner.evaluation.context import SHARED
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.planners.base import AlternativePlanner, Costs
-from meshwright_planner.planners.eager import Choice
+from meshwright_planner.search.explore import Choice
 
 PROPOSALS = 1000
 """The most proposals of one chain."""

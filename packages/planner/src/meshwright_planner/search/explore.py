@@ -45,41 +45,23 @@ REFINED = 6
 Degrees = tuple[tuple[str, int], ...]
 
 
-@dataclass
-class Explored:
-    """The result of an exploration.
+@dataclass(frozen=True)
+class Choice:
+    """The candidates of a search.
 
     Args:
-        ranked: candidates that were evaluated exactly, best first.
+        search: evaluated them.
+        ranked: candidates that were evaluated exactly, best first; there may be none that fits.
         legal: legal combinations of degrees.
-        tried: how many of them were tried.
-        estimates: number of configurations with an estimate.
-        complete: every combination was tried.
-        budget: the time budget in seconds, if it ended the search; else None.
+        notes: how they were found, a line each.
         by_point: configuration -> its estimate, None where a strategy refuses it; None where not every combination was tried.
-        left_out: why some combinations were not tried.
-        refused: why strategies refuse degrees, a line each.
     """
 
+    search: Search
     ranked: list[Candidate]
     legal: Sequence[Mapping[str, int]]
-    tried: int
-    estimates: int
-    complete: bool
-    budget: float | None = None
+    notes: Sequence[str]
     by_point: Mapping[Point, Candidate | None] | None = None
-    left_out: str = ""
-    refused: tuple[str, ...] = ()
-
-    @property
-    def note(self) -> str:
-        """A line on how much was searched."""
-        share = "all" if self.complete else f"{self.tried} of"
-        how = "" if self.complete else f" ({self.left_out}: the best may be among the others)"
-        return (
-            f"searched {share} {len(self.legal)} combinations of degrees{how}, {self.estimates} configurations in all; "
-            f"placements of the best {len(self.ranked)} solved exactly" + ended_by(self.budget)
-        )
 
 
 @dataclass
@@ -350,7 +332,7 @@ class _Explorer:
         return sorted((c for estimates in self.explored.values() for c in estimates), key=estimated)
 
 
-def explore(search: Search, wanted: int = 1) -> Explored:
+def explore(search: Search, wanted: int = 1) -> Choice:
     """Search for the best configurations.
 
     Args:
@@ -365,16 +347,16 @@ def explore(search: Search, wanted: int = 1) -> Explored:
     explorer = _Explorer(search, wanted)
     narrow = narrowed(search, legal)
     explorer.keeps = len(narrow) == len(legal) <= FEW
-    explored = _explored(explorer, legal, narrow)
+    choice = _explored(explorer, legal, narrow)
     possible = floor_bytes(search.basis) <= search.setting.limit
-    if possible and all(c.excess_bytes for c in explored.ranked) and explored.tried < len(legal):
-        explored = _explored(explorer, legal, legal)
-    return explored
+    if possible and all(c.excess_bytes for c in choice.ranked) and len(explorer.explored) < len(legal):
+        choice = _explored(explorer, legal, legal)
+    return choice
 
 
 def _explored(
     explorer: _Explorer, legal: Sequence[dict[str, int]], default: Sequence[dict[str, int]]
-) -> Explored:
+) -> Choice:
     search, wanted = explorer.search, explorer.wanted
     by_key = {tuple(degrees.items()): degrees for degrees in default}
     complete = len(by_key) <= FEW
@@ -400,15 +382,10 @@ def _explored(
     if not exact:
         raise explorer.refused[0]
     possible = [key for key, candidates in explorer.explored.items() if candidates]
-    return Explored(
-        sorted(exact, key=rank),
-        legal,
-        len(explorer.explored),
-        explorer.estimates,
-        len(explorer.explored) == len(legal) and not explorer.ended,
-        search.setting.time_budget if explorer.ended else None,
-        explorer.by_point if explorer.keeps and complete else None,
-        left_out(
+    share, reasons = f"all {len(legal)}", ""
+    if len(explorer.explored) < len(legal) or explorer.ended:
+        share = f"{len(explorer.explored)} of {len(legal)}"
+        reasons = left_out(
             search.setting,
             legal,
             default,
@@ -416,9 +393,15 @@ def _explored(
             extra=[dict(key) for key in explorer.explored.keys() - by_key.keys()],
             climbed=len(by_key) > FEW,
             ended=explorer.ended,
-        ),
-        tuple(refusals(explorer.refused, possible)),
+        )
+        reasons = f" ({reasons}: the best may be among the others)"
+    note = (
+        f"searched {share} combinations of degrees{reasons}, {explorer.estimates} configurations in all; placements of the best "
+        f"{len(exact)} solved exactly" + ended_by(search.setting.time_budget if explorer.ended else None)
     )
+    notes = (note, *refusals(explorer.refused, possible))
+    known = explorer.by_point if explorer.keeps and complete else None
+    return Choice(search, sorted(exact, key=rank), legal, notes, known)
 
 
 def _others_alike(
