@@ -42,8 +42,8 @@ SUMS = "dp"
 """The axis whose strategy sums gradients, over every axis on which they are partial."""
 
 TRIES = 4
-"""How often stage-wise recompute is asked for more memory. A strategy does not know everything that a rank holds, so each
-try adds the bytes that the last one still exceeded."""
+"""Tries of stage-wise recompute. A strategy does not know everything that a rank holds, so each try adds the bytes by which
+the last one still exceeded the memory."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def cost(
 
 
 def _common_request(step: _Step, rough: bool, beyond: float) -> SearchRequest:
-    """What every strategy is told of the step: sizes of one rank that runs the whole model."""
+    """The request that all strategies share: sizes and seconds of one rank that runs the whole model."""
     basis, setting, placed, point = step.basis, step.setting, step.placed, step.point
     placement, memory, times, cluster = step.placement, step.memory, point.microbatches, step.setting.cluster
     # communication overlaps with compute only where it does not take the cores that compute needs

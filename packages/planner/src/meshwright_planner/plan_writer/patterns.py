@@ -72,11 +72,11 @@ def _by_digits(pattern: str, names: list[str], wanted: Mapping[str, T]) -> list[
             name
         )
     result: list[tuple[str, T, list[str]]] = []
-    for exact, alike in by_digits.items():
-        if len(alike) > 1 and _fits(exact, wanted, wanted[alike[0]]):
-            result.append((exact, wanted[alike[0]], alike))
+    for exact, same_digits in by_digits.items():
+        if len(same_digits) > 1 and _fits(exact, wanted, wanted[same_digits[0]]):
+            result.append((exact, wanted[same_digits[0]], same_digits))
         else:
-            result.extend((name, wanted[name], [name]) for name in alike)
+            result.extend((name, wanted[name], [name]) for name in same_digits)
     return result
 
 

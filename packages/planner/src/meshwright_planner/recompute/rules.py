@@ -99,12 +99,12 @@ def rules_of(
 
 def name_patterns(names: Iterable[str]) -> list[str]:
     """Patterns that match exactly these names. Names that differ in the last digit share one: "layers.1[0-4]"."""
-    alike: dict[tuple[str, str], list[str]] = {}
+    digits_by_stem: dict[tuple[str, str], list[str]] = {}
     for name in names:
         number = re.fullmatch(r"(.*?)(\d)(\D*)", name)
         head, digit, tail = number.groups() if number else (name, "", "")
-        alike.setdefault((head, tail), []).append(digit)
-    return [f"{head}{_digits(sorted(digits))}{tail}" for (head, tail), digits in alike.items()]
+        digits_by_stem.setdefault((head, tail), []).append(digit)
+    return [f"{head}{_digits(sorted(digits))}{tail}" for (head, tail), digits in digits_by_stem.items()]
 
 
 def _digits(digits: Sequence[str]) -> str:

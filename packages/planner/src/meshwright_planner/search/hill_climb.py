@@ -73,10 +73,10 @@ def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[s
     plain = [a for a in strategies if a not in (searched, dividing, "dp", SHARED)]
     chosen: list[Mapping[str, int]] = []
     for degree in sorted({d.get(searched, 1) for d in legal}):
-        alike = _fewest_ranks(plain, [d for d in legal if d.get(searched, 1) == degree])
-        alike.sort(key=lambda d: (d.get(dividing, 1), d.get(SHARED, 1)))
-        chosen.append(alike[0])
-        middle = alike[len(alike) // 2]
+        candidates = _fewest_ranks(plain, [d for d in legal if d.get(searched, 1) == degree])
+        candidates.sort(key=lambda d: (d.get(dividing, 1), d.get(SHARED, 1)))
+        chosen.append(candidates[0])
+        middle = candidates[len(candidates) // 2]
     chosen.append(middle)
     for axis, survey in search.surveys.items():
         if survey.parameters and any(d.get(axis, 1) > 1 for d in legal):
