@@ -93,7 +93,7 @@ def test_a_degree_that_only_a_pin_opens_is_named() -> None:
     assert mw.plan(model, batch, cluster="laptop-cpu", world_size=2, tp=1, cp=2, degrees={"vp": 1})
     two = mw.plan(model, batch, cluster="laptop-cpu", world_size=2, degrees={"vp": 1})
     assert isinstance(two, ParallelPlan) and two.predicted is not None
-    assert "only a pin opens (cp=2, " in str(two.predicted.proof)
+    assert "tried only when pinned are not covered (cp=2, " in str(two.predicted.proof)
 
 
 def test_a_world_that_is_climbed_has_a_bound() -> None:
