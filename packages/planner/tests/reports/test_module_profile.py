@@ -266,7 +266,7 @@ def test_wrong_arguments_name_a_fix() -> None:
         profile_model(model, x, precision="bf61")
     with pytest.raises(UsageError, match=r"recompute='full'.*no repeated blocks"):
         profile_model(model, x, recompute="full")
-    with pytest.raises(UsageError, match=r"recompute=3 is no policy"):
+    with pytest.raises(UsageError, match=r"recompute=3 is neither a policy"):
         profile_model(model, x, recompute=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"module='upp' is unknown.*up"):
         profile_model(model, x)["upp"]

@@ -228,7 +228,7 @@ def test_why_not(model: Transformer, plans: list[ParallelPlan]) -> None:
     assert illegal.verdict == "illegal" and "allows 1, 2, 4" in illegal.reason
     assert ask(f"tp={other}", memory_limit=2**10).verdict == "infeasible"
     for text in ("flavour=sweet", "foo=3", "tp=2,foo=3"):
-        with pytest.raises(UsageError, match=r"no such option; ask about a degree \(pp, .* or one of zero, "):
+        with pytest.raises(UsageError, match=r"no such option; give a degree \(pp, .* or one of zero, "):
             ask(text)
     with pytest.raises(UsageError, match="NAME=VALUE"):
         parse_pins("tp")
