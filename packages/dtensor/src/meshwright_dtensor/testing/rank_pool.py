@@ -236,7 +236,7 @@ def _check_by_name(fn: Callable[..., Any]) -> None:
     qualname = getattr(fn, "__qualname__", None)
     if qualname is None or "<" in qualname or "." in qualname:
         raise UsageError(
-            f"{fn!r} cannot be sent to another process: a rank function must be at the top level of a module; "
+            f"{fn!r} cannot be sent to another process: a rank function must be a top-level function of a module; "
             "move it there and pass its data as arguments"
         )
 
