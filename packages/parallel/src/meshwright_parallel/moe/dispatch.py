@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,10 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import layout_of_dtensor
-from meshwright_dtensor.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 from meshwright_parallel.moe.all_to_all import Route, as_global, sum_over_axes, tied
-from meshwright_parallel.moe.local_parameters import LocalExperts
+from meshwright_parallel.moe.local_parameters import ExpertsForward, LocalExperts
 from meshwright_parallel.moe.routing import Rows, chosen_rows
 
 Tensor = torch.Tensor
@@ -40,26 +38,14 @@ class _Call:
 
 
 @dataclass
-class Dispatch:
+class Dispatch(ExpertsForward):
     """The forward of a module of experts whose parameters are sharded along a mesh axis.
 
     Args:
-        module: the module.
-        name: its fully qualified name.
-        rule: its rule in the plan.
         axis: the mesh axis along which its experts are sharded.
-        inner: its original forward, which is called on this rank's experts.
     """
 
-    module: nn.Module
-    name: str
-    rule: ExpertsRule
     axis: str
-    inner: Callable[..., Any]
-
-    def __post_init__(self) -> None:
-        self.__signature__ = inspect.signature(self.inner)
-        self._names = list(self.__signature__.parameters)[:3]
 
     def __call__(self, *args: Any, **kwargs: Any) -> GlobalTensor:
         """The output of the module for global tokens [..., H], assignment and weights."""

@@ -1,8 +1,10 @@
-"""Run a module of experts on plain local tensors in place of its parameters, during one call."""
+"""Replace the forward of a module of experts, and run it on plain local tensors in place of its parameters."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -14,6 +16,27 @@ from meshwright_dtensor.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import State, States, is_shard
 
 Tensor = torch.Tensor
+
+
+@dataclass
+class ExpertsForward:
+    """A replacement of the forward of a module of experts.
+
+    Args:
+        module: the module.
+        name: its fully qualified name.
+        rule: its rule in the plan.
+        inner: its original forward.
+    """
+
+    module: nn.Module
+    name: str
+    rule: ExpertsRule
+    inner: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        self.__signature__ = inspect.signature(self.inner)
+        self._names = list(self.__signature__.parameters)[:3]
 
 
 class SwappedParameters:

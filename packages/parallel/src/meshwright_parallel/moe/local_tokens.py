@@ -9,8 +9,7 @@ these rows are a global value, and the module runs there as the plan says.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,36 +19,18 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
-from meshwright_dtensor.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 from meshwright_dtensor.trace.module_stack import FRAMES, Frame
 from meshwright_parallel.moe.all_to_all import as_global, sum_over_axes, tied
-from meshwright_parallel.moe.local_parameters import SwappedParameters
+from meshwright_parallel.moe.local_parameters import ExpertsForward, SwappedParameters
 from meshwright_parallel.moe.routing import rows_per_expert
 
 Tensor = torch.Tensor
 
 
-@dataclass
-class LocalTokens:
-    """The forward of a module of replicated experts, on the axes that shard the rows.
-
-    Args:
-        module: the module.
-        name: its fully qualified name.
-        rule: its kind of experts.
-        inner: its original forward.
-    """
-
-    module: nn.Module
-    name: str
-    rule: ExpertsRule
-    inner: Callable[..., Any]
-
-    def __post_init__(self) -> None:
-        self.__signature__ = inspect.signature(self.inner)
-        self._names = list(self.__signature__.parameters)[:3]
+class LocalTokens(ExpertsForward):
+    """The forward of a module of replicated experts, on the axes that shard the rows."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the module for global tokens [..., H], assignment and weights."""

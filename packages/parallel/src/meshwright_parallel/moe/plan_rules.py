@@ -167,7 +167,7 @@ def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
         if rule.count % plan.degree(axis):
             text = f"every rank needs equally many experts, and {plan.degree(axis)} does not divide the {rule.count} of {name!r}"
             raise PlanError(f"degrees.{axis}", plan.degree(axis), text)
-        module.forward = Dispatch(module, name, rule, axis, module.forward)
+        module.forward = Dispatch(module, name, rule, module.forward, axis)
         dispatched |= parameters
     if not dispatched and stages_of(model) is None:  # a pipeline stage may have none
         raise PlanError(

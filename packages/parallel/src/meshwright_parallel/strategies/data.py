@@ -33,21 +33,30 @@ SUMMED_ALONE_BYTES = 2**22
 """The same for an all-reduced gradient. Below this size one more collective costs more than the copy."""
 
 
-class Data(Strategy):
-    """Batch inputs are S(0). Replicated parameters have partial gradients, which the reduction engine sums."""
+class RowStrategy(Strategy):
+    """A strategy whose ranks compute with different rows of the batch; gradients are summed later."""
 
-    name: ClassVar[str] = "data"
-    axis: ClassVar[str] = "dp"
-    order: ClassVar[int] = 10
     gradient: ClassVar[GradientKind] = "deferred"
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
-        """Divisors of the world size that divide the batch: more ranks than rows would idle."""
+        """Divisors of the world size that divide the batch."""
         return [d for d in divisors(request.world_size) if request.batch_size % d == 0]
 
     def batch_factor(self, degree: int) -> int:
         """The local batch is the batch divided by `degree`."""
         return degree
+
+    def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
+        """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
+        return rows_state(shape, batch_size, degree)
+
+
+class Data(RowStrategy):
+    """Batch inputs are S(0). Replicated parameters have partial gradients, which the reduction engine sums."""
+
+    name: ClassVar[str] = "data"
+    axis: ClassVar[str] = "dp"
+    order: ClassVar[int] = 10
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         """Bucketed all-reduces of the gradients, overlapped with the backward pass except for the last bucket.
@@ -74,10 +83,6 @@ class Data(Strategy):
             persistent_gradients=min(1.0, reused / request.sizes.gradient_bytes),
             bucket_bytes=BUCKET_BYTES,
         )
-
-    def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
-        """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
-        return rows_state(shape, batch_size, degree)
 
 
 def counted(units: Iterable[Sequence[ParameterSize]]) -> Iterable[tuple[Sequence[ParameterSize], int]]:

@@ -16,19 +16,17 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.intervals import single_owner_shard
 from meshwright_dtensor.strategy import (
     CollectiveUse,
-    GradientKind,
     Link,
     Phase,
     SearchRequest,
     Stall,
-    Strategy,
     StrategyCost,
     Survey,
     divisors,
     planned_state,
-    rows_state,
 )
 from meshwright_dtensor.utils.names import listing
+from meshwright_parallel.strategies.data import RowStrategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,13 +40,12 @@ if TYPE_CHECKING:
 PHASES: tuple[tuple[Phase, str], ...] = (("forward", "tokens"), ("backward", "gradients"))
 
 
-class Expert(Strategy):
+class Expert(RowStrategy):
     """Batch inputs are S(0). Experts are S(0) and get their tokens by all-to-all. Other parameters are X."""
 
     name: ClassVar[str] = "expert"
     axis: ClassVar[str] = "ep"
     order: ClassVar[int] = 30
-    gradient: ClassVar[GradientKind] = "deferred"
     optional: ClassVar[bool] = True
 
     # ---- planning
@@ -81,10 +78,6 @@ class Expert(Strategy):
         if _count(request) % degree:
             return f"every rank needs equally many experts, and {degree} does not divide {listing(map(str, counts))} experts"
         return None
-
-    def batch_factor(self, degree: int) -> int:
-        """The local batch is the batch divided by `degree`."""
-        return degree
 
     def placements(self, survey: Survey, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
         """Placements of the experts' parameters on this axis."""
@@ -127,10 +120,6 @@ class Expert(Strategy):
         )
 
     # ---- applying
-    def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
-        """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
-        return rows_state(shape, batch_size, degree)
-
     def parameter_state(self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int) -> State:
         """The plan's placement. One rank owns a container's child; a parameter without a placement is X.
 

@@ -20,19 +20,15 @@ from typing import TYPE_CHECKING, ClassVar
 from meshwright_dtensor.cluster import CollectiveKind
 from meshwright_dtensor.strategy import (
     CollectiveUse,
-    GradientKind,
     Link,
     ParameterSize,
     Phase,
     SearchRequest,
     Stall,
-    Strategy,
     StrategyCost,
-    divisors,
     planned_state,
-    rows_state,
 )
-from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES
+from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, RowStrategy
 
 if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
@@ -45,27 +41,14 @@ UNEVEN = 4096
 """Elements from which a parameter is sharded unevenly where no dim divides; a smaller one stays whole."""
 
 
-class Zero(Strategy):
+class Zero(RowStrategy):
     """Batch inputs are S(0). A parameter is sharded along its largest free dim, or whole with a partial gradient."""
 
     name: ClassVar[str] = "zero"
     axis: ClassVar[str] = "zero"
     order: ClassVar[int] = 15
-    gradient: ClassVar[GradientKind] = "deferred"
     gathers: ClassVar[bool] = True
     optional: ClassVar[bool] = True
-
-    def degrees(self, request: SearchRequest) -> Iterable[int]:
-        """Divisors of the world size that divide the batch."""
-        return [d for d in divisors(request.world_size) if request.batch_size % d == 0]
-
-    def batch_factor(self, degree: int) -> int:
-        """The local batch is the batch divided by `degree`."""
-        return degree
-
-    def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
-        """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
-        return rows_state(shape, batch_size, degree)
 
     def parameter_state_given(
         self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int, others: Mapping[str, State]
