@@ -64,13 +64,20 @@ def test_without_the_engine_training_differs(rank_pool: RankPool) -> None:
             same(actual, expected)
 
 
-def shape_of_it(rank: int, world_size: int) -> None:
+def keeps_interface(rank: int, world_size: int) -> None:
     model = make()
     names = [n for n, _ in model.named_parameters()]
     plan = plan_of(degrees={"dp": 2, "tp": 2})
     assert parallelize(model, plan) is model
-    assert type(model) is Language
+    check_parameters(model, names)
     assert model.parallel_plan == plan
+    check_calls(model)
+    with pytest.raises(UsageError, match="parallel already"):
+        parallelize(model, plan)
+
+
+def check_parameters(model: Language, names: list[str]) -> None:
+    assert type(model) is Language
     assert [n for n, _ in model.named_parameters()] == names
     assert model.head.weight is model.embed.weight  # still tied
     assert model.embed.weight.tag == "tied"
@@ -79,21 +86,22 @@ def shape_of_it(rank: int, world_size: int) -> None:
     assert model.blocks[0].up.weight.placements == (Replicate(), Shard(0))
     assert model.blocks[0].up.weight.to_local().shape == (6, 8)
     assert type(model.positions) is torch.Tensor
+    assert all(isinstance(t, DTensor) for n, t in model.state_dict().items() if n != "positions")
+
+
+def check_calls(model: Language) -> None:
     logits = model(batch_of()["ids"])
     assert isinstance(logits, GlobalTensor)
     assert logits.shape == (4, 5, VOCABULARY)
-    assert all(isinstance(t, DTensor) for n, t in model.state_dict().items() if n != "positions")
     odd = model(**batch_of(3))  # three rows over two ranks: replicated, still right
     torch.testing.assert_close(full(odd), full(make()(**batch_of(3))))
     with communication() as log:
         model(**batch_of()).backward()
     assert sum(e.axis == "dp" and e.function == "data" for e in log.events) == 1
-    with pytest.raises(UsageError, match="parallel already"):
-        parallelize(model, plan)
 
 
 def test_parallelize_keeps_the_model_interface(rank_pool: RankPool) -> None:
-    rank_pool.run(4, shape_of_it)
+    rank_pool.run(4, keeps_interface)
 
 
 def copied(rank: int, world_size: int) -> Any:

@@ -18,11 +18,7 @@ Tensor = torch.Tensor
 
 PLANS: dict[str, dict[str, Any]] = {
     "zero3": {"degrees": {"zero": 2}, "zero": {"stage": 3}},
-    "zero1 in bfloat16": {
-        "degrees": {"zero": 2},
-        "zero": {"stage": 1},
-        "precision": {"parameters": "bf16"},
-    },
+    "zero1 in bfloat16": {"degrees": {"zero": 2}, "zero": {"stage": 1}, "precision": {"parameters": "bf16"}},
 }
 
 

@@ -286,11 +286,7 @@ def alike(results: list[tuple[str, Any, Any]]) -> None:
             assert (want is None) == (got is None), name
             if want is not None:
                 torch.testing.assert_close(
-                    got,
-                    want,
-                    atol=1e-5 * float(want.abs().max()),
-                    rtol=0,
-                    msg=lambda m, n=name: f"{n}: {m}",
+                    got, want, atol=1e-5 * float(want.abs().max()), rtol=0, msg=lambda m, n=name: f"{n}: {m}"
                 )
 
 
@@ -441,10 +437,7 @@ def test_memory_is_sharded_and_bounded(rank_pool: RankPool, stage: int) -> None:
             }
         else:
             assert peak == 6 * block_bytes + head
-            assert counts == {
-                ("zero", "forward", "all_gather"): 7,
-                ("zero", "backward", "reduce_scatter"): 7,
-            }
+            assert counts == {("zero", "forward", "all_gather"): 7, ("zero", "backward", "reduce_scatter"): 7}
 
 
 def refused(rank: int, world_size: int) -> None:

@@ -70,9 +70,7 @@ def unscale_in_place(
     return found_inf
 
 
-def _by_device_and_dtype(
-    tensors: Sequence[torch.Tensor],
-) -> list[tuple[torch.device, list[torch.Tensor]]]:
+def _by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

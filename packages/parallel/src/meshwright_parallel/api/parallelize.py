@@ -145,11 +145,7 @@ def _mesh_parameter(
 
 
 def _sharded(
-    full: torch.Tensor,
-    mesh: DeviceMesh,
-    states: tuple[State, ...],
-    device: torch.device,
-    blank: bool = False,
+    full: torch.Tensor, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device, blank: bool = False
 ) -> DTensor:
     """The DTensor of a value that every rank has whole; only this rank's part is copied.
 

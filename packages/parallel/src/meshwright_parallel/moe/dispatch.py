@@ -88,14 +88,7 @@ class Dispatch(ExpertsForward):
         result: States = tuple(s if is_shard(s) else "P" if s == "X" else "I" for s in states)
         return wrap(out, layout_of(context, result, tokens.shape, out.dtype))
 
-    def _through(
-        self,
-        context: MeshContext,
-        x: Tensor,
-        rows: Rows,
-        states: States,
-        call: _Call,
-    ) -> Tensor:
+    def _through(self, context: MeshContext, x: Tensor, rows: Rows, states: States, call: _Call) -> Tensor:
         """Send rows [N, H] to their experts, and return the results [N, H]."""
         expert_axis = context.axes.index(self.axis)
         route = Route(context.group(expert_axis), self.axis, self.name)
@@ -139,14 +132,7 @@ class Dispatch(ExpertsForward):
         result = tied(result, *tensors) if tensors else result
         return rows.combined(route.rows(result, sizes_in, sizes_out, "results"), x.shape[0])
 
-    def _inner(
-        self,
-        local: LocalExperts,
-        x: Tensor,
-        weight: Tensor,
-        expert: Tensor,
-        call: _Call,
-    ) -> Tensor:
+    def _inner(self, local: LocalExperts, x: Tensor, weight: Tensor, expert: Tensor, call: _Call) -> Tensor:
         """The module's own forward on the rows that arrived, one chosen expert each."""
         shape = (*(1,) * (call.tokens_ndim - 2), *x.shape)
         weight = weight.reshape(-1, *(1,) * (call.weights_ndim - 1))
