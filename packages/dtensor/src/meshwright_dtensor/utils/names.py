@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 def did_you_mean(name: object, options: Iterable[str]) -> str | None:
@@ -30,6 +31,16 @@ def listing(names: Iterable[str], limit: int = 12) -> str:
     names = list(names)
     shown = ", ".join(names[:limit])
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown or "none"
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """The path of a pytree leaf, its keys joined by dots ("0.image")."""
+    return ".".join(map(_path_key, path))
+
+
+def _path_key(part: Any) -> str:
+    keys = (getattr(part, attribute, None) for attribute in ("key", "idx", "name"))
+    return str(next((key for key in keys if key is not None), part))
 
 
 def canonical(distribution: str) -> str:

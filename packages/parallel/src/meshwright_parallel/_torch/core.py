@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.utils.names import path_name
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -159,17 +160,9 @@ def _map_one(change: Callable[[str, torch.Tensor], torch.Tensor], name: str, val
     def leaf(path: Any, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        return change(".".join([name, *(_key(part) for part in path)]), x)
+        return change(path_name((name, *path)), x)
 
     return pytree.tree_map_with_path(leaf, value)
-
-
-def _key(part: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        value = getattr(part, attribute, None)
-        if value is not None:
-            return str(value)
-    return str(part)
 
 
 def gradient_hooks(parameter: torch.Tensor) -> int:

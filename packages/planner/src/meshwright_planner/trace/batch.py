@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.utils.names import path_name
 from meshwright_planner._torch import is_fake, pytree
 
 
@@ -72,11 +73,7 @@ class Batch:
     @cached_property
     def _named(self) -> tuple[tuple[str, torch.Tensor], ...]:
         leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
-        return tuple(
-            (".".join(_key(part) for part in path[1:]), leaf)
-            for path, leaf in leaves
-            if isinstance(leaf, torch.Tensor)
-        )
+        return tuple((path_name(path[1:]), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
 
     @property
     def size(self) -> int:
@@ -138,11 +135,3 @@ def check_signature(model: nn.Module, batch: Batch) -> None:
         raise UsageError(
             f"{type(model).__name__}.forward does not take this batch: {error}; it accepts: {accepted}"
         ) from None
-
-
-def _key(part: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        value = getattr(part, attribute, None)
-        if value is not None:
-            return str(value)
-    return str(part)
