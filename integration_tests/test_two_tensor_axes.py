@@ -254,4 +254,4 @@ def test_a_dim_that_both_axes_do_not_divide_is_refused(rank_pool: RankPool) -> N
     rule = ParameterRule(pattern="head.*", placement={"tp_outer": "S(0)", "tp": "S(0)"})
     wrong = plan.replace(parameters=(rule, *(r for r in plan.parameters if "head" not in r.pattern)))
     for reason in rank_pool.run(4, refused, wrong.to_json()):
-        assert "head.weight" in reason and "equally long everywhere" in reason
+        assert "head.weight" in reason and "same length on all ranks" in reason

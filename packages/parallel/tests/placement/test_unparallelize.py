@@ -40,7 +40,7 @@ def described(model: nn.Module) -> list[Any]:
     return actual
 
 
-def taken_off(rank: int, size: int, plan: ParallelPlan) -> None:
+def undone(rank: int, size: int, plan: ParallelPlan) -> None:
     torch.manual_seed(0)
     model = Net()
     before = described(model)
@@ -69,10 +69,10 @@ def taken_off(rank: int, size: int, plan: ParallelPlan) -> None:
     assert calls == [1]
     parallelize(model, plan)
     model.first.extra = nn.Parameter(torch.ones(1))
-    with pytest.raises(UsageError, match=r"'first.extra' was put in"):
+    with pytest.raises(UsageError, match=r"'first.extra' was added or replaced"):
         unparallelize(model)
     assert model.parallel_plan == plan
 
 
 def test_unparallelize_restores_the_model(rank_pool: RankPool) -> None:
-    rank_pool.run(2, taken_off, ParallelPlan(world_size=2, degrees={"zero": 2}, zero={"stage": 3}))
+    rank_pool.run(2, undone, ParallelPlan(world_size=2, degrees={"zero": 2}, zero={"stage": 3}))
