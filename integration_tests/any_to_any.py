@@ -115,21 +115,21 @@ def digests(model: Any, optimizer: Any) -> dict[str, str]:
         x = x.full_tensor() if isinstance(x, DTensor) else x
         return hashlib.sha256(x.detach().contiguous().numpy().tobytes()).hexdigest()
 
-    found = {name: digest(x) for name, x in model.state_dict(keep_vars=True).items()}
+    digest_of = {name: digest(x) for name, x in model.state_dict(keep_vars=True).items()}
     for name, p in model.named_parameters():
-        found.update({f"{name}/{key}": digest(x) for key, x in optimizer.state[p].items()})
+        digest_of.update({f"{name}/{key}": digest(x) for key, x in optimizer.state[p].items()})
     group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    return {**found, "options": str(sorted(group.items()))}
+    return {**digest_of, "options": str(sorted(group.items()))}
 
 
 def wrong(model: Any, optimizer: Any, want: tuple[dict[str, str], list[float]]) -> str:
     """What is not as it should be after a load or a reshard, empty if all is."""
-    found = digests(model, optimizer)
+    results = digests(model, optimizer)
     everything, losses = want
-    if any(everything.get(name) != digest for name, digest in found.items()):
-        return "values differ: " + ", ".join(n for n, d in found.items() if everything.get(n) != d)[:200]
-    if stages_of(model) is None and found.keys() != everything.keys():
-        return f"{len(everything) - len(found)} tensors are missing"
+    if any(everything.get(name) != digest for name, digest in results.items()):
+        return "values differ: " + ", ".join(n for n, d in results.items() if everything.get(n) != d)[:200]
+    if stages_of(model) is None and results.keys() != everything.keys():
+        return f"{len(everything) - len(results)} tensors are missing"
     apart = max(abs(a - b) / abs(b) for a, b in zip(trained(model, optimizer, STEPS), losses, strict=True))
     return "" if apart <= TOLERANCE else f"losses are {apart:.1e} apart"
 
@@ -153,11 +153,11 @@ def loads(
     rank: int, size: int, name: str, plan: ParallelPlan, paths: dict[str, str], want: Any
 ) -> dict[str, str]:
     model, optimizer = built(name, plan, 2)
-    found = {}
+    results = {}
     for source, path in paths.items():
         mw.load(path, model=model, optimizer=optimizer)
-        found[source] = wrong(model, optimizer, want)
-    return found
+        results[source] = wrong(model, optimizer, want)
+    return results
 
 
 def world(rank: int, size: int, path: Path) -> None:
@@ -179,7 +179,7 @@ def walks(
     dist.destroy_process_group()
     model: Any = None
     optimizer: Any = None
-    found = []
+    results = []
     size = walk[0][1].world_size
     if rank < size:
         world(rank, size, folder / "start")
@@ -200,9 +200,9 @@ def walks(
             model = optimizer = None
             dist.destroy_process_group()
             continue
-        found.append((f"{here} -> {there}", wrong(model, optimizer, want), took))
+        results.append((f"{here} -> {there}", wrong(model, optimizer, want), took))
         mw.load(source, model=model, optimizer=optimizer)
-    return found
+    return results
 
 
 def tour(names: list[str]) -> list[str]:
@@ -218,12 +218,12 @@ def tour(names: list[str]) -> list[str]:
 
 
 def planned(name: str, layouts: dict[str, tuple[int, Pins]]) -> dict[str, ParallelPlan]:
-    found = {}
+    results = {}
     for key, (size, pins) in layouts.items():
         plan = mw.plan(make(name), batch(), world_size=size, cluster="laptop-cpu", **pins)
         assert isinstance(plan, ParallelPlan)
-        found[key] = plan
-    return found
+        results[key] = plan
+    return results
 
 
 def check(name: str, modes: list[str], only: list[str] | None, pool: RankPool, folder: Path) -> int:
@@ -247,18 +247,18 @@ def check(name: str, modes: list[str], only: list[str] | None, pool: RankPool, f
             runs = pool.run(plan.world_size, saves, name, plan, source, paths[key], timeout=1200)
             print(f"{name} saved in {key}{', which has runs' * any(runs)}", flush=True)
         for key, plan in plans.items():
-            found = pool.run(plan.world_size, loads, name, plan, paths, want, timeout=3600)
+            results = pool.run(plan.world_size, loads, name, plan, paths, want, timeout=3600)
             for origin in paths:
                 if origin != key:
-                    tell("disk", f"{origin} -> {key}", [one[origin] for one in found])
+                    tell("disk", f"{origin} -> {key}", [result[origin] for result in results])
     if "live" in modes:
         walk = [(key, plans[key]) for key in tour(list(plans))]
         ranks = max(plan.world_size for plan in plans.values())
         live = folder / f"{name}-live"
         live.mkdir()
         told: dict[str, list[tuple[str, float]]] = {}
-        for one in pool.run(ranks, walks, name, walk, live, source, want, timeout=7200):
-            for pair, problem, took in one:
+        for result in pool.run(ranks, walks, name, walk, live, source, want, timeout=7200):
+            for pair, problem, took in result:
                 told.setdefault(pair, []).append((problem, took))
         for pair, all_ in told.items():
             tell("live", pair, [p for p, _ in all_], f" ({max(t for _, t in all_):.2f} s)")

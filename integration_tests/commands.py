@@ -50,13 +50,13 @@ def run_on(pool: RankPool, size: int, arguments: list[str], folder: Path) -> lis
     The command makes its own world, as always. An error of the user's is raised, as it is; `meshwright.cli.main`, which
     prints it and ends the process, is for `run_ranks`. A `--model` is named by its whole path. `folder`: any new one.
     """
-    meeting = Path(tempfile.mkdtemp(dir=folder)) / "after"
+    store = Path(tempfile.mkdtemp(dir=folder)) / "after"
     # as torchrun's agent does: whoever is given the port of a server that runs cannot find it taken
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return pool.run(size, _command, arguments, agent.port, str(meeting))
+    return pool.run(size, _command, arguments, agent.port, str(store))
 
 
-def _command(rank: int, size: int, arguments: list[str], port: int, meeting: str) -> Done:
+def _command(rank: int, size: int, arguments: list[str], port: int, store: str) -> Done:
     job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     before = dict(os.environ)
     dist.destroy_process_group()  # the pool's
@@ -73,5 +73,5 @@ def _command(rank: int, size: int, arguments: list[str], port: int, meeting: str
         if dist.is_initialized():
             dist.destroy_process_group()
     # what the pool's next run on these ranks expects to find
-    dist.init_process_group("gloo", store=FileStore(meeting, size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
     return Done(code or 0, out.getvalue(), err.getvalue())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from once import plan_once
+from plan_once import plan_once
 from zoo import CASES
 
 import meshwright as mw
@@ -41,7 +41,7 @@ class Difference:
 
 
 def whole(value: Any) -> torch.Tensor:
-    """The plain global tensor of a parameter, gradient or loss, wherever it lies."""
+    """The plain global tensor of a parameter, gradient or loss, in any layout."""
     value = value.detach()
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 

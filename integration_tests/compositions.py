@@ -5,7 +5,7 @@
     python integration_tests/compositions.py --table            # the same as a table in Markdown
     python integration_tests/compositions.py --store FILE       # go on where a run was cut off
 
-A refusal is shown as what it is: an error with its reason, before memory is taken; `legal` says where one is due.
+A refusal is an error with its reason, before memory is taken; `legal` says which compositions are refused.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def planned(composition: Composition, float64: bool = False) -> ParallelPlan:
 def check(
     rank: int, world_size: int, model: str, plan: ParallelPlan, optimizer: str, float64: bool
 ) -> tuple[Outcome, dict[Label, float]]:
-    """Three steps under `plan` beside one device, on one rank; and what differs too much, by how much."""
+    """Three steps under `plan`, compared with one device, on one rank; and each difference above the tolerance."""
     make, batch = _made(model, float64)
     with Float64() if float64 else contextlib.nullcontext():
         report = mw.verify(
@@ -233,11 +233,11 @@ def outcome(pool: RankPool, composition: Composition, optimizer: str, timeout: f
     ranks, model = composition.world_size, composition.model
     try:
         plan = planned(composition)
-        found, wrong = pool.run(ranks, check, model, plan, optimizer, False, timeout=timeout)[0]
+        outcomes, wrong = pool.run(ranks, check, model, plan, optimizer, False, timeout=timeout)[0]
     except (PlanError, UsageError, InfeasibleError) as error:
         return Outcome("refused", str(error))
     if not wrong or "precision" in composition.more:
-        return found
+        return outcomes
     moves = rounding(model, optimizer)
     sure = [label for label, relative in wrong.items() if not relative <= NOISE_REACH * moves.get(label, 0.0)]
     if sure:
@@ -248,9 +248,9 @@ def outcome(pool: RankPool, composition: Composition, optimizer: str, timeout: f
         ranks, check, model, planned(composition, True), optimizer, True, timeout=timeout
     )[0]
     if still:
-        return Outcome("wrong", f"{found.seen}; in float64: {exact.seen}")
+        return Outcome("wrong", f"{outcomes.seen}; in float64: {exact.seen}")
     most = max(moves[label] for label in wrong)
-    return Outcome("equal", f"{found.seen}; one rounding: {most:.1e}; in float64: {exact.seen}")
+    return Outcome("equal", f"{outcomes.seen}; one rounding: {most:.1e}; in float64: {exact.seen}")
 
 
 def rounding(model: str, optimizer: str) -> dict[Label, float]:
@@ -271,22 +271,22 @@ def rounding(model: str, optimizer: str) -> dict[Label, float]:
 
 
 def _values(model: Any, batch: Any, optimizer: torch.optim.Optimizer) -> dict[Label, torch.Tensor]:
-    found: dict[Label, torch.Tensor] = {}
+    outcomes: dict[Label, torch.Tensor] = {}
     for step in range(STEPS):
         torch.manual_seed(1 + step)
         optimizer.zero_grad()
         loss = model(**batch).loss
         loss.backward()
-        found[step, "loss", ""] = loss.detach().clone()
+        outcomes[step, "loss", ""] = loss.detach().clone()
         optimizer.step()
         for name, p in model.named_parameters():
-            found[step, "parameter", name] = p.detach().clone()
+            outcomes[step, "parameter", name] = p.detach().clone()
             if p.grad is not None:
-                found[step, "gradient", name] = p.grad.clone()
+                outcomes[step, "gradient", name] = p.grad.clone()
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[step, "state", f"{name}/{key}"] = value.clone()
-    return found
+                    outcomes[step, "state", f"{name}/{key}"] = value.clone()
+    return outcomes
 
 
 def _made(name: str, float64: bool) -> tuple[Callable[[], Any], Any]:
@@ -310,29 +310,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one of them")
     options = parser.parse_args(arguments)
     texts = options.texts
-    asked = [
+    chosen = [
         c for c in (*compositions(), *MORE, *PIPELINES) if not texts or any(t in f"{c.name} " for t in texts)
     ]
     stored = _stored(options.store)
     bad = 0
     with RankPool() as pool:
-        for composition, optimizer in ((c, o) for c in asked for o in c.optimizers):
-            start, known = time.monotonic(), stored.get((composition.name, optimizer))
+        for composition, optimizer in ((c, o) for c in chosen for o in c.optimizers):
+            start, stored_outcome = time.monotonic(), stored.get((composition.name, optimizer))
             try:
-                found = known or outcome(pool, composition, optimizer, options.timeout)
+                outcomes = stored_outcome or outcome(pool, composition, optimizer, options.timeout)
             except Exception as error:  # the others are of interest too, whatever broke
-                found = Outcome("failed", f"{type(error).__name__}: {error}"[:400])
-            if options.store is not None and known is None and found.kind != "failed":
-                entry = (composition.name, optimizer, found.kind, found.seen)
+                outcomes = Outcome("failed", f"{type(error).__name__}: {error}"[:400])
+            if options.store is not None and stored_outcome is None and outcomes.kind != "failed":
+                entry = (composition.name, optimizer, outcomes.kind, outcomes.seen)
                 with options.store.open("a") as file:
                     file.write(json.dumps(entry) + "\n")
-            bad += not found.due(composition)
-            line = [composition.name, str(composition.world_size), optimizer, found.kind, found.seen]
+            bad += not outcomes.due(composition)
+            line = [composition.name, str(composition.world_size), optimizer, outcomes.kind, outcomes.seen]
             if options.table:
                 print(f"| {' | '.join(line)} |", flush=True)
             else:
                 took = f"{time.monotonic() - start:4.0f}s"
-                mark = "ok " if found.due(composition) else "BAD"
+                mark = "ok " if outcomes.due(composition) else "BAD"
                 print(f"{mark} {took} {line[0]:32} {' '.join(line[1:])}"[:400], flush=True)
     print(f"{bad} of them not as they should be" if bad else "all as they should be", file=sys.stderr)
     return int(bad > 0)

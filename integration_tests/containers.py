@@ -61,7 +61,7 @@ def dict_layer() -> nn.ModuleDict:
 
 
 def run_dict(layer: Any, x: Tensor) -> Tensor:
-    """Attention and experts, each behind a norm and beside a residual."""
+    """Attention and experts, each after a norm and with a residual."""
     h = layer["n1"](x)
     x = x + layer["a"](h, h, h, need_weights=False)[0]
     out: Tensor = x + layer["m"](layer["n2"](x))
@@ -101,7 +101,7 @@ class Bypassed(Holder):
         raise AssertionError("nobody calls this")
 
 
-class Beside(Holder):
+class SideBySide(Holder):
     """As Holder; it is called, and so is a part of it, from outside."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def run_holder(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
-def run_beside(layer: Any, x: Tensor) -> Tensor:
+def run_side_by_side(layer: Any, x: Tensor) -> Tensor:
     """Calls a part and the whole."""
     out: Tensor = layer(layer.norm(x)) * layer.scale
     return out
@@ -218,7 +218,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lists": Built(list_layer, run_list),
     "holders": Built(Holder, run_holder),
     "bypassed": Built(Bypassed, run_holder),
-    "beside": Built(Beside, run_beside),
+    "side by side": Built(SideBySide, run_side_by_side),
     "raw": Built(raw_layer, run_raw),
     "listed": Listed,
     "topmost": Topmost,

@@ -1,4 +1,4 @@
-"""Kinds of models beside language models, plain torch.nn: convolutions, vision, diffusion, recommendation, recurrence.
+"""Kinds of models other than language models, plain torch.nn: convolutions, vision, diffusion, recommendation, recurrence.
 
 Each is written for one device and returns its loss. A small form runs on ranks; a large one, of the size that people train, is
 only planned.
@@ -215,22 +215,22 @@ class UNet(nn.Module):
     def forward(self, images: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         mixed = torch.cos(times)[:, None, None, None] * images + torch.sin(times)[:, None, None, None] * noise
         time = self.time(waves(times, self.width))
-        x, beside = self.entry(mixed), []
+        x, skips = self.entry(mixed), []
         for step, shrink in zip(self.down, self.shrink):
             x = step(x, time)
-            beside.append(x)
+            skips.append(x)
             x = shrink(x)
         x = self.middle(x, time)
         x = x + self.attention(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
         for step, grow in zip(reversed(self.up), reversed(self.grow)):
             x = grow(F.interpolate(x, scale_factor=2, mode="nearest"))
-            x = step(torch.cat([x, beside.pop()], dim=1), time)
+            x = step(torch.cat([x, skips.pop()], dim=1), time)
         return F.mse_loss(self.out(F.silu(self.norm(x))), noise)
 
 
 # ---- recommendation
 class Recommender(nn.Module):
-    """Tables of embeddings, their products with each other, and what two networks make of it (DLRM; Naumov et al., 2019)."""
+    """Tables of embeddings, their products with each other, and two networks (DLRM; Naumov et al., 2019)."""
 
     def __init__(self, tables: tuple[int, ...], width: int, dense: int, inner: int) -> None:
         super().__init__()
@@ -247,10 +247,10 @@ class Recommender(nn.Module):
 
     def forward(self, features: Tensor, items: Tensor, clicked: Tensor) -> Tensor:
         dense = self.below(features)
-        found = [table(items[:, number]) for number, table in enumerate(self.tables)]
-        together = torch.stack([dense, *found], dim=1)
+        looked_up = [table(items[:, number]) for number, table in enumerate(self.tables)]
+        together = torch.stack([dense, *looked_up], dim=1)
         products = together @ together.transpose(1, 2)
-        first, second = torch.tril_indices(len(found) + 1, len(found) + 1, offset=-1)
+        first, second = torch.tril_indices(len(looked_up) + 1, len(looked_up) + 1, offset=-1)
         logits = self.above(torch.cat([dense, products[:, first, second]], dim=1)).squeeze(1)
         return F.binary_cross_entropy_with_logits(logits, clicked)
 

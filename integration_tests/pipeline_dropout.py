@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from once import plan_once
+from plan_once import plan_once
 from zoo import gpt2
 
 import meshwright as mw
@@ -46,7 +46,7 @@ def losses(rank: int, size: int, steps: int, schedule: str) -> list[tuple[float,
     )
     assert isinstance(plan, mw.ParallelPlan)
     many = mw.parallelize(many, plan)
-    found: list[tuple[float, float]] = []
+    losses_of_steps: list[tuple[float, float]] = []
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (single, many)]
     for step in range(steps):
         pair = []
@@ -57,8 +57,8 @@ def losses(rank: int, size: int, steps: int, schedule: str) -> list[tuple[float,
             loss.backward()
             optimizer.step()
             pair.append(float(loss.detach()))
-        found.append((pair[0], pair[1]))
-    return found
+        losses_of_steps.append((pair[0], pair[1]))
+    return losses_of_steps
 
 
 def main(arguments: list[str]) -> int:
@@ -67,8 +67,8 @@ def main(arguments: list[str]) -> int:
     with RankPool() as pool:
         for schedule in ("1f1b", "zbv"):
             ranks = pool.run(4, losses, steps, schedule)
-            assert all(found == ranks[0] for found in ranks), "ranks differ in the loss"
-            worst = max(abs(one - other) / one for one, other in ranks[0])
+            assert all(losses_of_steps == ranks[0] for losses_of_steps in ranks), "ranks differ in the loss"
+            worst = max(abs(single - other) / single for single, other in ranks[0])
             first, last = ranks[0][0][0], ranks[0][-1][0]
             print(
                 f"{schedule}: {steps} steps, loss {first:.4f} to {last:.4f}, largest relative difference {worst:.1e}"

@@ -1,4 +1,4 @@
-"""Models whose layers hand over tensors in other ways than in what they return: in objects, and in attributes."""
+"""Models whose layers pass tensors in objects and attributes, not in return values."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = MappingProxyType(
         "lists that grow": (lambda: Left(adds, nothing), "adds tensors to its 'left' in its forward"),
     }
 )
-"""Those that a first step refuses, and what it says."""
+"""Models that the first step refuses, and the error."""
 
 
 def numbers() -> dict[str, Tensor]:

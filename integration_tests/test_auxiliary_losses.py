@@ -1,7 +1,7 @@
 """Auxiliary losses of mixtures of experts are those of the whole batch: loss, balance of the experts, every gradient.
 
-transformers takes the routers' logits out of the forward by hooks that it hangs up when they are first wanted. The first rank
-alone runs the model to plan it (`auto_parallelize`), so whatever that run leaves behind would be there on one rank only.
+transformers takes the routers' logits out of the forward by hooks that it registers when they are first wanted. The first rank
+alone runs the model to plan it (`auto_parallelize`), so whatever state that run leaves would be there on one rank only.
 """
 
 from __future__ import annotations
@@ -85,16 +85,18 @@ def outputs(model: nn.Module, padded: bool) -> tuple[Any, dict[str, Any], dict[s
     )
 
 
-def beside(rank: int, world_size: int, family: str, pins: dict[str, int], padded: bool) -> Told:
+def compared_with_one_device(
+    rank: int, world_size: int, family: str, pins: dict[str, int], padded: bool
+) -> Told:
     single, near = make(family), make(family)
     one_rounding_away(near.parameters())
     model = mw.auto_parallelize(copy.deepcopy(single), batch(padded), **pins)
     hung = hooks(model)
     (_, want, want_gradients), (_, _, near_gradients) = outputs(single, padded), outputs(near, padded)
-    found, got, gradients = outputs(model, padded)
+    output, got, gradients = outputs(model, padded)
     compared = compare(0, "loss", want, got, 1e-5)
     compared += compare(0, "gradient", want_gradients, gradients, 1e-5, perturbed=near_gradients)
-    return Told([c for c in compared if not c.ok], len(found.router_logits), hung)
+    return Told([c for c in compared if not c.ok], len(output.router_logits), hung)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def beside(rank: int, world_size: int, family: str, pins: dict[str, int], padded
 def test_the_balance_of_experts_is_that_of_one_device(
     rank_pool: RankPool, family: str, world: int, pins: dict[str, int]
 ) -> None:
-    told = rank_pool.run(world, beside, family, pins, False, timeout=120)
+    told = rank_pool.run(world, compared_with_one_device, family, pins, False, timeout=120)
     assert len({t.hooks for t in told}) == 1, "planning left hooks on the rank that planned"
     for t in told:
         assert not t.wrong and t.logits == 2
@@ -113,5 +115,5 @@ def test_the_balance_of_experts_is_that_of_one_device(
 
 @pytest.mark.parametrize(("world", "pins"), MIXES, ids=str)
 def test_padding_counts_for_nothing(rank_pool: RankPool, world: int, pins: dict[str, int]) -> None:
-    for t in rank_pool.run(world, beside, "Mixtral", pins, True, timeout=120):
+    for t in rank_pool.run(world, compared_with_one_device, "Mixtral", pins, True, timeout=120):
         assert not t.wrong and t.logits == 2

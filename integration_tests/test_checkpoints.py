@@ -58,10 +58,10 @@ def values(model: Any, optimizer: Any) -> dict[str, Any]:
         x = x.full_tensor() if isinstance(x, DTensor) else x
         return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
-    found = {name: whole(p) for name, p in model.state_dict(keep_vars=True).items()}
+    values_by_name = {name: whole(p) for name, p in model.state_dict(keep_vars=True).items()}
     for name, p in model.named_parameters():
-        found.update({f"{name}/{key}": whole(x) for key, x in optimizer.state.get(p, {}).items()})
-    return found
+        values_by_name.update({f"{name}/{key}": whole(x) for key, x in optimizer.state.get(p, {}).items()})
+    return values_by_name
 
 
 def saves(
@@ -70,9 +70,9 @@ def saves(
     model, optimizer = made(name, size, pins, 0)
     trained(model, optimizer, name, 1)
     handle = mw.save(path, model=model, optimizer=optimizer)
-    found = values(model, optimizer)
+    values_by_name = values(model, optimizer)
     handle.wait()
-    return found, trained(model, optimizer, name, STEPS)
+    return values_by_name, trained(model, optimizer, name, STEPS)
 
 
 def loads(
@@ -96,8 +96,8 @@ def test_any_to_any(name: str, layouts: dict[str, Any], rank_pool: RankPool, tmp
     for number, (key, (size, pins)) in enumerate(chosen.items()):
         # every other pair, so that each layout is loaded and loaded into: `any_to_any.py` has them all
         sources = list(chosen)[1 - number % 2 :: 2]
-        for found in rank_pool.run(size, loads, name, pins, [paths[source] for source in sources]):
-            for source, (value, losses) in zip(sources, found, strict=True):
+        for values_by_name in rank_pool.run(size, loads, name, pins, [paths[source] for source in sources]):
+            for source, (value, losses) in zip(sources, values_by_name, strict=True):
                 expected, went_on = saved[source]
                 different = [n for n in expected if not _equal(expected[n], value.get(n))]
                 assert not different and expected.keys() == value.keys(), f"{source} -> {key}: {different}"
@@ -166,9 +166,9 @@ def test_from_pretrained_and_back(name: str, rank_pool: RankPool, tmp_path: Path
     plan = mw.plan(CASES[name].model(), CASES[name].batch(), world_size=4, cluster="laptop-cpu", **pins)
     expected = dict(model.named_parameters(remove_duplicate=False))
     names = set()
-    for found in rank_pool.run(4, to_and_fro, name, plan, str(tmp_path)):
-        assert all(torch.equal(expected[n], value) for n, value in found.items())
-        names |= found.keys()
+    for values_by_name in rank_pool.run(4, to_and_fro, name, plan, str(tmp_path)):
+        assert all(torch.equal(expected[n], value) for n, value in values_by_name.items())
+        names |= values_by_name.keys()
     assert names >= dict(model.named_parameters()).keys()
     again = type(model).from_pretrained(tmp_path / "exported").eval()
     batch = CASES[name].batch()

@@ -27,8 +27,8 @@ SOME = [
 def test_three_steps_are_those_of_one_device(
     rank_pool: RankPool, composition: Composition, optimizer: str
 ) -> None:
-    found = outcome(rank_pool, composition, optimizer)
-    assert found.kind == "equal", found.seen
+    result = outcome(rank_pool, composition, optimizer)
+    assert result.kind == "equal", result.seen
 
 
 def test_every_pair_and_triple_is_listed() -> None:

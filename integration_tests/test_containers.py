@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from containers import MODELS, batch
-from once import plan_once
+from plan_once import plan_once
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError

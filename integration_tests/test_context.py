@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from once import plan_once
+from plan_once import plan_once
 from zoo import CASES, bert, bert_batch, gpt2, llama
 
 import meshwright as mw
@@ -103,7 +103,7 @@ def test_tokens_divided_twice(rank_pool: RankPool) -> None:
     check(rank_pool, "llama", plan_of({"cp": 2, "tp": 2}, "ring", "zigzag").replace(activations=rules))
 
 
-def test_training_state_divided_over_zero_beside_cp(rank_pool: RankPool) -> None:
+def test_training_state_is_sharded_over_zero_with_cp(rank_pool: RankPool) -> None:
     plan = plan_of({"zero": 2, "cp": 2}, "all_gather", "zigzag")
     check(rank_pool, "gpt2", plan.replace(zero={"stage": 2}))
 
@@ -123,12 +123,12 @@ def kept(rank: int, world_size: int, form: str, balance: str, padded: bool) -> i
     if padded:
         batch["attention_mask"] = (torch.arange(64) < 50).long().expand(2, 64).contiguous()
     model.eval()  # dropout is drawn whole
-    own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+    pointers = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
     held: dict[int, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in pointers:
             held[storage.data_ptr()] = storage.nbytes()
         return t
 
@@ -142,9 +142,9 @@ def kept(rank: int, world_size: int, form: str, balance: str, padded: bool) -> i
     ("form", "padded"), [("all_gather", False), ("ring", False), ("all_to_all", False), ("ring", True)]
 )
 def test_activations_shrink_with_the_ranks(form: str, padded: bool, rank_pool: RankPool) -> None:
-    one, two, four = (max(rank_pool.run(n, kept, form, "zigzag", padded)) for n in (1, 2, 4))
-    assert one / two == pytest.approx(2, rel=0.1)
-    assert one / four == pytest.approx(4, rel=0.15)
+    single, two, four = (max(rank_pool.run(n, kept, form, "zigzag", padded)) for n in (1, 2, 4))
+    assert single / two == pytest.approx(2, rel=0.1)
+    assert single / four == pytest.approx(4, rel=0.15)
 
 
 def step_log(rank: int, world_size: int, name: str, plan_json: str) -> list[CommEvent]:
@@ -177,9 +177,9 @@ def worked(rank: int, world_size: int, balance: str) -> int:
 
     def counting(*args: Any) -> list[sdpa_blocks.Block]:
         nonlocal count
-        found = original(*args)
-        count += sum(block.count for block in found)
-        return found
+        results = original(*args)
+        count += sum(block.count for block in results)
+        return results
 
     sdpa_ring.blocks = counting
     try:
@@ -225,7 +225,7 @@ def test_planned_is_executed(form: str, degrees: dict[str, int], rank_pool: Rank
     assert ok, text
     assert plan.context == ContextSharing(attention=form, balance="zigzag")
     expected: dict[tuple[str, str], tuple[int, int]] = {}
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    results: dict[tuple[str, str], tuple[int, int]] = {}
     for c in plan.collectives:
         if (
             c.axis == "cp" and c.kind != "all_reduce"
@@ -234,9 +234,9 @@ def test_planned_is_executed(form: str, degrees: dict[str, int], rank_pool: Rank
             expected[c.kind, c.phase] = count + c.count, nbytes + c.count * c.nbytes
     for e in events:
         if e.axis == "cp" and e.function == "scaled_dot_product_attention":
-            count, nbytes = found.get((e.kind, e.phase), (0, 0))
-            found[e.kind, e.phase] = count + 1, nbytes + e.nbytes
-    assert found == expected
+            count, nbytes = results.get((e.kind, e.phase), (0, 0))
+            results[e.kind, e.phase] = count + 1, nbytes + e.nbytes
+    assert results == expected
 
 
 def refused(rank: int, world_size: int, balance: str, tokens: int) -> str:
@@ -284,11 +284,11 @@ def shortened(rank: int, world_size: int, form: str, balance: str) -> list[str]:
             ids = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(7))
             model(ids, ids).backward()
             with torch.no_grad():
-                found = {"inference": model(ids), "loss": model(ids, ids)}
-            runs.append(found | {name: p.grad for name, p in model.named_parameters()})
-        found = compare(0, "gradient", *runs, None)
-        assert len(found) == len(runs[0])
-        wrong += [f"{masked} {c.name} {c.relative:.1e} {c.note}" for c in found if not c.ok]
+                results = {"inference": model(ids), "loss": model(ids, ids)}
+            runs.append(results | {name: p.grad for name, p in model.named_parameters()})
+        results = compare(0, "gradient", *runs, None)
+        assert len(results) == len(runs[0])
+        wrong += [f"{masked} {c.name} {c.relative:.1e} {c.note}" for c in results if not c.ok]
     return wrong
 
 
@@ -310,16 +310,16 @@ def looped(rank: int, world_size: int) -> list[float]:
 
 
 def test_a_sharded_loader_feeds_rows_and_tokens(rank_pool: RankPool) -> None:
-    found = rank_pool.run(4, looped)
+    results = rank_pool.run(4, looped)
     torch.manual_seed(3)
     model = grouped_llama().eval()
     data = causal_batch(rows=8)
     expected = [model(**{key: value[i : i + 4] for key, value in data.items()}).loss.item() for i in (0, 4)]
-    assert all(losses == pytest.approx(expected, rel=1e-6) for losses in found)
+    assert all(losses == pytest.approx(expected, rel=1e-6) for losses in results)
 
 
 def test_the_command_line_pins_degree_and_form(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [
+    cases = [
         "plan",
         "--model",
         "llama",
@@ -332,7 +332,7 @@ def test_the_command_line_pins_degree_and_form(capsys: pytest.CaptureFixture[str
         "--json",
     ]
     with pytest.raises(SystemExit) as ended:
-        cli.main([*asked, "--cp", "2", "--context-attention", "ring"])
+        cli.main([*cases, "--cp", "2", "--context-attention", "ring"])
     assert ended.value.code == 0
     plan = ParallelPlan.from_json(capsys.readouterr().out)
     assert plan.degrees["cp"] == 2

@@ -103,9 +103,9 @@ def test_every_value_equals_one_device(name: str, dtype: torch.dtype) -> None:
     for key, parameter in model.named_parameters():
         assert is_deferred(parameter) == (parameter.nbytes >= 256), key
     ties = [
-        sorted(key for key, parameter in one.named_parameters(remove_duplicate=False) if parameter is tied)
-        for one in (plain, model)
-        for tied in one.parameters()
+        sorted(key for key, parameter in built.named_parameters(remove_duplicate=False) if parameter is tied)
+        for built in (plain, model)
+        for tied in built.parameters()
     ]
     half = len(ties) // 2
     assert ties[:half] == ties[half:]

@@ -40,8 +40,8 @@ def laid_out(rank: int, world_size: int) -> None:
         assert used == dict(zip(names, sizes, strict=True))
         layout = layout_of_dtensor(model.model.layers[0].mlp.down_proj.weight)
         assert layout.states[layout.context.axes.index("tp")] == (0 if fn is marks else 1)
-        for found, expected in zip(loss_and_gradient(model), (loss, gradient), strict=True):
-            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        for value, expected in zip(loss_and_gradient(model), (loss, gradient), strict=True):
+            assert (value - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def makes_dtensors(name: str, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -25,7 +25,11 @@ def test_the_table_of_keywords_is_the_signature() -> None:
     listed = {cells[0].strip("`"): cells[2].strip("`") for cells in table}
     for function, more in ((mw.plan, set()), (mw.auto_parallelize, {"plugins"})):
         signature = inspect.signature(function).parameters
-        keywords = {name: one for name, one in signature.items() if one.kind is one.KEYWORD_ONLY}
+        keywords = {
+            name: parameter
+            for name, parameter in signature.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
         assert [name for name in keywords if name not in more and name not in listed] == []
         assert [name for name in listed if name not in keywords] == []
         assert {name: str(ast.literal_eval(listed[name])) for name in listed} == {
@@ -49,12 +53,14 @@ def test_installing_from_a_checkout_names_every_package() -> None:
 def test_every_command_is_in_the_readme() -> None:
     from meshwright_dtensor.plugins import discover
 
-    own = {
-        name for name, found in discover().commands().items() if found.distribution.startswith("meshwright")
+    commands = {
+        name for name, entry in discover().commands().items() if entry.distribution.startswith("meshwright")
     }
     text = (ROOT / "README.md").read_text()
     assert {
-        name for name in own if f"\nmeshwright {name} " not in text and f"\nmeshwright {name}\n" not in text
+        name
+        for name in commands
+        if f"\nmeshwright {name} " not in text and f"\nmeshwright {name}\n" not in text
     } == {"trial"}
 
 

@@ -25,9 +25,9 @@ def losses(*launcher: str) -> list[str]:
 
 
 def test_the_example_is_the_same_on_one_device_and_on_two() -> None:
-    one = losses()
+    single = losses()
     two = losses("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    assert len(one) == len(two) == 20
-    assert float(one[-1]) < float(one[0]) - 1.0
+    assert len(single) == len(two) == 20
+    assert float(single[-1]) < float(single[0]) - 1.0
     # printed with four digits: the last may fall on either side
-    assert all(abs(float(a) - float(b)) < 1.5e-4 for a, b in zip(one, two, strict=True))
+    assert all(abs(float(a) - float(b)) < 1.5e-4 for a, b in zip(single, two, strict=True))

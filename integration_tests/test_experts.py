@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from once import plan_once
+from plan_once import plan_once
 from torch import nn
 from zoo import EXPERTS
 
@@ -158,7 +158,9 @@ def _of_tokens(event: CommEvent) -> bool:
     return ".mlp" in event.module or (where[:-1] == ["model", "layers"] and event.function == "add")
 
 
-def beside(rank: int, world_size: int, family: str, implementation: str | None, pins: dict[str, int]) -> Told:
+def compared_with_one_device(
+    rank: int, world_size: int, family: str, implementation: str | None, pins: dict[str, int]
+) -> Told:
     single, near = make(family, implementation), make(family, implementation)
     model = copy.deepcopy(single)
     plan = plan_once(model, batch(), **pins)
@@ -173,12 +175,12 @@ def beside(rank: int, world_size: int, family: str, implementation: str | None, 
     expected.backward()
     torch.manual_seed(5)
     near(**batch()).loss.backward()
-    want, got, beside_it = ({n: p.grad for n, p in m.named_parameters()} for m in (single, model, near))
+    want, got, near_gradients = ({n: p.grad for n, p in m.named_parameters()} for m in (single, model, near))
     missing = [n for n in want if (want[n] is None) != (got[n] is None)]
     held = [(n, p.detach()) for n, p in model.named_parameters() if ".experts." in n]
     return Told(
         abs(float(loss.full_tensor().detach()) - float(expected.detach())),
-        [c for c in compare(0, "gradient", want, got, 1e-5, perturbed=beside_it) if not c.ok],
+        [c for c in compare(0, "gradient", want, got, 1e-5, perturbed=near_gradients) if not c.ok],
         missing,
         sum(p.to_local().numel() for _, p in held) / sum(p.numel() for _, p in held),
         {e.kind for e in log.events if ".experts" in e.module},
@@ -197,13 +199,13 @@ def check(told: Told, share: float) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_that_of_one_device(rank_pool: RankPool, family: str) -> None:
-    for told in rank_pool.run(2, beside, family, None, {"ep": 2, "tp": 1}):
+    for told in rank_pool.run(2, compared_with_one_device, family, None, {"ep": 2, "tp": 1}):
         check(told, 1 / 2)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_the_implementations_of_experts(rank_pool: RankPool, implementation: str) -> None:
-    for told in rank_pool.run(2, beside, "mixtral", implementation, {"ep": 2, "tp": 1}):
+    for told in rank_pool.run(2, compared_with_one_device, "mixtral", implementation, {"ep": 2, "tp": 1}):
         check(told, 1 / 2)
 
 
@@ -219,7 +221,7 @@ def test_the_implementations_of_experts(rank_pool: RankPool, implementation: str
     ids=str,
 )
 def test_mixtral_with_other_axes(rank_pool: RankPool, pins: dict[str, int]) -> None:
-    for told in rank_pool.run(4, beside, "mixtral", None, pins):
+    for told in rank_pool.run(4, compared_with_one_device, "mixtral", None, pins):
         told.kinds &= {"all_to_all"}  # zero gathers its shards, of experts as of anything
         check(told, 1 / 4 if pins["ep"] == 4 or "zero" in pins or pins.get("tp") == 2 else 1 / 2)
 
@@ -239,7 +241,9 @@ ALONG = [{"dp": 2}, {"dp": 2, "zero": 3}, {"cp": 2}, {"dp": 2, "tp": 2}, {"dp": 
 )
 def test_tokens_stay_on_their_data_ranks(rank_pool: RankPool, family: str, pins: dict[str, int]) -> None:
     world = math.prod(n for axis, n in pins.items() if axis != "zero")
-    for told in rank_pool.run(world, beside, family, None, {"dp": 1, "tp": 1, "ep": 1, **pins}):
+    for told in rank_pool.run(
+        world, compared_with_one_device, family, None, {"dp": 1, "tp": 1, "ep": 1, **pins}
+    ):
         assert told.loss <= 5e-6
         assert not told.wrong and not told.missing and not told.moved
 
@@ -247,7 +251,7 @@ def test_tokens_stay_on_their_data_ranks(rank_pool: RankPool, family: str, pins:
 @pytest.mark.parametrize("family", ["switch", "nllb-moe"])
 def test_experts_that_are_called_by_their_numbers(rank_pool: RankPool, family: str) -> None:
     """The number of an expert is a global value, of which the model makes the name of a module."""
-    for told in rank_pool.run(2, beside, family, None, {"tp": 2, "dp": 1, "ep": 1}):
+    for told in rank_pool.run(2, compared_with_one_device, family, None, {"tp": 2, "dp": 1, "ep": 1}):
         assert told.loss <= 5e-6 and not told.wrong and not told.missing
 
 
@@ -255,7 +259,7 @@ def unproved(rank: int, world_size: int, pins: dict[str, int]) -> Told:
     kept = detect.probe
     try:
         detect.probe = lambda candidate: Rejected("for this test")  # type: ignore[assignment]
-        return beside(rank, world_size, "mixtral", None, pins)
+        return compared_with_one_device(rank, world_size, "mixtral", None, pins)
     finally:
         detect.probe = kept
 
@@ -267,7 +271,7 @@ def test_without_a_proof_tokens_are_gathered(rank_pool: RankPool) -> None:
 
 
 def test_interleaved_experts_with_biases_are_divided_inside(rank_pool: RankPool) -> None:
-    for told in rank_pool.run(4, beside, "gpt-oss", None, {"ep": 2, "tp": 2}):
+    for told in rank_pool.run(4, compared_with_one_device, "gpt-oss", None, {"ep": 2, "tp": 2}):
         told.kinds &= {"all_to_all"}
         assert told.share < 0.3  # all but the biases of what is added up
         check(told, told.share)
@@ -318,9 +322,9 @@ def test_states_of_experts_are_shared_once() -> None:
     """What ranks of ep have of the experts' states, ranks of zero divide: no part of it is forgotten."""
 
     def states(**pins: int) -> int:
-        found = mw.plan(make("mixtral"), batch(8), cluster="laptop-cpu", planner="manual", **pins)
-        assert not isinstance(found, list) and found.predicted is not None
-        return found.predicted.memory_bytes["optimizer"]
+        plan = mw.plan(make("mixtral"), batch(8), cluster="laptop-cpu", planner="manual", **pins)
+        assert not isinstance(plan, list) and plan.predicted is not None
+        return plan.predicted.memory_bytes["optimizer"]
 
     whole = states(world_size=2, dp=1, ep=2)
     assert states(world_size=4, dp=2, ep=2, zero=2) == pytest.approx(whole / 2, rel=0.02)

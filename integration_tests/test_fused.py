@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from once import plan_once
+from plan_once import plan_once
 from torch import nn
 
 import meshwright as mw
@@ -132,9 +132,9 @@ def step(rank: int, world: int, name: str, options: dict[str, Any], plain: bool 
         loss.backward()
     model.restore()
     worst = 0.0
-    for p, own in zip(model.parameters(), single.parameters(), strict=True):
-        assert isinstance(p, MeshParameter) and own.grad is not None and p.grad is not None
-        worst = max(worst, float((p.grad.full_tensor() - own.grad).abs().max() / own.grad.abs().max()))
+    for p, other in zip(model.parameters(), single.parameters(), strict=True):
+        assert isinstance(p, MeshParameter) and other.grad is not None and p.grad is not None
+        worst = max(worst, float((p.grad.full_tensor() - other.grad).abs().max() / other.grad.abs().max()))
     fused = sum(any(isinstance(s, IntervalShard) for s in p.global_layout.states) for p in model.parameters())  # type: ignore[attr-defined]
     return {
         "loss": (float(expected), float(loss.full_tensor())),
@@ -155,53 +155,53 @@ ENDS = {"gpt2": 2, "phi3": 2, "bloom": 2, "neox": 1, "falcon": 1}
 PARTS = {"gpt2": 2 * LAYERS, "phi3": 2 * LAYERS, "bloom": 0, "neox": 0, "falcon": 0}
 
 
-def check_right(found: dict[str, Any]) -> None:
+def check_right(result: dict[str, Any]) -> None:
     """The loss and every gradient of one device, and parameters that leave in true order, bit for bit."""
-    assert found["loss"][1] == pytest.approx(found["loss"][0], rel=1e-6)
-    assert found["worst"] < 1e-5 and not found["wrong"]
+    assert result["loss"][1] == pytest.approx(result["loss"][0], rel=1e-6)
+    assert result["worst"] < 1e-5 and not result["wrong"]
 
 
 @pytest.mark.parametrize("name", sorted(ENDS))
 def test_megatrons_communication_and_no_other(rank_pool: RankPool, name: str) -> None:
-    found = rank_pool.run(2, step, name, {"sequence_parallel": False})[0]
-    check_right(found)
-    assert found["fused"] == PARTS[name] and set(found["heads"]) <= {4}
-    assert name == "bloom" or len(found["heads"]) == LAYERS
-    calls = Counter((phase, kind) for phase, kind, size, *_ in found["events"] if size == ACTIVATIONS)
-    # ahead one a block end, and the embedding; back one a block start (attention, MLP), and the loss
-    ahead = calls["forward", "all_reduce"] + calls["forward", "all_gather"]
-    assert ahead == ENDS[name] * LAYERS + 1 and calls["forward", "all_gather"] <= 1
+    result = rank_pool.run(2, step, name, {"sequence_parallel": False})[0]
+    check_right(result)
+    assert result["fused"] == PARTS[name] and set(result["heads"]) <= {4}
+    assert name == "bloom" or len(result["heads"]) == LAYERS
+    calls = Counter((phase, kind) for phase, kind, size, *_ in result["events"] if size == ACTIVATIONS)
+    # forward: one at each end of a block, and the embedding; backward: one at each start of a block (attention, MLP), and the loss
+    forward_calls = calls["forward", "all_reduce"] + calls["forward", "all_gather"]
+    assert forward_calls == ENDS[name] * LAYERS + 1 and calls["forward", "all_gather"] <= 1
     assert calls["backward", "all_reduce"] == 2 * LAYERS + 1 and len(calls) <= 3
-    rest = [e for e in found["events"] if e[2] != ACTIVATIONS]
+    rest = [e for e in result["events"] if e[2] != ACTIVATIONS]
     assert len(rest) == 2 and all(
         e[4] == "cross_entropy" for e in rest
     )  # rows of the vocabulary-parallel loss
-    assert found["planned"] == len(found["events"]) - len(rest)
-    assert all(module and why for _, _, _, module, _, why in found["events"]), found["events"]
+    assert result["planned"] == len(result["events"]) - len(rest)
+    assert all(module and why for _, _, _, module, _, why in result["events"]), result["events"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi3"])
 def test_chunks_of_a_fused_projection_gather(rank_pool: RankPool, name: str) -> None:
     """The negative control: the same plan with plain shards is right too, but moves more and computes all heads."""
-    found = rank_pool.run(2, step, name, {"sequence_parallel": False}, True)[0]
-    check_right(found)
-    assert found["parts"] and found["fused"] == 0 and set(found["heads"]) == {8}
-    gathers = [e for e in found["events"] if e[1] == "all_gather" and e[0] == "forward"]
+    result = rank_pool.run(2, step, name, {"sequence_parallel": False}, True)[0]
+    check_right(result)
+    assert result["parts"] and result["fused"] == 0 and set(result["heads"]) == {8}
+    gathers = [e for e in result["events"] if e[1] == "all_gather" and e[0] == "forward"]
     assert name == "gpt2" or len(gathers) > LAYERS
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_sequence_parallelism_is_megatrons_too(rank_pool: RankPool, name: str) -> None:
     """Two gathers and two scatters a layer each way, and the gradients of norms and biases that the sequence splits."""
-    found = rank_pool.run(2, step, name, {"sequence_parallel": True})[0]
-    check_right(found)
-    assert found["sequence"]
-    calls = Counter((phase, kind) for phase, kind, size, *_ in found["events"] if size == ACTIVATIONS)
+    result = rank_pool.run(2, step, name, {"sequence_parallel": True})[0]
+    check_right(result)
+    assert result["sequence"]
+    calls = Counter((phase, kind) for phase, kind, size, *_ in result["events"] if size == ACTIVATIONS)
     for phase in ("forward", "backward"):
         assert 2 * LAYERS <= calls[phase, "all_gather"] <= 2 * LAYERS + 1
         assert 2 * LAYERS <= calls[phase, "reduce_scatter"] <= 2 * LAYERS + 1
         assert calls[phase, "all_reduce"] == 0
-    small = [e for e in found["events"] if e[2] < ACTIVATIONS and e[4] != "cross_entropy"]
+    small = [e for e in result["events"] if e[2] < ACTIVATIONS and e[4] != "cross_entropy"]
     assert {e[:2] for e in small} <= {
         ("backward", "all_reduce"),
         ("forward", "reduce_scatter"),

@@ -20,9 +20,9 @@ def planned(name: str, **options: object) -> ParallelPlan:
     """The best plan of the small form; its values are never made."""
     with mw.deferred_init():
         model = KINDS[name].small()
-    found = mw.plan(model, KINDS[name].batch(ROWS, False), cluster="laptop-cpu", **options)  # type: ignore[arg-type]
-    assert isinstance(found, ParallelPlan)
-    return found
+    plan = mw.plan(model, KINDS[name].batch(ROWS, False), cluster="laptop-cpu", **options)  # type: ignore[arg-type]
+    assert isinstance(plan, ParallelPlan)
+    return plan
 
 
 def check(rank: int, size: int, name: str, text: str) -> list[str]:
@@ -63,7 +63,7 @@ def test_a_kind_of_real_size_is_planned_for_a_cluster(name: str) -> None:
 
 
 def test_tables_that_do_not_fit_are_divided(rank_pool: RankPool) -> None:
-    """Where memory asks for it, the large table lies in parts, and training is still that of one device."""
+    """Where memory asks for it, the large table is sharded, and training equals one device."""
     size, free = 2048 * 16 * 4, planned("recommender", world_size=4)
     plan = planned(
         "recommender", world_size=4, memory_limit=3 * size

@@ -46,11 +46,11 @@ def batch() -> dict[str, torch.Tensor]:
 
 def planned(case: str, limit: int | None) -> ParallelPlan:
     """The plan for one way to lay the model over two ranks, with a limit of memory."""
-    found = mw.plan(
+    result = mw.plan(
         build(), batch(), world_size=2, cluster="laptop-cpu", memory_limit=limit, **OTHERS, **CASES[case]
     )
-    assert isinstance(found, ParallelPlan) and found.predicted is not None
-    return found
+    assert isinstance(result, ParallelPlan) and result.predicted is not None
+    return result
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -112,7 +112,7 @@ class Large(nn.Module):
         for layer in self.layers:
             x = layer(x)
             for _ in range(10):
-                x = x.tanh()  # makes nothing beside the gradient on its way back
+                x = x.tanh()  # its backward makes nothing but the gradient
         return x.float().mean()
 
 
@@ -167,9 +167,9 @@ def test_what_a_loss_of_the_whole_batch_takes_is_planned_for(rank_pool: RankPool
     assert free.predicted is not None and adding.predicted is not None and full.predicted is not None
     assert free.predicted.total_bytes == full.predicted.total_bytes > 1.5 * adding.predicted.total_bytes
     assert free.pipeline is not None and free.pipeline.loss == "batch"
-    said = [note for note in free.provenance.notes if "as under gpipe" in note]
-    assert len(said) == 1 and "is not proven additive over microbatches" in said[0]
-    assert said[0] in " ".join(str(mw.explain(free)).split())
+    notes = [note for note in free.provenance.notes if "as under gpipe" in note]
+    assert len(notes) == 1 and "is not proven additive over microbatches" in notes[0]
+    assert notes[0] in " ".join(str(mw.explain(free)).split())
     assert "as under gpipe" not in " ".join(str(mw.explain(adding)).split())
     counted = max(rank_pool.run(2, peak, free.to_json(), True))
     assert 0.9 * free.predicted.total_bytes <= counted <= allowing(free.predicted.total_bytes)
@@ -255,17 +255,17 @@ def staying(rank: int, size: int, text: str) -> int:
 
 def test_what_stays_of_gradients_of_experts(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes by what a rank has of them, half."""
-    said: list[float] = []
+    notes: list[float] = []
     cost = Data.cost
 
     def seen(self: Data, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        found = cost(self, request, degree, link)
-        said.append(found.persistent_gradients * request.sizes.gradient_bytes)
-        return found
+        result = cost(self, request, degree, link)
+        notes.append(result.persistent_gradients * request.sizes.gradient_bytes)
+        return result
 
     monkeypatch.setattr(Data, "cost", seen)
     pins = {"dp": 2, "ep": 2, "tp": 1, "pp": 1, "cp": 1, "zero": 0, "recompute": None}
     plan = mw.plan(experts(), few_tokens(), world_size=4, cluster="laptop-cpu", **pins)
     assert isinstance(plan, ParallelPlan)
-    for found in rank_pool.run(4, staying, plan.to_json()):
-        assert found == pytest.approx(said[-1], rel=1e-3)
+    for result in rank_pool.run(4, staying, plan.to_json()):
+        assert result == pytest.approx(notes[-1], rel=1e-3)

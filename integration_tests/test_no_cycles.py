@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from once import plan_once
+from plan_once import plan_once
 from torch import nn
 from zoo import CASES
 

@@ -79,7 +79,9 @@ def outputs(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.
     return {"loss": loss, **wanted}, {name: p.grad for name, p in model.named_parameters()}
 
 
-def beside(rank: int, world_size: int, name: str, pins: dict[str, int]) -> tuple[int, list[Any]]:
+def compared_with_one_device(
+    rank: int, world_size: int, name: str, pins: dict[str, int]
+) -> tuple[int, list[Any]]:
     single, near = make(name), make(name)
     one_rounding_away(near.parameters())
     model = mw.auto_parallelize(copy.deepcopy(single), batch(), **pins)
@@ -96,5 +98,5 @@ def beside(rank: int, world_size: int, name: str, pins: dict[str, int]) -> tuple
 def test_states_of_layers_are_those_of_one_device(
     rank_pool: RankPool, name: str, world: int, pins: dict[str, int]
 ) -> None:
-    for count, wrong in rank_pool.run(world, beside, name, pins, timeout=120):
+    for count, wrong in rank_pool.run(world, compared_with_one_device, name, pins, timeout=120):
         assert not wrong and count >= 10

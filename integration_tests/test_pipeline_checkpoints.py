@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from once import plan_once
+from plan_once import plan_once
 from zoo import CASES
 
 import meshwright as mw

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from once import plan_once
+from plan_once import plan_once
 from torch import Tensor, nn
 from zoo import CASES, causal
 
@@ -61,7 +61,7 @@ def test_data_ranks_share_uneven_rows(rank_pool: RankPool, name: str) -> None:
 
 
 class Shares(nn.Linear):
-    """A layer that returns what it balances by as a number."""
+    """A layer that returns its load-balancing loss."""
 
     def __init__(self) -> None:
         super().__init__(6, 6)

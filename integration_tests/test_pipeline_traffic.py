@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from containers import MODELS, batch
-from once import plan_once
+from plan_once import plan_once
 from side_models import RUN
 from side_models import numbers as narrow
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ class Chosen(nn.Module):
             self.score = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            found = self.score(x)
-            return found, found.argmax(-1)
+            results = self.score(x)
+            return results, results.argmax(-1)
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,9 +102,13 @@ def step(rank: int, size: int, name: str, pins: dict[str, Any]) -> tuple[Sent, S
     plan = plan_once(model, given, cluster="laptop-cpu", **pins)
     mw.parallelize(model, plan, batch=given)
     with communication() as log:
-        found = model(**given)
+        results = model(**given)
         loss = (
-            found if isinstance(found, Tensor) else found["loss"] if isinstance(found, dict) else found.loss
+            results
+            if isinstance(results, Tensor)
+            else results["loss"]
+            if isinstance(results, dict)
+            else results.loss
         )
         loss.backward()
     planned, sent = Counter[str](), Counter[str]()
@@ -124,12 +128,12 @@ def step(rank: int, size: int, name: str, pins: dict[str, Any]) -> tuple[Sent, S
 
 def check(pool: RankPool, size: int, name: str, **pins: Any) -> None:
     """All ranks of the pipelines together send what is planned of each."""
-    found = pool.run(size, step, name, {"dp": 1, "tp": 1, "cp": 1, "microbatches": 2, **pins})
+    results = pool.run(size, step, name, {"dp": 1, "tp": 1, "cp": 1, "microbatches": 2, **pins})
     sent = Counter[str]()
-    for _, own in found:
-        sent.update(own)
+    for _, bytes_sent in results:
+        sent.update(bytes_sent)
     assert sent["forward"] > 0
-    assert sent == {phase: count * (size // pins["pp"]) for phase, count in found[0][0].items()}
+    assert sent == {phase: count * (size // pins["pp"]) for phase, count in results[0][0].items()}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -161,7 +165,7 @@ OTHERS: Sequence[tuple[str, dict[str, Any]]] = (
     ("dicts", {"dp": 2, "precision": "bf16"}),
     ("llama", {"dp": 2, "precision": "bf16"}),
 )
-"""A model, and what divides it beside the pipeline: each with two."""
+"""A model, and an axis of degree 2 in addition to the pipeline."""
 
 
 @pytest.mark.parametrize(("name", "pins"), OTHERS, ids=str)

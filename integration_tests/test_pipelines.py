@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from once import plan_once
 from pipeline_dropout import LIMIT, losses
+from plan_once import plan_once
 from zoo import CASES
 
 import meshwright as mw
@@ -114,8 +114,8 @@ def test_data_ranks_with_different_batches_are_told(rank_pool: RankPool) -> None
 
 def test_losses_with_dropout_stay_those_of_one_device(rank_pool: RankPool) -> None:
     """python integration_tests/pipeline_dropout.py runs fifty steps."""
-    for found in rank_pool.run(4, losses, 6, "1f1b"):
-        assert max(abs(one - other) / one for one, other in found) < LIMIT
+    for results in rank_pool.run(4, losses, 6, "1f1b"):
+        assert max(abs(single - other) / single for single, other in results) < LIMIT
 
 
 def differ(rank: int, size: int, rows: int, length: int, pins: dict[str, Any]) -> tuple[str, float]:
@@ -140,7 +140,7 @@ def differ(rank: int, size: int, rows: int, length: int, pins: dict[str, Any]) -
 def test_peers_in_a_stage_do_not_wait_for_a_rank_that_has_another_batch(
     rank_pool: RankPool, rows: int, length: int, says: str, pins: dict[str, Any]
 ) -> None:
-    found = rank_pool.run(4, differ, rows, length, {"pp": 2, "microbatches": 2, **ONE, **pins}, timeout=100)
-    for rank, (told, after) in enumerate(found):
+    results = rank_pool.run(4, differ, rows, length, {"pp": 2, "microbatches": 2, **ONE, **pins}, timeout=100)
+    for rank, (told, after) in enumerate(results):
         assert told != "nothing" and (says in told or rank == 1), told
-        assert after == found[0][1]
+        assert after == results[0][1]

@@ -94,10 +94,10 @@ def step(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> tupl
         loss = model(**batch).loss
         loss.backward()
     worst = 0.0
-    for parameter, own in zip(model.parameters(), reference.parameters(), strict=True):
-        if own.grad is not None:
-            difference = (parameter.grad.full_tensor() - own.grad).abs().max()
-            worst = max(worst, float(difference / own.grad.abs().max()))
+    for parameter, single_parameter in zip(model.parameters(), reference.parameters(), strict=True):
+        if single_parameter.grad is not None:
+            difference = (parameter.grad.full_tensor() - single_parameter.grad).abs().max()
+            worst = max(worst, float(difference / single_parameter.grad.abs().max()))
     executed: Counter[tuple[str, str, str]] = Counter()
     planned: Counter[tuple[str, str, str]] = Counter()
     for event in log.events:
@@ -162,9 +162,9 @@ def test_llama_3_8b_on_eight_devices_is_megatrons_plan() -> None:
     with torch.device("meta"):
         model = tf.LlamaForCausalLM(config).bfloat16().train()
     ids = torch.ones(1, 4096, dtype=torch.long)
-    found = plan(model, {"input_ids": ids, "labels": ids}, cluster="dgx-h100", world_size=8, tp=8)
-    assert not isinstance(found, list)
-    states = {name: found.parameter_states(name)["tp"] for name, _ in model.named_parameters()}
+    result = plan(model, {"input_ids": ids, "labels": ids}, cluster="dgx-h100", world_size=8, tp=8)
+    assert not isinstance(result, list)
+    states = {name: result.parameter_states(name)["tp"] for name, _ in model.named_parameters()}
     for layer in range(32):
         prefix = f"model.layers.{layer}"
         for part in (
@@ -181,13 +181,13 @@ def test_llama_3_8b_on_eight_devices_is_megatrons_plan() -> None:
     assert states["lm_head.weight"] == 0
     # sequence parallelism, found: two gathers and two scatters a layer each way
     calls = Counter[tuple[str, str]]()
-    for c in found.collectives:
+    for c in result.collectives:
         if c.module.startswith("model.layers.*") and c.nbytes == 4096 * 4096 * 2:
             calls[c.phase, c.kind] += c.count
     for phase in ("forward", "backward"):
         assert calls[phase, "all_gather"] == 64 and calls[phase, "reduce_scatter"] == 64
     assert all(p.is_meta for p in model.parameters())
-    assert len(found.parameters) < 12 and len(found.to_json()) < 20_000
+    assert len(result.parameters) < 12 and len(result.to_json()) < 20_000
 
 
 def test_a_pipeline_alone_lays_no_operation_over_a_mesh() -> None:
@@ -197,8 +197,8 @@ def test_a_pipeline_alone_lays_no_operation_over_a_mesh() -> None:
 
     def compute(dispatch: float, **degrees: int) -> float:
         cluster = replace(plain, dispatch_s=dispatch)
-        found = plan(model, torch.randn(4, 16), world_size=2, cluster=cluster, planner="manual", **degrees)
-        return float(found.predicted.compute_seconds)
+        result = plan(model, torch.randn(4, 16), world_size=2, cluster=cluster, planner="manual", **degrees)
+        return float(result.predicted.compute_seconds)
 
     assert compute(1e-3, pp=2, microbatches=2) == compute(0.0, pp=2, microbatches=2)
     assert compute(1e-3, dp=2) == pytest.approx(compute(0.0, dp=2) + 4e-3)

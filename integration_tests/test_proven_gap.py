@@ -53,23 +53,23 @@ def test_no_configuration_beats_the_gap(case: str, pins: dict[str, Any], cluster
     assert isinstance(plans, list)
     request = PlanRequest(cluster=cluster, **pins)
     search = Search(EagerPlanner().setting(model, batch, request, discover()), default_rules())
-    found = list(every(search))
-    assert len(found) > 10
+    evaluated = list(every(search))
+    assert len(evaluated) > 10
     for place, plan in enumerate(plans):
         assert (
             isinstance(plan, ParallelPlan) and plan.predicted is not None and plan.predicted.gap is not None
         )
         least = plan.predicted.step_seconds * (1 - plan.predicted.gap)
-        assert sum(c.step_seconds < least * (1 - 1e-4) for c in found if not c.excess_bytes) <= place
-    floor = Floor(search.basis, search.setting.cluster, found[0])
-    for candidate in found:
+        assert sum(c.step_seconds < least * (1 - 1e-4) for c in evaluated if not c.excess_bytes) <= place
+    floor = Floor(search.basis, search.setting.cluster, evaluated[0])
+    for candidate in evaluated:
         stages = dict(candidate.point.degrees).get("pp", 1)
         assert floor.seconds(stages) <= candidate.step_seconds, candidate.name
 
 
 @pytest.mark.parametrize("cluster", ["laptop-cpu", "dgx-h100"])
 def test_exact_is_said_of_every_number_of_microbatches(cluster: str) -> None:
-    """Unasked the search looks at 2, 4 and 12 of 12 rows; the proof looks at all, and what it finds is the plan."""
+    """By default the search tries 2, 4 and 12 microbatches of 12 rows. The proof tries all, and its best becomes the plan."""
     torch.manual_seed(0)
     model, batch = (
         CASES["gpt2"].model(),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from once import plan_once
+from plan_once import plan_once
 from torch import Tensor
 from zoo import CASES
 
@@ -67,11 +67,11 @@ def differences(rank: int, world_size: int, name: str, options: dict[str, Any]) 
     one_rounding_away(models[2].parameters())
     want, got, near = (step(model, batch) for model in (models[0], many, models[2]))
     assert want.keys() == got.keys()
-    found = compare(0, "gradient", want, got, 1e-5, perturbed=near)
+    comparisons = compare(0, "gradient", want, got, 1e-5, perturbed=near)
     again = sum(any(rule.matches(n) for rule in plan.recompute) for n, _ in many.named_modules())
     return (
-        [f"{c.name} {c.difference:.1e} of {c.scale:.1e} {c.note}" for c in found if not c.ok],
-        len(found),
+        [f"{c.name} {c.difference:.1e} of {c.scale:.1e} {c.note}" for c in comparisons if not c.ok],
+        len(comparisons),
         again,
     )
 

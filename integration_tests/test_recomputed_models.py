@@ -54,21 +54,21 @@ class Counted(TorchDispatchMode):
 def again(case: str, policy: str) -> tuple[Counter[str], Counter[str]]:
     """Operations that really run again in a step on one rank, and those that the planner has run again, by name."""
     ran = []
-    for asked in (None, policy):
+    for setting in (None, policy):
         torch.manual_seed(0)
         model, batch = DRY[case](), CASES[case].batch()
-        request = PlanRequest(cluster="laptop-cpu", world_size=1, recompute=asked)
+        request = PlanRequest(cluster="laptop-cpu", world_size=1, recompute=setting)
         search = Search(EagerPlanner().setting(model, batch, request, discover()), default_rules())
-        found = search.evaluate({})
-        mw.auto_parallelize(model, batch, world_size=1, cluster="laptop-cpu", recompute=asked)
+        evaluated = search.evaluate({})
+        mw.auto_parallelize(model, batch, world_size=1, cluster="laptop-cpu", recompute=setting)
         with Counted() as counted:
             model(**batch).loss.backward()
         ran.append(counted.operations)
     planned = Counter[str]()
-    for kind, part in found.placement.again.items():
-        name = found.problem.tape.nodes[kind].name
+    for kind, part in evaluated.placement.again.items():
+        name = evaluated.problem.tape.nodes[kind].name
         name = "product" if name == "linear" or "mm." in name else name
-        planned[name] += round(part * found.problem.quotient.node_count[kind])
+        planned[name] += round(part * evaluated.problem.quotient.node_count[kind])
     return ran[1] - ran[0], planned
 
 

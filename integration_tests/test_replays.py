@@ -1,4 +1,4 @@
-"""What a plan predicts of a step beside what its replay takes, over degrees and schedules; and which of two is faster by both."""
+"""The predicted time of a step against its replay, over degrees and schedules; both must order two plans alike."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def differs(plan: ParallelPlan, cluster: Any = DGX_H100) -> float:
 
 @pytest.mark.parametrize(("pp", "tp"), [(4, 2), (8, 1)])
 def test_schedules_take_what_is_predicted_and_are_ranked_alike(pp: int, tp: int) -> None:
-    found: dict[str, tuple[float, float]] = {}
+    times: dict[str, tuple[float, float]] = {}
     for schedule in SCHEDULES:
         pins = {"pp": pp, "tp": tp, "dp": 64 // pp // tp, "zero": 0, "microbatches": 2 * pp}
         plan = planned(64, schedule=schedule, **pins)
         assert plan.predicted is not None
-        found[schedule] = plan.predicted.step_seconds, simulate(plan, DGX_H100).seconds
-    assert {name: replayed / said - 1 for name, (said, replayed) in found.items()} == {
-        name: pytest.approx(0, abs=SAME) for name in found
+        times[schedule] = plan.predicted.step_seconds, simulate(plan, DGX_H100).seconds
+    assert {name: replayed / predicted - 1 for name, (predicted, replayed) in times.items()} == {
+        name: pytest.approx(0, abs=SAME) for name in times
     }
-    for (a, first), (b, second) in itertools.combinations(found.items(), 2):
+    for (a, first), (b, second) in itertools.combinations(times.items(), 2):
         if abs(first[0] / second[0] - 1) > 2 * SAME:
             assert (first[0] < second[0]) == (first[1] < second[1]), (a, b)
 
@@ -95,7 +95,7 @@ def test_plans_without_stages_take_what_is_predicted(world: int) -> None:
 
 @pytest.mark.parametrize("loss", [True, False])
 def test_so_where_hosts_hide_nothing(loss: bool) -> None:
-    """Of a model that returns no loss, what lies behind the stages runs once, on the whole batch."""
+    """Of a model that returns no loss, the code after the stages runs once, on the whole batch."""
     apart = replace(LAPTOP_CPU, crowding=(), cores=0)  # ranks that share cores are told in a note
     for schedule, pp in itertools.product(("1f1b", "zbv"), (2, 4)):
         pins = {"pp": pp, "tp": 1, "dp": 8 // pp, "zero": 0, "schedule": schedule, "microbatches": 8}
@@ -105,7 +105,7 @@ def test_so_where_hosts_hide_nothing(loss: bool) -> None:
 
 
 def test_one_microbatch_hides_no_sums() -> None:
-    """It was predicted that the backward pass hides them, which a pipeline's does not: gradients are handed over behind it."""
+    """A pipeline does not hide them under its backward pass: gradients go to autograd after the schedule."""
     plan = planned(64, pp=2, tp=1, dp=32, zero=0, schedule="zbv", microbatches=1)
     assert plan.predicted is not None and plan.predicted.split is not None
     sums = [c for c in plan.collectives if c.axis == "dp"]

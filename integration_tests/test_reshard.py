@@ -76,8 +76,8 @@ def test_a_run_goes_around(name: str, rank_pool: RankPool) -> None:
         close(losses, want)
 
 
-def close(found: list[list[float]], want: list[list[float]]) -> None:
-    assert torch.tensor(found).sub(torch.tensor(want)).abs().max() < 1e-5 * max(map(max, want))
+def close(losses: list[list[float]], want: list[list[float]]) -> None:
+    assert torch.tensor(losses).sub(torch.tensor(want)).abs().max() < 1e-5 * max(map(max, want))
 
 
 def world(rank: int, size: int, path: Path) -> None:
@@ -121,11 +121,11 @@ def test_the_world_grows_and_shrinks(rank_pool: RankPool, tmp_path: Path) -> Non
     ]
     plans = [plan_of("gpt2", size, pins) for size, pins in layouts]
     (want,) = rank_pool.run(1, alone, "gpt2", 3)
-    found = rank_pool.run(4, grows_and_shrinks, tmp_path, *plans, timeout=120)
-    close(found[0], want)
-    close(found[1], want)
-    close(found[2], want[1:2])
-    close(found[3], want[1:2])
+    losses = rank_pool.run(4, grows_and_shrinks, tmp_path, *plans, timeout=120)
+    close(losses[0], want)
+    close(losses[1], want)
+    close(losses[2], want[1:2])
+    close(losses[3], want[1:2])
 
 
 def refused(rank: int, size: int, plan: ParallelPlan, good: ParallelPlan) -> dict[str, str]:

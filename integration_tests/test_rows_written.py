@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from once import plan_once
+from plan_once import plan_once
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -46,10 +46,12 @@ def worst(how: str, plan: ParallelPlan) -> float:
     expected, loss = alone(example()), model(example())
     expected.backward()
     loss.backward()
-    found = abs(float(loss.detach().full_tensor() - expected.detach()))
-    for own, one in zip(model.parameters(), alone.parameters(), strict=True):
-        found = max(found, float((own.grad.full_tensor() - one.grad).abs().max()))  # type: ignore[union-attr]
-    return found
+    worst_difference = abs(float(loss.detach().full_tensor() - expected.detach()))
+    for parameter, expected_parameter in zip(model.parameters(), alone.parameters(), strict=True):
+        worst_difference = max(
+            worst_difference, float((parameter.grad.full_tensor() - expected_parameter.grad).abs().max())
+        )  # type: ignore[union-attr]
+    return worst_difference
 
 
 def planned(rank: int, size: int, how: str, pins: dict[str, int]) -> float:
@@ -74,8 +76,8 @@ def test_a_view_of_a_row_is_refused_where_rows_are_divided(axis: str) -> None:
 
 
 def test_it_is_what_the_core_refuses(rank_pool: RankPool) -> None:
-    for said in rank_pool.run(2, unplanned, "view"):
-        assert "zero_ writes to a view that had to be gathered" in said
+    for message in rank_pool.run(2, unplanned, "view"):
+        assert "zero_ writes to a view that had to be gathered" in message
 
 
 @pytest.mark.parametrize("how", ["view", "item", "slice"])

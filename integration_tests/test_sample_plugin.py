@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import Difference, compare_with
-from once import plan_once
+from plan_once import plan_once
 from zoo import CASES
 
 import meshwright as mw
@@ -90,7 +90,7 @@ def test_it_combines_with_our_strategies(rank_pool: RankPool, degrees: dict[str,
 
 
 def trained(rank: int, world_size: int, name: str, plan: ParallelPlan) -> tuple[bool, str]:
-    """Three steps of AdamW under `plan` beside one device."""
+    """Three steps of AdamW under `plan`, compared with one device."""
     case = CASES[name]
     report = mw.verify(case.model, case.batch(), plan, steps=3, optimizer=torch.optim.AdamW)  # type: ignore[arg-type]
     return report.ok, report.render()
@@ -133,15 +133,20 @@ def test_its_schedule_is_searched() -> None:
         case.model(), case.batch(), world_size=2, pp=2, microbatches=4, cluster="laptop-cpu", top_k=20
     )
     assert isinstance(plans, list)
-    found = {plan.pipeline.schedule: plan.predicted for plan in plans if plan.pipeline is not None}
-    own, gpipe = found["one-by-one"], found["gpipe"]
-    assert own is not None and gpipe is not None and own.split is not None and gpipe.split is not None
-    assert own.split.bubble_seconds > gpipe.split.bubble_seconds
-    assert own.memory_bytes["activations"] < gpipe.memory_bytes["activations"]
+    predictions = {plan.pipeline.schedule: plan.predicted for plan in plans if plan.pipeline is not None}
+    one_by_one, gpipe = predictions["one-by-one"], predictions["gpipe"]
+    assert (
+        one_by_one is not None
+        and gpipe is not None
+        and one_by_one.split is not None
+        and gpipe.split is not None
+    )
+    assert one_by_one.split.bubble_seconds > gpipe.split.bubble_seconds
+    assert one_by_one.memory_bytes["activations"] < gpipe.memory_bytes["activations"]
     # its own order decides, not a formula: four microbatches through two stages and back, never two at once (and a few
     # hundredths that the runtime costs the host)
-    one = sum(stage.forward_seconds + stage.backward_seconds for stage in own.split.stages)
-    assert own.compute_seconds + own.split.bubble_seconds == pytest.approx(4 * one, rel=0.05)
+    single = sum(stage.forward_seconds + stage.backward_seconds for stage in one_by_one.split.stages)
+    assert one_by_one.compute_seconds + one_by_one.split.bubble_seconds == pytest.approx(4 * single, rel=0.05)
 
 
 def scheduled(rank: int, world_size: int) -> tuple[bool, int, str]:
@@ -175,12 +180,12 @@ def predicted(cost_model: str | None, **pins: Any) -> Prediction:
 def test_its_cost_model_changes_predictions() -> None:
     """Compute, sums of gradients, messages between stages and the optimizer's step all come from its tables."""
     for pins in ({"dp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 4}):
-        usual, own = predicted(None, **pins), predicted("host-tables", **pins)
-        assert usual.split is not None and own.split is not None
-        assert own.compute_seconds > 1.5 * usual.compute_seconds
-        assert own.split.optimizer_seconds != usual.split.optimizer_seconds
-        (axis,) = (axis for axis in own.split.exposed)
-        assert own.split.exposed[axis] > usual.split.exposed[axis]
+        usual, one_by_one = predicted(None, **pins), predicted("host-tables", **pins)
+        assert usual.split is not None and one_by_one.split is not None
+        assert one_by_one.compute_seconds > 1.5 * usual.compute_seconds
+        assert one_by_one.split.optimizer_seconds != usual.split.optimizer_seconds
+        (axis,) = (axis for axis in one_by_one.split.exposed)
+        assert one_by_one.split.exposed[axis] > usual.split.exposed[axis]
 
 
 @pytest.mark.parametrize(
@@ -205,8 +210,8 @@ def test_the_command_line_takes_a_cost_model(capsys: pytest.CaptureFixture[str],
     def run(*arguments: str) -> tuple[object, str]:
         with pytest.raises(SystemExit) as exit_:
             main(list(arguments))
-        said = capsys.readouterr()
-        return exit_.value.code, said.out + said.err
+        captured = capsys.readouterr()
+        return exit_.value.code, captured.out + captured.err
 
     code, _ = run("plan", *size, *where, "--cost-model", "host-tables", "-o", str(file))
     plan = ParallelPlan.load(file)
@@ -232,11 +237,11 @@ def test_the_picture_says_what_its_timeline_does_not_know(
     from meshwright.rendering.plan_picture import draw
     from meshwright_planner.clusters.registry import LAPTOP_CPU
 
-    said: list[str] = []
+    captured: list[str] = []
     write = Axes.set_xlabel
 
     def noted(self: Axes, text: str, **options: Any) -> Any:
-        said.append(text)
+        captured.append(text)
         return write(self, text, **options)
 
     monkeypatch.setattr(Axes, "set_xlabel", noted)
@@ -247,4 +252,4 @@ def test_the_picture_says_what_its_timeline_does_not_know(
     assert isinstance(plan, ParallelPlan)
     draw(plan, LAPTOP_CPU.running(2), discover(), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
-    assert any("note: predicted by the cost model 'host-tables'" in text for text in said)
+    assert any("note: predicted by the cost model 'host-tables'" in text for text in captured)

@@ -23,12 +23,12 @@ from meshwright_planner.evaluation.context import allowing
 
 def kinds(plans: list[ParallelPlan]) -> list[ParallelPlan]:
     """The best plan of each kind: which axes it has, its schedule, and whether it recomputes."""
-    found: dict[Any, ParallelPlan] = {}
+    by_kind: dict[Any, ParallelPlan] = {}
     for plan in plans:
         axes = tuple(axis for axis, degree in plan.degrees.items() if degree > 1)
         schedule = None if plan.pipeline is None else plan.pipeline.schedule
-        found.setdefault((axes, schedule, bool(plan.recompute)), plan)
-    return list(found.values())
+        by_kind.setdefault((axes, schedule, bool(plan.recompute)), plan)
+    return list(by_kind.values())
 
 
 def check(rank: int, size: int, model: str, jsons: list[str]) -> list[str]:
@@ -50,9 +50,9 @@ def searched(model: str, size: int, **options: Any) -> list[ParallelPlan]:
     """The best plans that the search finds."""
     case = CASES[model]
     torch.manual_seed(0)
-    found = mw.plan(case.model(), case.batch(), world_size=size, cluster="laptop-cpu", top_k=24, **options)
-    assert isinstance(found, list)
-    return found
+    plans = mw.plan(case.model(), case.batch(), world_size=size, cluster="laptop-cpu", top_k=24, **options)
+    assert isinstance(plans, list)
+    return plans
 
 
 def test_every_kind_of_plan_that_is_found_runs(rank_pool: RankPool) -> None:
@@ -110,17 +110,17 @@ def test_what_would_fit_without_an_option_is_found(
 
 def test_where_ranks_share_cores_no_pinned_plan_is_faster(tmp_path: Path) -> None:
     """Half of the ranks may wait: two stages of two replicas with one microbatch leave a core to each that computes."""
-    own = replace(named("laptop-cpu"), crowding=((1, 1.0), (2, 1.05), (4, 2.2)))
-    write(replace(own, cores=2), tmp_path / "crowded.json")
-    write(own, tmp_path / "own.json")
+    cluster = replace(named("laptop-cpu"), crowding=((1, 1.0), (2, 1.05), (4, 2.2)))
+    write(replace(cluster, cores=2), tmp_path / "crowded.json")
+    write(cluster, tmp_path / "own.json")
     case = CASES["llama"]
 
     def plan_of(file: str = "crowded", **pins: Any) -> ParallelPlan:
         with torch.device("meta"):
             model = case.model()
-        found = mw.plan(model, case.batch(), world_size=4, cluster=str(tmp_path / f"{file}.json"), **pins)
-        assert isinstance(found, ParallelPlan)
-        return found
+        plans = mw.plan(model, case.batch(), world_size=4, cluster=str(tmp_path / f"{file}.json"), **pins)
+        assert isinstance(plans, ParallelPlan)
+        return plans
 
     def seconds(**pins: Any) -> float:
         predicted = plan_of(**pins).predicted

@@ -1,4 +1,4 @@
-"""Pipelines of models that hand over tensors in objects and attributes: they are one device, or refused."""
+"""Pipelines of models that pass tensors in objects and attributes: equal to one device, or refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from once import plan_once
+from plan_once import plan_once
 from side_models import REFUSED, RUN, Left, numbers, sets_a_number
 
 import meshwright as mw

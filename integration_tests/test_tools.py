@@ -17,7 +17,7 @@ some text === 3 failed in it ===
 
 
 @pytest.mark.parametrize(
-    ("log", "code", "said"),
+    ("log", "code", "summary"),
     [
         (LOG, 1, "1 failed, 1200 passed, 2 skipped in 9.00s"),
         ("=== 5 passed, 1 error in 1.00s ===", 1, "5 passed, 1 errors in 9.00s"),
@@ -25,9 +25,9 @@ some text === 3 failed in it ===
         ("nothing", 1, "no tests ran in 9.00s"),
     ],
 )
-def test_total(log: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_total(log: str, code: int, summary: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log"
     path.write_text(log)
     assert runpy.run_path(TOTAL)["main"](str(path), "9") == code
     line = capsys.readouterr().out.strip()
-    assert line.strip("= ") == said and line.startswith("=") and line.endswith("=")
+    assert line.strip("= ") == summary and line.startswith("=") and line.endswith("=")

@@ -45,10 +45,10 @@ def digests(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     def whole(x: Any) -> torch.Tensor:
         return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
-    found = {name: whole(x) for name, x in model.state_dict(keep_vars=True).items()}
+    values = {name: whole(x) for name, x in model.state_dict(keep_vars=True).items()}
     for name, p in model.named_parameters():
-        found.update({f"{name}/{key}": whole(x) for key, x in optimizer.state[p].items()})
-    return found
+        values.update({f"{name}/{key}": whole(x) for key, x in optimizer.state[p].items()})
+    return values
 
 
 def fsdp_saves(rank: int, size: int, path: str) -> tuple[Any, list[float]]:
@@ -93,5 +93,5 @@ def test_from_fsdp2_and_back(rank_pool: RankPool, tmp_path: Path) -> None:
     for loaded, _, losses in told:
         assert equal(saved, loaded)
         assert max(abs(a - b) / b for a, b in zip(losses, went_on, strict=True)) < 1e-5
-    for found in rank_pool.run(2, fsdp_loads, back):
-        assert equal(told[0][1], found)
+    for values in rank_pool.run(2, fsdp_loads, back):
+        assert equal(told[0][1], values)

@@ -38,7 +38,7 @@ def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
 def test_so_do_other_models(rank_pool: RankPool, tmp_path: Path, model: str, size: list[str]) -> None:
     arguments = ["train", "--json", "--out", str(tmp_path), "--model", model, *size, *FOUR]
     done = run_on(rank_pool, 4, arguments, tmp_path)
-    assert [one.returncode for one in done] == [0] * 4
+    assert [rank.returncode for rank in done] == [0] * 4
     check(json.loads(done[0].stdout), tmp_path)
     assert done[0].stderr.rstrip().splitlines()[-1].startswith("PASS: ")
 
@@ -51,7 +51,7 @@ def test_a_file_of_ones_own_and_a_plan_file(rank_pool: RankPool, tmp_path: Path)
         arguments = ["train", "--json", "--out", str(tmp_path / name), "--text", str(text), "--steps", "2"]
         arguments += ["--batch-size", "2", "--sequence-length", "16", "--world-size", "2", *plan]
         done = run_on(rank_pool, 2, arguments, tmp_path)
-        assert [one.returncode for one in done] == [0, 0], done[0].stderr
+        assert [rank.returncode for rank in done] == [0, 0], done[0].stderr
         losses.append([step["parallel"] for step in json.loads(done[0].stdout)["steps"]])
     assert losses[0] == losses[1]
 

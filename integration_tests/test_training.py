@@ -27,15 +27,15 @@ PIPELINES = [{"dp": 1, "tp": 1, "pp": 2}, {"dp": 2, "tp": 1, "pp": 2}]
 @pytest.mark.parametrize("degrees", PIPELINES, ids=_label)
 def test_pipelined_models_train_each_other(rank_pool: RankPool, degrees: dict[str, int]) -> None:
     """The generator learns from a gradient that comes back through the whole pipeline of the critic."""
-    every, compared = {}, set()
+    names, compared = {}, set()
     for name, model in SCRIPTS["gan"].models().items():
-        every |= dict.fromkeys(f"{name}.{parameter}" for parameter, _ in model.named_parameters())
+        names |= dict.fromkeys(f"{name}.{parameter}" for parameter, _ in model.named_parameters())
     for trained in rank_pool.run(2 * degrees["dp"], train, "gan", degrees, planned):
         assert not trained.wrong()
-        own = {c.name for c in trained.comparisons if c.kind == "gradient"}
-        assert own < set(every)  # each rank has its stages
-        compared |= own
-    assert compared == set(every)
+        gradient_names = {c.name for c in trained.comparisons if c.kind == "gradient"}
+        assert gradient_names < set(names)  # each rank has its stages
+        compared |= gradient_names
+    assert compared == set(names)
 
 
 @pytest.mark.parametrize(("name", "degrees", "planner"), RUNS, ids=_label)

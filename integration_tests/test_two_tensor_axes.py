@@ -69,20 +69,20 @@ def planned(name: str, world_size: int = 4, outer: int = 2, slow: bool = False, 
     """The plan of a model on both axes, as JSON."""
     model, batch = made(name)
     pins: dict[str, Any] = {"tp": 2, "degrees": {"tp_outer": outer}, **options}
-    found = mw.plan(model, batch, world_size=world_size, cluster=NODES if slow else "laptop-cpu", **pins)
-    assert isinstance(found, ParallelPlan)
-    return found.to_json()
+    result = mw.plan(model, batch, world_size=world_size, cluster=NODES if slow else "laptop-cpu", **pins)
+    assert isinstance(result, ParallelPlan)
+    return result.to_json()
 
 
 def counted(events: Any) -> dict[tuple[str, str, str], dict[str, int]]:
     """(axis, phase, kind) -> calls outside of functions that communicate by themselves, and bytes of all."""
-    found: dict[tuple[str, str, str], Counter[str]] = {}
+    result: dict[tuple[str, str, str], Counter[str]] = {}
     for axis, phase, kind, calls, nbytes in events:
         if axis in AXES:
-            entry = found.setdefault((axis, phase, kind), Counter())
+            entry = result.setdefault((axis, phase, kind), Counter())
             entry["calls"] += calls
             entry["bytes"] += nbytes
-    return {key: dict(entry) for key, entry in found.items()}
+    return {key: dict(entry) for key, entry in result.items()}
 
 
 def step(rank: int, world_size: int, name: str, text: str) -> dict[str, Any]:
@@ -98,9 +98,11 @@ def step(rank: int, world_size: int, name: str, text: str) -> dict[str, Any]:
         loss = loss_of(model(**batch))
         loss.backward()
     worst = {
-        key: float((p.grad.full_tensor() - own.grad).abs().max() / own.grad.abs().max())  # type: ignore[union-attr, operator]
-        for (key, p), own in zip(model.named_parameters(), reference.parameters(), strict=True)
-        if own.grad is not None
+        key: float(
+            (p.grad.full_tensor() - single_parameter.grad).abs().max() / single_parameter.grad.abs().max()
+        )  # type: ignore[union-attr, operator]
+        for (key, p), single_parameter in zip(model.named_parameters(), reference.parameters(), strict=True)
+        if single_parameter.grad is not None
     }
     executed = [(e.axis, e.phase, e.kind, int(e.function != "cross_entropy"), e.nbytes) for e in log.events]
     # inside of a function the plan knows the bytes, not in how many pieces they go
@@ -120,13 +122,13 @@ def step(rank: int, world_size: int, name: str, text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mlp"])
 def test_what_is_planned_on_both_axes_is_executed(rank_pool: RankPool, name: str) -> None:
-    for found in rank_pool.run(4, step, name, planned(name)):
-        assert found["loss"] == pytest.approx(found["expected"], rel=1e-6)
-        assert found["worst"] < 1e-5
-        assert found["planned"] == found["executed"]
-        assert {axis for axis, _, _ in found["executed"]} == set(AXES)
-        # every product's weight lies in four parts, fused ones too
-        whole = [key for key, part in found["parts"].items() if part > 0.25 and "weight" in key]
+    for result in rank_pool.run(4, step, name, planned(name)):
+        assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
+        assert result["worst"] < 1e-5
+        assert result["planned"] == result["executed"]
+        assert {axis for axis, _, _ in result["executed"]} == set(AXES)
+        # the weight of every matmul is in four shards, fused ones too
+        whole = [key for key, part in result["parts"].items() if part > 0.25 and "weight" in key]
         norms = ("norm.", ".ln_", ".0.0.", ".1.0.")
         assert all(any(part in key for part in norms) for key in whole), whole
 
@@ -137,9 +139,9 @@ def test_where_bytes_decide_axes_are_placed_differently(rank_pool: RankPool, nam
     text = planned(name, slow=True)
     apart = [r.pattern for r in ParallelPlan.from_json(text).parameters if len(set(r.placement.values())) > 1]
     assert apart
-    for found in rank_pool.run(4, step, name, text):
-        assert found["loss"] == pytest.approx(found["expected"], rel=1e-6)
-        assert found["worst"] < 1e-5 and found["planned"] == found["executed"]
+    for result in rank_pool.run(4, step, name, text):
+        assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
+        assert result["worst"] < 1e-5 and result["planned"] == result["executed"]
 
 
 def test_a_plan_that_is_changed_communicates_otherwise(rank_pool: RankPool) -> None:
@@ -152,12 +154,12 @@ def test_a_plan_that_is_changed_communicates_otherwise(rank_pool: RankPool) -> N
         for rule in plan.parameters
     )
     assert changed != plan.parameters
-    found = rank_pool.run(4, step, "mlp", plan.replace(parameters=changed).to_json())[0]
-    assert found["worst"] < 1e-5 and found["planned"] != found["executed"]
+    result = rank_pool.run(4, step, "mlp", plan.replace(parameters=changed).to_json())[0]
+    assert result["worst"] < 1e-5 and result["planned"] != result["executed"]
 
 
 def verified(rank: int, world_size: int, name: str, text: str) -> tuple[bool, str]:
-    """Two steps of SGD under a plan beside one device."""
+    """Two steps of SGD under a plan, compared with one device."""
     report = mw.verify(lambda: made(name)[0], made(name)[1], ParallelPlan.from_json(text), steps=2)
     return report.ok, report.render()
 
@@ -204,9 +206,9 @@ def loaded(rank: int, world_size: int, name: str, text: str, path: str) -> dict[
         mw.parallelize(model, ParallelPlan.from_json(text))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mw.load(path, model=model, optimizer=optimizer)
-    found = dict(model.named_parameters())
-    found |= {f"{k}.avg": optimizer.state[p]["exp_avg"] for k, p in model.named_parameters()}
-    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach() for k, v in found.items()}
+    result = dict(model.named_parameters())
+    result |= {f"{k}.avg": optimizer.state[p]["exp_avg"] for k, p in model.named_parameters()}
+    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach() for k, v in result.items()}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mlp"])

@@ -61,7 +61,7 @@ def test_a_model_that_is_not_the_same_everywhere_is_caught(rank_pool: RankPool, 
     model = f"{HERE}/refusing.py:rankish"
     arguments = ["verify", "--model", model, "--world-size", "2", "--degree", "tp=2", "--json"]
     done = run_on(rank_pool, 2, arguments, tmp_path)
-    assert [one.returncode for one in done] == [4, 4]
+    assert [rank.returncode for rank in done] == [4, 4]
     report = json.loads(done[0].stdout)
     assert not report["ok"] and report["failures"] > 0
 

@@ -1,4 +1,4 @@
-"""What is written in place is planned to stay as it lies, as the core leaves it: the bytes planned are those communicated."""
+"""Values written in place are planned to keep their layout, as the core executes them: planned bytes are executed bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, ROWS = 16, 16
 
 
 class Written(nn.Module):
-    """Two products, and an operation that writes between or behind them."""
+    """Two products, and an operation that writes in place between or after them."""
 
     def __init__(self, operation: Callable[[Written, Tensor], Tensor]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def seen(model: Written, x: Tensor) -> Tensor:
     return model.down(h).square().mean() + first.mean()
 
 
-def relieved(model: Written, x: Tensor) -> Tensor:
+def freed(model: Written, x: Tensor) -> Tensor:
     """A view that only its writer's readers see."""
     h = model.up(x) * 1.0
     first = h[:, :16]
@@ -111,7 +111,7 @@ def relieved(model: Written, x: Tensor) -> Tensor:
     return first.square().mean() + model.down(h).square().mean()
 
 
-CASES = (added, summed, gated, part, other, view, clamped, constant, increased, row, seen, relieved)
+CASES = (added, summed, gated, part, other, view, clamped, constant, increased, row, seen, freed)
 MODELS = {case.__name__: case for case in CASES}
 
 
@@ -129,8 +129,8 @@ def step(rank: int, size: int, name: str) -> tuple[float, Counter[str], Counter[
         loss = model(x)
         loss.backward()
     worst = abs(float(loss.detach().full_tensor() - expected.detach()))
-    for own, one in zip(model.parameters(), alone.parameters(), strict=True):
-        worst = max(worst, float((own.grad.full_tensor() - one.grad).abs().max()))  # type: ignore[union-attr]
+    for parameter, single_parameter in zip(model.parameters(), alone.parameters(), strict=True):
+        worst = max(worst, float((parameter.grad.full_tensor() - single_parameter.grad).abs().max()))  # type: ignore[union-attr]
     planned, sent = Counter[str](), Counter[str]()
     for use in model.parallel_plan.collectives:
         planned[f"{use.phase} {use.kind}"] += use.nbytes * use.count

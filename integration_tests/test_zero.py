@@ -53,10 +53,10 @@ def test_of_experts_ranks_gather_what_ep_leaves_to_them(rank_pool: RankPool, sta
 
 def moved(collectives: dict[Any, int]) -> dict[Any, int]:
     """Bytes by phase and kind: gradients of experts travel apart from those that ranks of ep sum too."""
-    found = Counter[Any]()
+    counts = Counter[Any]()
     for (phase, kind, nbytes), count in collectives.items():
-        found[phase, kind] += nbytes * count
-    return dict(found)
+        counts[phase, kind] += nbytes * count
+    return dict(counts)
 
 
 def planned(rows: int = 8, **options: Any) -> Any:

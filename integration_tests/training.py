@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from once import plan_once
+from plan_once import plan_once
 from torch import Tensor, nn
 from training_zoo import SCRIPTS, Models, Script
 
@@ -88,28 +88,28 @@ def train_script(
         ends = []
         for run, models in runs.items():
             torch.manual_seed(40 + step)
-            found = script.step(models, optimizers[run], step)
-            losses[run] = {str(i): x.detach() for i, x in enumerate(found)}
+            values = script.step(models, optimizers[run], step)
+            losses[run] = {str(i): x.detach() for i, x in enumerate(values)}
             ends.append(torch.get_rng_state())
         assert torch.equal(ends[0], ends[1]), "the parallel step drew other random numbers"
         result.comparisons += compare(step, "loss", losses["one"], losses["many"], None)
         result.comparisons += _pairs(step, "gradient", runs)
         for made in optimizers.values():
-            for one in made.values():
-                one.step()
+            for built in made.values():
+                built.step()
         result.comparisons += _pairs(step, "parameter", runs)
         result.comparisons += _pairs(step, "buffer", runs)
     return result
 
 
 def _pairs(step: int, kind: Kind, runs: dict[str, Models]) -> list[Comparison]:
-    found = {
+    values = {
         run: {f"{key}.{n}": t for key, m in models.items() for n, t in _tensors(m, kind).items()}
         for run, models in runs.items()
     }
     divided = any(stages_of(model) is not None for model in runs["many"].values())
     return compare(
-        step, kind, found["one"], found["many"], None, perturbed=found["near"], actual_only=divided
+        step, kind, values["one"], values["many"], None, perturbed=values["near"], actual_only=divided
     )
 
 

@@ -22,7 +22,7 @@ Optimizers = dict[str, torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Script:
-    """models: built under a seed. examples: per model, what it is called with, to plan with. step: one training step,
+    """models: built under a seed. examples: per model, the arguments that it is planned with. step: one training step,
     which returns its losses; batches differ from step to step.
     """
 

@@ -33,7 +33,9 @@ def main() -> int:
         "--write", type=Path, help="where the page goes; by default docs/architectures.md, if all is run"
     )
     parser.add_argument(
-        "--store", type=Path, help="a file of results: what it holds is not run again, what is run is added"
+        "--store",
+        type=Path,
+        help="a file of results: architectures in it are not run again, new results are added",
     )
     arguments = parser.parse_args()
     layouts = arguments.layout or list(LAYOUTS)
@@ -41,16 +43,16 @@ def main() -> int:
         a for a in architectures() if not arguments.only or any(part in a.name for part in arguments.only)
     ]
     console, start = Console(), time.monotonic()
-    known = load([arguments.store] if arguments.store else [])
-    todo = [a for a in chosen if a.name not in known or not _complete(known[a.name], layouts)]
+    rows_by_name = load([arguments.store] if arguments.store else [])
+    todo = [a for a in chosen if a.name not in rows_by_name or not _complete(rows_by_name[a.name], layouts)]
     rows: list[Row] = []
     for row in sweep(todo, layouts) if todo else ():
         rows.append(row)
         if arguments.store:
             append(arguments.store, row)
         console.print(_progress(row, len(rows), len(todo)), highlight=False, markup=False, soft_wrap=True)
-    known |= {row.architecture.name: row for row in rows}
-    rows = [known[each.name] for each in chosen]
+    rows_by_name |= {row.architecture.name: row for row in rows}
+    rows = [rows_by_name[each.name] for each in chosen]
     console.print(terminal(rows, layouts))
     console.print(f"{dict(tally(rows))} in {time.monotonic() - start:.0f} s")
     path = arguments.write

@@ -60,8 +60,8 @@ def masked(taken: Any) -> dict[str, Tensor]:
         mask[1, 12:] = 0
         mask[2, 7:] = 0
         batch["attention_mask"] = mask
-    asked = torch.arange(ids.numel()).reshape(ids.shape) % 7 > 1
-    return {**batch, "labels": ids.masked_fill(asked, IGNORED)}
+    hidden = torch.arange(ids.numel()).reshape(ids.shape) % 7 > 1
+    return {**batch, "labels": ids.masked_fill(hidden, IGNORED)}
 
 
 def images(model: nn.Module) -> dict[str, Tensor]:

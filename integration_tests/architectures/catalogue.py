@@ -49,23 +49,23 @@ class Architecture:
 @functools.cache
 def architectures() -> tuple[Architecture, ...]:
     """Every class of the four registries, each once, under the first task that lists it."""
-    found: dict[str, Architecture] = {}
+    by_name: dict[str, Architecture] = {}
     for task in REGISTRIES:
         for name in _configs(task):
-            found.setdefault(name, Architecture(name, task))
-    return tuple(found.values())
+            by_name.setdefault(name, Architecture(name, task))
+    return tuple(by_name.values())
 
 
 @functools.cache
 def _configs(task: str) -> dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
     """Class name -> config class and class, in the registry's order."""
-    found: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {}
+    by_name: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {}
     for config, models in (REGISTRIES | SPEECH)[task].items():
         for model in models if isinstance(models, (tuple, list)) else (models,):
             # a composite model is registered under its text part, too: its own config builds it
-            own = model.config_class
-            found.setdefault(model.__name__, (own if isinstance(own, type) else config, model))
-    return found
+            attribute = model.config_class
+            by_name.setdefault(model.__name__, (attribute if isinstance(attribute, type) else config, model))
+    return by_name
 
 
 LAYERS = (
@@ -125,10 +125,10 @@ def tiny(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> Pr
     if {"qk_nope_head_dim", "num_key_value_heads", "num_attention_heads"} <= settings.keys():
         settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention has no groups
     for part in config_class.sub_configs:
-        own = getattr(example, part, None)
+        attribute = getattr(example, part, None)
         inner = changes.get(part, {})
-        if isinstance(own, PreTrainedConfig) and isinstance(inner, Mapping):
-            settings[part] = tiny(type(own), inner)
+        if isinstance(attribute, PreTrainedConfig) and isinstance(inner, Mapping):
+            settings[part] = tiny(type(attribute), inner)
     settings |= {k: v for k, v in changes.items() if not isinstance(settings.get(k), PreTrainedConfig)}
     return _varied(config_class, example, settings, changes)
 

@@ -1,4 +1,4 @@
-"""What one run says: passed, wrong numbers, or an error with its reason. Never a number that nobody looked at."""
+"""The verdict of one run: passed, wrong numbers, or an error with its reason."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ NAMES = (
 
 def chosen() -> list[Architecture]:
     """The architectures of the sweep that this version of transformers has."""
-    known = {each.name: each for each in architectures()}
-    known["WhisperForConditionalGeneration"] = Architecture("WhisperForConditionalGeneration", "speech")
-    return [known[name] for name in NAMES if name in known]
+    by_name = {each.name: each for each in architectures()}
+    by_name["WhisperForConditionalGeneration"] = Architecture("WhisperForConditionalGeneration", "speech")
+    return [by_name[name] for name in NAMES if name in by_name]
 
 
 SOME = (
@@ -136,28 +136,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, help="a file of verdicts: those in it are not run again")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one of them")
     options = parser.parse_args(arguments)
-    known = [a for a in chosen() if a.name in SOME] if options.schedules else chosen()
-    todo = [a for a in known if not options.only or any(part in a.name for part in options.only)]
+    by_name = [a for a in chosen() if a.name in SOME] if options.schedules else chosen()
+    todo = [a for a in by_name if not options.only or any(part in a.name for part in options.only)]
     names = list(options.pipeline or (PIPELINES if options.schedules else USUAL))
     stored = _stored(options.store)
-    found: dict[tuple[str, str], Verdict] = {}
+    results: dict[tuple[str, str], Verdict] = {}
     for first in range(0, len(todo), RENEWED):
         with RankPool() as pool:
             for architecture, name in ((a, n) for a in todo[first : first + RENEWED] for n in names):
                 key, start = (architecture.name, name), time.monotonic()
-                found[key] = stored.get(key) or _verdict(pool, architecture, name, options.timeout)
+                results[key] = stored.get(key) or _verdict(pool, architecture, name, options.timeout)
                 if key not in stored:
-                    _keep(options.store, key, found[key])
-                    print(*key, *found[key], f"({time.monotonic() - start:.0f} s)", sep=" | ", flush=True)
+                    _keep(options.store, key, results[key])
+                    print(*key, *results[key], f"({time.monotonic() - start:.0f} s)", sep=" | ", flush=True)
     for name in names:
-        verdicts = {key[0]: verdict for key, verdict in found.items() if key[1] == name}
+        verdicts = {key[0]: verdict for key, verdict in results.items() if key[1] == name}
         kinds = Counter(kind for kind, _ in verdicts.values())
         worst = max((float(text) for kind, text in verdicts.values() if kind == "exact"), default=0.0)
         others = "; ".join(
             f"{key}: {kind} {text}" for key, (kind, text) in verdicts.items() if kind != "exact"
         )
         print(f"{name}: {dict(kinds)}, largest difference {worst:.1e}. {others}")
-    return int(any(kind not in ("exact", "refused", "not built") for kind, _ in found.values()))
+    return int(any(kind not in ("exact", "refused", "not built") for kind, _ in results.values()))
 
 
 def _verdict(pool: RankPool, architecture: Architecture, name: str, timeout: float) -> Verdict:

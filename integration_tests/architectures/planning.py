@@ -83,19 +83,21 @@ def _trains(architecture: Architecture) -> str:
     return ""
 
 
-def stored(path: Path | None, known: Mapping[str, Architecture]) -> dict[str, Planned]:
+def stored(path: Path | None, stored_rows: Mapping[str, Architecture]) -> dict[str, Planned]:
     """Name -> what a file says of it, its last line; nothing of names that are not known."""
     lines = path.read_text().splitlines() if path is not None and path.exists() else []
     entries = {entry.pop("name"): entry for entry in map(json.loads, lines)}
-    return {name: Planned(known[name], **entry) for name, entry in entries.items() if name in known}
+    return {
+        name: Planned(stored_rows[name], **entry) for name, entry in entries.items() if name in stored_rows
+    }
 
 
-def keep(path: Path | None, one: Planned) -> None:
+def keep(path: Path | None, row: Planned) -> None:
     """Add a line to the file at `path`, made if need be."""
     if path is not None:
         entry = {
-            "name": one.architecture.name,
-            **{f: getattr(one, f) for f in ("kind", "text", "seconds", "peak")},
+            "name": row.architecture.name,
+            **{f: getattr(row, f) for f in ("kind", "text", "seconds", "peak")},
         }
         with path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
@@ -119,36 +121,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--cluster", default=CLUSTER)
     parser.add_argument(
-        "--store", type=Path, help="a file of results: what it holds is not run again, what is run is added"
+        "--store",
+        type=Path,
+        help="a file of results: architectures in it are not run again, new results are added",
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     chosen = [a for a in architectures() if not options.only or any(part in a.name for part in options.only)]
     chosen = chosen[:: options.every]
-    begin, found = time.monotonic(), list[Planned]()
-    known = stored(options.store, {a.name: a for a in chosen})
+    begin, rows = time.monotonic(), list[Planned]()
+    stored_rows = stored(options.store, {a.name: a for a in chosen})
     for architecture in chosen:
-        one = known.get(architecture.name)
-        if one is None:
-            one = replace(plan_architecture(architecture, options.ranks, options.cluster), peak=_peak())
-            keep(options.store, one)
-            place = f"{len(found) + 1:3}/{len(chosen)}"
-            print(f"{place} {one.kind:11} {architecture.name} {one.seconds:.2f} s {one.text}", flush=True)
-        found.append(one)
-    if not found:
+        row = stored_rows.get(architecture.name)
+        if row is None:
+            row = replace(plan_architecture(architecture, options.ranks, options.cluster), peak=_peak())
+            keep(options.store, row)
+            place = f"{len(rows) + 1:3}/{len(chosen)}"
+            print(f"{place} {row.kind:11} {architecture.name} {row.seconds:.2f} s {row.text}", flush=True)
+        rows.append(row)
+    if not rows:
         parser.error(f"no architecture's name contains {' or '.join(options.only)}")
-    tally = {
-        kind: sum(one.kind == kind for one in found) for kind in dict.fromkeys(one.kind for one in found)
-    }
-    peak = max(one.peak for one in found)
+    tally = {kind: sum(row.kind == kind for row in rows) for kind in dict.fromkeys(row.kind for row in rows)}
+    peak = max(row.peak for row in rows)
     print(
-        f"{tally}; {sum(one.seconds for one in found):.0f} s of processor time in planning, "
-        f"{time.monotonic() - begin:.0f} s in all, slowest {max(found, key=lambda one: one.seconds).architecture.name} "
-        f"{max(one.seconds for one in found):.1f} s; peak memory {peak / 2**30:.2f} GiB"
+        f"{tally}; {sum(row.seconds for row in rows):.0f} s of processor time in planning, "
+        f"{time.monotonic() - begin:.0f} s in all, slowest {max(rows, key=lambda row: row.seconds).architecture.name} "
+        f"{max(row.seconds for row in rows):.1f} s; peak memory {peak / 2**30:.2f} GiB"
     )
-    for one in found:
-        if one.kind == "failed":
-            print(f"failed: {one.architecture.name}: {one.text}")
+    for row in rows:
+        if row.kind == "failed":
+            print(f"failed: {row.architecture.name}: {row.text}")
     return 1 if tally.get("failed") else 0
 
 

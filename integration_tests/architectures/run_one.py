@@ -51,9 +51,9 @@ def plan_one(
     plans = {}
     for layout in layouts:
         try:
-            found = mw.plan(model, batch, world_size=world_size(layout), **LAYOUTS[layout])
-            assert isinstance(found, ParallelPlan)
-            plans[layout] = found.to_json()
+            result = mw.plan(model, batch, world_size=world_size(layout), **LAYOUTS[layout])
+            assert isinstance(result, ParallelPlan)
+            plans[layout] = result.to_json()
         except Exception as error:  # whatever planning raises is the verdict
             plans[layout] = f"!planning: {_message(error)}"
     return plans
@@ -85,11 +85,11 @@ def run_one(
     if not torch.equal(after_build, torch.get_rng_state()):
         return Verdict("wrong", "construction left the generator elsewhere")
     losses = [_step(some, batch) for some in (single, model, near)]
-    gradients, found, perturbed = (
+    gradients, result, near_gradients = (
         {name: p.grad for name, p in some.named_parameters()} for some in (single, model, near)
     )
     comparisons += compare(0, "loss", {"": losses[0]}, {"": losses[1]}, TOLERANCES[dtype])
-    comparisons += compare(0, "gradient", gradients, found, TOLERANCES[dtype], perturbed=perturbed)
+    comparisons += compare(0, "gradient", gradients, result, TOLERANCES[dtype], perturbed=near_gradients)
     comparisons += compare(
         0,
         "buffer",
@@ -103,7 +103,7 @@ def run_one(
         sharded = sum(p.to_local().shape != p.shape for p in parameters)
     noise = frozenset[str]()
     if dtype == torch.float64:
-        noise = _beyond_recognition("gradient", gradients, perturbed) | _beyond_recognition(
+        noise = _beyond_recognition("gradient", gradients, near_gradients) | _beyond_recognition(
             "buffer", dict(single.named_buffers()), dict(near.named_buffers())
         )
     verdict = judge(agreed(comparisons), sharded, len(parameters), noise, disputed)
@@ -114,13 +114,13 @@ def _beyond_recognition(
     kind: str, values: Mapping[str, Tensor | None], near: Mapping[str, Tensor | None]
 ) -> frozenset[str]:
     """Labels of the values of which one rounding of the initial weights moves more than NOISE_SPREAD."""
-    found = set()
+    result = set()
     for name, value in values.items():
         other = near[name]
         if value is not None and other is not None and value.is_floating_point() and value.numel():
             if (value - other).abs().max() > NOISE_SPREAD * max(value.abs().max(), other.abs().max()):
-                found.add(label(kind, name))
-    return frozenset(found)
+                result.add(label(kind, name))
+    return frozenset(result)
 
 
 def plan_and_run(rank: int, size: int, architecture: Architecture, layout: str) -> Verdict:
@@ -148,12 +148,12 @@ def own_rounding(rank: int, size: int, architecture: Architecture) -> dict[str, 
         }
         values |= {label("buffer", name): b for name, b in model.named_buffers() if b.is_floating_point()}
         runs.append({name: value.double() for name, value in values.items() if value.numel()})
-    exact, one, near = runs
+    exact, other, near = runs
     return {
         name: float(
             max((value - exact[name]).abs().max(), (value - near[name]).abs().max()) / value.abs().max()
         )
-        for name, value in one.items()
+        for name, value in other.items()
         if name in exact and name in near
     }
 

@@ -30,7 +30,7 @@ IMAGES = (
 
 def sample() -> Iterator[tuple[Architecture, str]]:
     """Architecture and layout; layouts take turns."""
-    known = {each.name: each for each in architectures()}
+    by_name = {each.name: each for each in architectures()}
     names = " ".join((CAUSAL, MASKED, SEQ2SEQ, IMAGES)).split()
     for place, name in enumerate(names):
-        yield known[name], list(LAYOUTS)[place % len(LAYOUTS)]
+        yield by_name[name], list(LAYOUTS)[place % len(LAYOUTS)]

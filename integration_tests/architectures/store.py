@@ -24,16 +24,16 @@ def append(path: Path, row: Row) -> None:
 
 def load(paths: Iterable[Path]) -> dict[str, Row]:
     """Name -> what all files say of it, in the catalogue's order; of one layout, the last line holds."""
-    known: dict[str, Architecture] = {each.name: each for each in architectures()}
-    rows = {name: Row(each) for name, each in known.items()}
-    found = set()
+    by_name: dict[str, Architecture] = {each.name: each for each in architectures()}
+    rows = {name: Row(each) for name, each in by_name.items()}
+    loaded = set()
     for path in paths:
         for line in path.read_text().splitlines() if path.exists() else ():
             entry = json.loads(line)
             row = rows[entry["name"]]
-            found.add(entry["name"])
+            loaded.add(entry["name"])
             row.unbuildable = entry["unbuildable"]
             for layout, fields in entry["verdicts"].items():
                 wrong = tuple((name, relative) for name, relative in fields.pop("wrong"))
                 row.verdicts[layout] = Verdict(**fields, wrong=wrong)
-    return {name: row for name, row in rows.items() if name in found}
+    return {name: row for name, row in rows.items() if name in loaded}

@@ -1,4 +1,4 @@
-"""The judge itself: it fails what it should."""
+"""The judge fails the runs that it should fail."""
 
 from __future__ import annotations
 

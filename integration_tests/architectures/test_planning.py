@@ -16,17 +16,17 @@ EVERY = 37
 
 @pytest.mark.parametrize("architecture", architectures()[::EVERY], ids=lambda each: each.name)
 def test_an_architecture_is_planned(architecture: Architecture) -> None:
-    found = plan_architecture(architecture)
-    if found.kind in ("not built", "not trained"):
-        pytest.skip(found.text)
-    assert found.kind == "planned", found.text
+    planned = plan_architecture(architecture)
+    if planned.kind in ("not built", "not trained"):
+        pytest.skip(planned.text)
+    assert planned.kind == "planned", planned.text
 
 
 def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store, asked = tmp_path / "planned.jsonl", ["--only", "GPT2LMHead", "--only", "ResNetForImage"]
+    store, arguments = tmp_path / "planned.jsonl", ["--only", "GPT2LMHead", "--only", "ResNetForImage"]
     done = {"kind": "failed", "text": "as it was then", "seconds": 7.0, "peak": 3 * 2**30}
     store.write_text(json.dumps({"name": "GPT2LMHeadModel", **done}) + "\n")
-    assert main([*asked, "--store", str(store)]) == 1
+    assert main([*arguments, "--store", str(store)]) == 1
     out = capsys.readouterr().out
     assert "planned     ResNetForImageClassification" in out and "planned     GPT2LMHeadModel" not in out
     assert "slowest GPT2LMHeadModel 7.0 s; peak memory 3.00 GiB" in out
@@ -35,5 +35,5 @@ def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path, capsys: pytest.Cap
         "GPT2LMHeadModel",
         "ResNetForImageClassification",
     ]
-    main([*asked, "--store", str(store)])
+    main([*arguments, "--store", str(store)])
     assert len(store.read_text().splitlines()) == 2

@@ -15,12 +15,12 @@ class OneByOne(Schedule):
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
-        own = self.own(rank, shape)
+        stages = self.own(rank, shape)
         return [
             action
             for m in range(shape.microbatches)
             for action in (
-                *(Action("F", stage, m) for stage in own),
-                *(Action("B", stage, m) for stage in reversed(own)),
+                *(Action("F", stage, m) for stage in stages),
+                *(Action("B", stage, m) for stage in reversed(stages)),
             )
         ]

@@ -1,7 +1,7 @@
 """A cost model: somebody's own tables of what operations and collectives take.
 
 Two things are said: seconds of an operation, and seconds of a collective. The planner asks them in place of the cluster's
-figures; what it does with the answers (placements, stages, schedules, memory) is as always.
+figures; its search over placements, stages, schedules and memory stays the same.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class HostTables:
     def collective(self, communication: Communication) -> float:
         """A ring of so many hops."""
         kind, nbytes, degree, _, link = communication
-        known = LINKS.get(communication.levels[-1])
-        if known is None:
+        points = LINKS.get(communication.levels[-1])
+        if points is None:
             return min(link.algorithms(kind, nbytes, degree).values())
-        latency, bandwidth = known
+        latency, bandwidth = points
         if kind == "send_recv":
             return latency + nbytes / bandwidth
         rounds = 2 if kind == "all_reduce" else 1

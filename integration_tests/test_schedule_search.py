@@ -56,16 +56,14 @@ def test_schedule_and_microbatches_are_the_best_that_may_be_pinned(width: int, r
     pins = itertools.product(SCHEDULES, (1, 2, 4, 16))
     each = [planned(width, rows, "manual", pp=2, tp=2, schedule=s, microbatches=n) for s, n in pins]
     steps = [plan.predicted.step_seconds for plan in each if plan is not None and plan.predicted is not None]
-    found = planned(width, rows, pp=2, tp=2)
-    assert (
-        len(steps) > 16 and found is not None and found.predicted is not None and found.pipeline is not None
-    )
-    assert found.predicted.step_seconds == pytest.approx(min(steps))
-    assert (found.pipeline.microbatches == 1) == (rows == 16)
+    best = planned(width, rows, pp=2, tp=2)
+    assert len(steps) > 16 and best is not None and best.predicted is not None and best.pipeline is not None
+    assert best.predicted.step_seconds == pytest.approx(min(steps))
+    assert (best.pipeline.microbatches == 1) == (rows == 16)
 
 
 def test_what_holds_too_much_in_large_microbatches_is_tried_in_small_ones() -> None:
-    """Where memory is short another schedule may be the fastest, at more microbatches than are best for the one looked at first."""
+    """Where memory is short, another schedule with more microbatches may be faster than the schedule tried first."""
     with torch.device("meta"):
         model = llama(
             vocab_size=32000, hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from meeting_models import ALONE, TOGETHER
+from cross_row_models import ALONE, TOGETHER
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright_dtensor.comm.log import communication
@@ -34,13 +34,13 @@ def built(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     return make(), torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def foreseen(name: str, **degrees: int) -> float:
+def predicted(name: str, **degrees: int) -> float:
     """Operations of products that the planner expects of one rank."""
     model, x = built(name)
     request = PlanRequest(cluster="laptop-cpu", world_size=2, **degrees)  # type: ignore[arg-type]
     search = Search(EagerPlanner().setting(model, x, request, discover()), default_rules())
-    found = search.evaluate(degrees)
-    return Placed(search.basis, search.rules, found.problem, found.placement).flops
+    result = search.evaluate(degrees)
+    return Placed(search.basis, search.rules, result.problem, result.placement).flops
 
 
 def layer_flops(x: Sequence[int], w: Sequence[int], h: Sequence[int], *rest: Any, **named: Any) -> int:
@@ -61,7 +61,7 @@ RECURRENT = {
 
 def step(rank: int, world: int, names: list[str], options: dict[str, int]) -> dict[str, dict[str, Any]]:
     """Name -> what is planned and what one parallel step does, and how far that is from one device."""
-    found = {}
+    result = {}
     for name in names:
         (model, x), (reference, _) = built(name), built(name)
         expected = reference(x)
@@ -72,9 +72,11 @@ def step(rank: int, world: int, names: list[str], options: dict[str, int]) -> di
             loss.backward()
         worst = abs(float(loss.detach().full_tensor() / expected.detach()) - 1)
         scale = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
-        for parameter, own in zip(model.parameters(), reference.parameters(), strict=True):
-            if own.grad is not None:
-                worst = max(worst, float((parameter.grad.full_tensor() - own.grad).abs().max()) / scale)
+        for parameter, single_parameter in zip(model.parameters(), reference.parameters(), strict=True):
+            if single_parameter.grad is not None:
+                worst = max(
+                    worst, float((parameter.grad.full_tensor() - single_parameter.grad).abs().max()) / scale
+                )
         executed, planned = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
         for event in log.events:
             if event.function != "data" and event.nbytes > NUMBERS:
@@ -82,14 +84,14 @@ def step(rank: int, world: int, names: list[str], options: dict[str, int]) -> di
         for c in model.parallel_plan.collectives:
             if "gradients" not in c.why and not c.why.startswith("parameters") and c.nbytes > NUMBERS:
                 planned[c.axis, c.phase, c.kind] += c.nbytes * c.count
-        found[name] = {
+        result[name] = {
             "worst": worst,
             "executed": dict(executed),
             "planned": dict(planned),
             "flops": counter.get_total_flops(),
             "notes": model.parallel_plan.provenance.notes,
         }
-    return found
+    return result
 
 
 class Steps(dict[str, dict[str, Any]]):
@@ -111,13 +113,13 @@ def steps(rank_pool: RankPool) -> Steps:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_foreseen_is_done(steps: Steps, name: str) -> None:
-    found = steps[name]
-    assert found["worst"] < 1e-5
-    assert found["planned"] == found["executed"]
-    assert bool(found["executed"]) is (name in TOGETHER)
-    assert foreseen(name, dp=2) == found["flops"]
-    notes = [note for note in found["notes"] if note.startswith("rows interact across dp in ")]
+def test_predicted_collectives_are_executed(steps: Steps, name: str) -> None:
+    result = steps[name]
+    assert result["worst"] < 1e-5
+    assert result["planned"] == result["executed"]
+    assert bool(result["executed"]) is (name in TOGETHER)
+    assert predicted(name, dp=2) == result["flops"]
+    notes = [note for note in result["notes"] if note.startswith("rows interact across dp in ")]
     assert bool(notes) is (name in TOGETHER)
 
 
@@ -142,24 +144,24 @@ def test_a_note_says_what_data_parallelism_does_not_help(steps: Steps, name: str
 def test_the_same_with_shards_and_replicas(rank_pool: RankPool) -> None:
     """Two axes divide the rows: what is inner is moved first."""
     names = ["batch norm", "routed", "lstm, rows in the middle", "sort rows"]
-    found = rank_pool.run(4, step, names, {"dp": 4, "zero": 1, "zero_degree": 2})[0]
+    result = rank_pool.run(4, step, names, {"dp": 4, "zero": 1, "zero_degree": 2})[0]
     for name in names:
-        executed = {k: n for k, n in found[name]["executed"].items() if k[2] != "reduce_scatter"}
+        executed = {k: n for k, n in result[name]["executed"].items() if k[2] != "reduce_scatter"}
         stored = sum(p.numel() * 4 for p in built(name)[0].parameters())
         executed["zero", "forward", "all_gather"] = (
             executed.get(("zero", "forward", "all_gather"), 0) - stored
         )
-        assert found[name]["planned"] == {k: n for k, n in executed.items() if n}, name
+        assert result[name]["planned"] == {k: n for k, n in executed.items() if n}, name
 
 
-def test_the_same_beside_a_tensor_axis(rank_pool: RankPool) -> None:
+def test_cross_row_interaction_with_a_tensor_axis(rank_pool: RankPool) -> None:
     """What that divides is moved by each of its ranks in part."""
     names = ["index_add of rows", "compared", "batch norm", "gru, rows in the middle", "gru"]
-    found = rank_pool.run(4, step, names, {"dp": 2, "tp": 2, "zero": 0})[0]
+    result = rank_pool.run(4, step, names, {"dp": 2, "tp": 2, "zero": 0})[0]
     for name in names:
-        assert found[name]["worst"] < 1e-5
+        assert result[name]["worst"] < 1e-5
         planned, executed = (
-            {key: n for key, n in found[name][what].items() if key[0] == "dp"}
+            {key: n for key, n in result[name][what].items() if key[0] == "dp"}
             for what in ("planned", "executed")
         )
         assert planned == executed and bool(planned) is (name in TOGETHER), name
@@ -168,9 +170,9 @@ def test_the_same_beside_a_tensor_axis(rank_pool: RankPool) -> None:
 def test_a_model_that_needs_all_rows_is_not_said_to_take_half() -> None:
     def compute(name: str, **degrees: int) -> float:
         model, x = built(name)
-        found = plan(model, x, cluster="laptop-cpu", planner="manual", **degrees)
-        assert not isinstance(found, list) and found.predicted is not None
-        return float(found.predicted.compute_seconds)
+        result = plan(model, x, cluster="laptop-cpu", planner="manual", **degrees)
+        assert not isinstance(result, list) and result.predicted is not None
+        return float(result.predicted.compute_seconds)
 
     # all but the first product
     whole = compute("lstm, rows in the middle", world_size=1)

@@ -48,11 +48,11 @@ class Stepped(nn.Module):
         """x: [rows, time, width]."""
         h: Any = torch.zeros(x.shape[0], WIDTH)
         h = (h, torch.zeros_like(h)) if isinstance(self.cell, nn.LSTMCell) else h
-        found = []
+        parts = []
         for step in range(x.shape[1]):
             h = self.cell(x[:, step], h)
-            found.append(h[0] if isinstance(h, tuple) else h)
-        return self.second(torch.stack(found, 1)).pow(2).mean()
+            parts.append(h[0] if isinstance(h, tuple) else h)
+        return self.second(torch.stack(parts, 1)).pow(2).mean()
 
 
 class Normed(nn.Module):
@@ -93,7 +93,7 @@ def compared(h: Tensor) -> Tensor:
 
 
 def routed(h: Tensor) -> Tensor:
-    """By an index that depends on what it is."""
+    """By an index that depends on the values."""
     out = torch.zeros_like(h)
     first = h.argmax(-1)
     for kind in range(2):
@@ -132,7 +132,7 @@ def shifted(h: Tensor) -> Tensor:
 
 
 def first_of(h: Tensor) -> Tensor:
-    """One row is made of another."""
+    """Each row depends on another row."""
     made = torch.zeros_like(h)
     made[0] = h[1] * 2
     return made + h
