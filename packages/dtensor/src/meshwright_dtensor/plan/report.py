@@ -5,12 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from meshwright_dtensor.plan.fields import PlanFields
+from meshwright_dtensor.utils.console import Console, Table, Text, box
 
 
 def explain(plan: PlanFields, width: int = 110) -> str:

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich.table import Table
 
 from meshwright import ranks
 from meshwright.cli import State
@@ -28,6 +27,7 @@ from meshwright.commands.options import (
 )
 from meshwright.rendering.tables import show
 from meshwright_dtensor.strategy import PlanRequest
+from meshwright_dtensor.utils.console import Table
 
 DISTRIBUTIONS = (
     "meshwright",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import click
-from rich.table import Table
 
 from meshwright.cli import State
 from meshwright.rendering.tables import show
+from meshwright_dtensor.utils.console import Table
 
 
 @click.command("plugins")

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshwright.demo.plot import draw
 from meshwright.demo.train import Options, Outcome, Step
+from meshwright_dtensor.utils.console import Console
 
 
 class Report:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
+from meshwright_dtensor.utils.console import Console, Measurement, Table
 
 MOST_WIDTH = 10_000
 

@@ -156,8 +156,7 @@ class VerificationReport:
 
     def render(self, count: int = 8, width: int = 110) -> str:
         """A table for people: per kind how many tensors and the worst difference, then the worst tensors."""
-        from rich.console import Console
-        from rich.table import Table
+        from meshwright_dtensor.utils.console import Console, Table
 
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) or "one rank"
         summary = Table()

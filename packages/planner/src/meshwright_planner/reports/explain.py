@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.console import Console, Text
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.reports.plan_view import PlanView, optimality, view_of

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
-
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.console import Console, Measurement, Table, Text, box
 from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.recompute.rules import in_words
 from meshwright_planner.reports.plan_view import PlanView
