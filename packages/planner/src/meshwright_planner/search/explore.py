@@ -400,8 +400,8 @@ def _explored(
         f"{len(exact)} solved exactly" + ended_by(search.setting.time_budget if explorer.ended else None)
     )
     notes = (note, *refusals(explorer.refused, possible))
-    known = explorer.by_point if explorer.keeps and complete else None
-    return Choice(search, sorted(exact, key=rank), legal, notes, known)
+    by_point = explorer.by_point if explorer.keeps and complete else None
+    return Choice(search, sorted(exact, key=rank), legal, notes, by_point)
 
 
 def _others_alike(
