@@ -18,9 +18,9 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 
 sys.path.append(str(Path(__file__).parents[1] / "packages" / "pipeline" / "tests"))
-from loss_models import ADDING, BESIDE, OUTSIDE, WHOLE, judged, judged_batch, judged_plan
+from loss_models import ADDING, OUTSIDE, WHOLE, WITH_NUMBERS, judged, judged_batch, judged_plan
 
-ALL = ADDING | WHOLE | OUTSIDE | BESIDE
+ALL = ADDING | WHOLE | OUTSIDE | WITH_NUMBERS
 NAMES = [
     "sum",
     "by hand",
@@ -28,9 +28,9 @@ NAMES = [
     "with a penalty",
     "products",
     "normalised",
-    "behind",
+    "second",
     "nested",
-    "beside",
+    "numbers",
 ]
 
 

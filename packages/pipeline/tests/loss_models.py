@@ -1,4 +1,4 @@
-"""Models that return numbers of every kind, in every place, for the tests of pipelines."""
+"""Models that return losses and numbers of every kind, in every position."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_hand(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def balance(logits: Tensor) -> Tensor:
-    """A product of means over rows, as load balancing of experts is."""
+    """A product of means over rows, like the load balancing loss of experts."""
     shares = logits.softmax(-1).flatten(0, 1)
     return (shares.mean(0) * (shares > 0.05).float().mean(0)).sum() * shares.shape[-1]
 
@@ -52,7 +52,7 @@ def inside(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
 
 def shifted(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """As causal models of transformers have it."""
+    """As in the causal models of transformers."""
     y = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(x.float().view(-1, x.shape[-1]), y.view(-1), ignore_index=-100)
 
@@ -73,7 +73,7 @@ ADDING: dict[str, Judge] = {
     ),
     "squares": lambda m, x, y, k: F.mse_loss(x[..., 0], k, reduction="sum"),
 }
-"""What follows from microbatches, as far as it can be proven."""
+"""Losses that are proven additive over microbatches."""
 
 WHOLE: dict[str, Judge] = {
     "products": lambda m, x, y, k: {"loss": mean(x, y) + 0.01 * balance(x), "balance": balance(x)},
@@ -101,32 +101,32 @@ WHOLE: dict[str, Judge] = {
         F.pad(per_token(x, y), (0, 1), value=1 / x.shape[0]) * F.pad(k, (0, 1))
     ).sum(),
 }
-"""What does not, or is not proven."""
+"""Losses that are not additive, or not proven to be."""
 
 OUTSIDE: dict[str, Judge] = {
-    "behind": lambda m, x, y, k: (x, mean(x, y)),
-    "a sum behind": lambda m, x, y, k: (x, total(x, y)),
-    "by hand behind": lambda m, x, y, k: [x, by_hand(x, y, k)],
+    "second": lambda m, x, y, k: (x, mean(x, y)),
+    "a sum second": lambda m, x, y, k: (x, total(x, y)),
+    "by hand second": lambda m, x, y, k: [x, by_hand(x, y, k)],
     "nested": lambda m, x, y, k: {"logits": x, "numbers": [{"train": mean(x, y)}, (accuracy(x, y),)]},
     "a matrix of rows with rows": lambda m, x, y, k: (x.mean(1) @ x.mean(1).T, mean(x, y)),
 }
-"""Whose loss is not where a step looks for it."""
+"""Outputs whose loss is not where a step looks for it."""
 
-BESIDE: dict[str, Judge] = {
-    "beside": lambda m, x, y, k: {
+WITH_NUMBERS: dict[str, Judge] = {
+    "numbers": lambda m, x, y, k: {
         "loss": mean(x, y),
         "logits": x,
         "accuracy": accuracy(x, y),
         "count": (y != -100).sum(),
         "second": total(x, y).detach(),
     },
-    "beside that adds": lambda m, x, y, k: (by_hand(x, y, k), total(x, y), k.sum(), x, x.square().mean()),
+    "additive numbers": lambda m, x, y, k: (by_hand(x, y, k), total(x, y), k.sum(), x, x.square().mean()),
 }
-"""With numbers beside the loss."""
+"""Outputs with other numbers next to the loss."""
 
 
 class Judged(nn.Module):
-    """A chain, and what a function makes of its logits."""
+    """A chain, and a function of its logits."""
 
     def __init__(self, judge: Judge) -> None:
         super().__init__()

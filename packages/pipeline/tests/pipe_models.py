@@ -22,7 +22,7 @@ class Bomb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise ValueError("boom behind")
+        raise ValueError("boom backward")
 
 
 class Block(nn.Module):
@@ -36,12 +36,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x.add_(0.25)  # models do such things to what they are given
+        x.add_(0.25)  # models may write to their inputs in place
         return x + self.dropout(self.outer(torch.relu(self.inner(self.norm(x)))))
 
 
 class Chain(nn.Module):
-    """A decoder with a head tied to the embedding, a parameter of its own, and code between modules."""
+    """A decoder with a head tied to the embedding, a parameter outside of units, and code between units."""
 
     def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Chain(nn.Module):
 
 
 class Crossed(nn.Module):
-    """Every decoder block reads the encoder's result and a bias that its first block made; the second half skips stages."""
+    """Every decoder block uses the encoder's result and a bias from the first block: values that skip stages."""
 
     def __init__(self) -> None:
         super().__init__()

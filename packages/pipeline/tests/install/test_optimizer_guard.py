@@ -1,4 +1,4 @@
-"""Optimizers on stages: those that call the loss equally often are those of one device, those that search are refused."""
+"""Optimizers on stages: with equally many closure calls they match one device, those that search are refused."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ def step(optimizer: optim.Optimizer, model: torch.nn.Module, number: int) -> flo
 
 
 def search(rank: int, size: int, options: dict[str, Any]) -> tuple[str, float]:
-    """(what LBFGS is told, how far SGD with a closure, on the same parameters, is from one device afterwards)."""
+    """(error of LBFGS, distance of SGD with a closure from one device afterwards)."""
     torch.manual_seed(0)
-    one = Chain()
+    single = Chain()
     torch.manual_seed(0)
     many = pipeline(Chain(), chain_plan())
     with pytest.raises(UnsupportedError) as error:
         step(optim.LBFGS(many.parameters(), lr=0.1, **options), many, 0)
     worst = 0.0
-    runs = [(model, optim.SGD(model.parameters(), lr=0.1)) for model in (one, many)]
+    runs = [(model, optim.SGD(model.parameters(), lr=0.1)) for model in (single, many)]
     for number in range(2):
         losses = [step(optimizer, model, number) for model, optimizer in runs]
         worst = max(worst, abs(losses[0] - losses[1]) / losses[0])
-    known = dict(one.named_parameters(remove_duplicate=False))
+    single_parameters = dict(single.named_parameters(remove_duplicate=False))
     for name, p in many.named_parameters():
-        worst = max(worst, float((p - known[name]).abs().max() / known[name].abs().max()))
-    # the negative control: what no pipeline divides is left alone
-    step(optim.LBFGS(one.parameters(), lr=0.1), one, 0)
+        worst = max(
+            worst, float((p - single_parameters[name]).abs().max() / single_parameters[name].abs().max())
+        )
+    # the negative control: a model without stages
+    step(optim.LBFGS(single.parameters(), lr=0.1), single, 0)
     return str(error.value), worst
 
 
 @pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}], ids=["plain", "wolfe"])
-def test_an_optimizer_that_searches_is_refused(rank_pool: RankPool, options: dict[str, Any]) -> None:
+def test_optimizer_that_searches_is_refused(rank_pool: RankPool, options: dict[str, Any]) -> None:
     for told, worst in rank_pool.run(2, search, options, timeout=150):
         assert (
             "LBFGS.step(closure)" in told and "of its own stages only" in told and "plan without pp" in told
@@ -57,57 +59,61 @@ def test_an_optimizer_that_searches_is_refused(rank_pool: RankPool, options: dic
 
 
 class Often(optim.Optimizer):
-    """Calls its closure as often as the gradients that it sees say, or `times` in all."""
+    """Calls its closure `times` times, or as often as its gradients decide."""
 
     def __init__(self, parameters: Any, times: int | None) -> None:
         super().__init__(parameters, {})
         self.times, self.calls = times, 0
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        every = [p for group in self.param_groups for p in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
         with torch.enable_grad():
             loss = closure()
-        shapes = sum(p.numel() for p in every if p.grad is not None)  # of other stages there are others
+        shapes = sum(p.numel() for p in parameters if p.grad is not None)  # differs between stages
         for _ in range(shapes % 3 if self.times is None else self.times - 1):
             with torch.no_grad():
-                for p in every:
+                for p in parameters:
                     p.sub_(p.grad, alpha=0.05)
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            for p in every:
+            for p in parameters:
                 p.sub_(p.grad, alpha=0.05)
         return loss
 
 
 def often(rank: int, size: int, times: int | None) -> tuple[str, float]:
-    """(what is told, how far losses and parameters are from one device)."""
+    """(error, distance of losses and parameters from one device)."""
     worst, told = 0.0, ""
     torch.manual_seed(0)
-    one = Chain()
+    single = Chain()
     torch.manual_seed(0)
     many = pipeline(Chain(), chain_plan())
-    runs = [(model, Often(model.parameters(), times)) for model in (one, many)]
+    runs = [(model, Often(model.parameters(), times)) for model in (single, many)]
     try:
         for number in range(2):
             losses = [step(optimizer, model, number) for model, optimizer in runs]
             worst = max(worst, abs(losses[0] - losses[1]) / losses[0])
     except UnsupportedError as error:
         told = str(error)
-    known = dict(one.named_parameters(remove_duplicate=False))
+    single_parameters = dict(single.named_parameters(remove_duplicate=False))
     for name, p in many.named_parameters():
-        worst = max(worst, float((p - known[name]).detach().abs().max() / known[name].detach().abs().max()))
+        worst = max(
+            worst,
+            float(
+                (p - single_parameters[name]).detach().abs().max()
+                / single_parameters[name].detach().abs().max()
+            ),
+        )
     return told, worst
 
 
-def test_a_closure_that_ranks_call_differently_often_is_an_error_on_every_rank(rank_pool: RankPool) -> None:
+def test_unequal_closure_calls_are_an_error_on_every_rank(rank_pool: RankPool) -> None:
     for told, _ in rank_pool.run(2, often, None, timeout=100):
         assert "Often.step(closure)" in told and "differently often" in told and "plan without pp" in told
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_closure_that_all_ranks_call_equally_often_is_that_of_one_device(
-    rank_pool: RankPool, times: int
-) -> None:
+def test_equal_closure_calls_match_one_device(rank_pool: RankPool, times: int) -> None:
     for told, worst in rank_pool.run(2, often, times, timeout=100):
         assert not told and worst < LIMIT

@@ -1,4 +1,4 @@
-"""What a rank is told that reaches for what other ranks hold: modules, parameters, rows in objects that cannot be cut."""
+"""Errors of access to modules and parameters of other ranks, and of rows inside objects that cannot be split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright_pipeline import pipeline
 
 
 class Encoding(Chain):
-    """A method beside forward, as people write them."""
+    """Has a method next to forward."""
 
     def encode(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -27,9 +27,9 @@ class Encoding(Chain):
 
 
 def reach(rank: int, size: int) -> dict[str, str]:
-    """What each rank is told; a step before and after it is that of one device."""
+    """Errors on this rank; a step before and after them is that of one device."""
     torch.manual_seed(0)
-    one = Encoding()
+    single = Encoding()
     torch.manual_seed(0)
     model = pipeline(Encoding(), chain_plan())
     batch, told = chain_batch(), {}
@@ -49,15 +49,17 @@ def reach(rank: int, size: int) -> dict[str, str]:
         with pytest.raises(UnsupportedError) as error:
             run()
         told[name] = str(error.value)
-    # what has no need of a value works
-    own = one.layers[3 if rank == 0 else 0].outer.weight
-    assert weight.shape == own.shape and weight.dtype == own.dtype and weight.numel() == own.numel()
-    assert weight.t().shape == own.t().shape and torch.zeros(own.shape).view_as(weight).shape == own.shape
-    assert model(**batch)["loss"].item() == first == pytest.approx(one(**batch)["loss"].item(), rel=1e-6)
+    # operations that need no value work
+    value = single.layers[3 if rank == 0 else 0].outer.weight
+    assert weight.shape == value.shape and weight.dtype == value.dtype and weight.numel() == value.numel()
+    assert (
+        weight.t().shape == value.t().shape and torch.zeros(value.shape).view_as(weight).shape == value.shape
+    )
+    assert model(**batch)["loss"].item() == first == pytest.approx(single(**batch)["loss"].item(), rel=1e-6)
     return told
 
 
-def test_what_another_rank_holds_is_named(rank_pool: RankPool) -> None:
+def test_values_of_other_ranks_are_named(rank_pool: RankPool) -> None:
     for rank, told in enumerate(rank_pool.run(2, reach, timeout=150)):
         layer, first = ("layers.3", "layers.2") if rank == 0 else ("layers.0", "embed")
         where = f"rank {rank} of the pipeline does not hold, rank {1 - rank} does"
@@ -85,7 +87,7 @@ class Recurrent(nn.Module):
 
 
 class Holder:
-    """Rows in an object of the user's."""
+    """A user's object that contains rows."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -101,7 +103,7 @@ class Held(nn.Module):
 
 
 def hide(rank: int, size: int) -> tuple[str, str, float]:
-    """(what a packed batch is told in microbatches, what another object is, distance with one microbatch)."""
+    """(error of a packed batch in microbatches, error of another object, distance with one microbatch)."""
 
     def plan(stages: list[list[str]], count: int) -> ParallelPlan:
         rule = PipelineRule(stages=stages, microbatches=count, loss="batch")
@@ -126,7 +128,7 @@ def hide(rank: int, size: int) -> tuple[str, str, float]:
     return told[0], told[1], float(difference.abs().max())
 
 
-def test_rows_that_cannot_be_cut_are_refused(rank_pool: RankPool) -> None:
+def test_rows_inside_objects_are_refused(rank_pool: RankPool) -> None:
     for packed, held, difference in rank_pool.run(2, hide, timeout=150):
         assert "contains a PackedSequence" in packed and "into 2 microbatches" in packed
         assert "pad_packed_sequence" in packed and "pipeline.microbatches to 1" in packed

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same, and a rank that dies when the actions of a step are done: every rank is told, none waits."""
+"""Ranks that differ, and a rank that dies after the actions of a step: every rank gets the error, none hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright_pipeline.runtime.tied_grads import TiedSum
 def differ(
     rank: int, size: int, other: int, what: str, warm: bool, schedule: str
 ) -> tuple[str, float, float]:
-    """(what rank `rank` is told where `other` is given something else, seconds, loss of the next step)."""
+    """(error of this rank where rank `other` gets another batch, seconds, loss of the next step)."""
     torch.manual_seed(0)
     stages = size if schedule == "1f1b" else 2 * size
     many = pipeline(Chain(layers=stages), chain_plan(size, stages, stages, schedule=schedule))
@@ -56,26 +56,26 @@ def differ(
         (2, "gradients", False, "1f1b"),
     ],
 )
-def test_ranks_that_are_given_different_batches_are_told(
+def test_different_batches_are_reported_on_every_rank(
     rank_pool: RankPool, other: int, what: str, warm: bool, schedule: str
 ) -> None:
-    found = rank_pool.run(4, differ, other, what, warm, schedule, timeout=150)
-    for told, took, after in found:
+    ranks = rank_pool.run(4, differ, other, what, warm, schedule, timeout=150)
+    for told, took, after in ranks:
         assert told.startswith("StageError stage") and took < 20
         if what == "gradients":
             assert "call it alike on every rank" in told
         else:
             assert "give every rank the same" in told
-        assert after == found[0][2]
+        assert after == ranks[0][2]
     if what == "longer":
-        both = "ids [8, 9] int64, labels [8, 9] int64" in found[0][0] and "ids [8, 6] int64" in found[0][0]
-        assert both and len({told for told, _, _ in found}) == 1
+        both = "ids [8, 9] int64, labels [8, 9] int64" in ranks[0][0] and "ids [8, 6] int64" in ranks[0][0]
+        assert both and len({told for told, _, _ in ranks}) == 1
 
 
-def test_a_rank_whose_batch_cannot_be_cut_tells_the_others(rank_pool: RankPool) -> None:
-    found = rank_pool.run(4, differ, 1, "rows", False, "1f1b", timeout=150)
-    assert found[1][0].startswith("UsageError a batch of 6 rows")
-    for told, took, _ in (found[0], *found[2:]):
+def test_unsplittable_batch_is_reported_on_every_rank(rank_pool: RankPool) -> None:
+    ranks = rank_pool.run(4, differ, 1, "rows", False, "1f1b", timeout=150)
+    assert ranks[1][0].startswith("UsageError a batch of 6 rows")
+    for told, took, _ in (ranks[0], *ranks[2:]):
         assert (
             "stage 1 failed in the forward of microbatch 0, on rank 1: UsageError: a batch of 6 rows" in told
         )
@@ -87,7 +87,7 @@ def kill(*_: Any) -> None:
 
 
 def die(rank: int, size: int, victim: int, where: str, folder: str) -> None:
-    """A rank is killed in the second step, when all have agreed that it went well; every other writes down what it is told."""
+    """A rank is killed in the second step, after all have agreed on the loss; every other writes its error to a file."""
     torch.manual_seed(0)
     many = pipeline(Chain(), chain_plan(ranks=4))
     many(**chain_batch())["loss"].backward()
@@ -103,14 +103,12 @@ def die(rank: int, size: int, victim: int, where: str, folder: str) -> None:
     except StageError as error:
         Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.1f} {error}")
     while len(list(Path(folder).iterdir())) < size - 1 and time.monotonic() < start + 60:
-        time.sleep(0.05)  # nobody is told by a neighbour that has left
+        time.sleep(0.05)  # stay alive until the other ranks have their error
 
 
 @pytest.mark.parametrize(("victim", "where"), [(0, "tied"), (3, "outputs")])
-def test_a_rank_that_dies_after_its_actions_is_told_on_every_other(
-    victim: int, where: str, tmp_path: Path
-) -> None:
-    """The first that holds a tied weight, which sums its gradients; the rank of the last stage, which tells the result."""
+def test_rank_that_dies_after_its_actions_is_reported(victim: int, where: str, tmp_path: Path) -> None:
+    """The first holder of a tied weight, which sums its gradients; the rank of the last stage, which sends the result."""
     with RankPool(grace=30.0) as pool, pytest.raises(RankError, match=f"rank {victim}.*SIGKILL"):
         pool.run(4, die, victim, where, str(tmp_path), timeout=90)
     told = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
@@ -121,13 +119,13 @@ def test_a_rank_that_dies_after_its_actions_is_told_on_every_other(
 
 
 def agree(rank: int, size: int, adds: bool) -> tuple[str | None, str | None]:
-    """What a stage of these ranks is told where the loss adds up on rank 0, and on others only if `adds`."""
+    """Errors in a stage of these ranks where the loss is additive on rank 0, and on others only if `adds`."""
     stage = StageRanks(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), torch.device("cpu"))
     return stage.refusal("a batch", rank == 0 or adds), stage.refusal("a batch", adds)
 
 
-def test_ranks_of_a_stage_that_see_another_loss_are_told(rank_pool: RankPool) -> None:
-    """One would run its backwards inside of the step, and the other behind it."""
+def test_stage_ranks_with_different_losses_are_refused(rank_pool: RankPool) -> None:
+    """One would run its backwards inside the step, the other after it."""
     told = [first for first, _ in rank_pool.run(2, agree, False)]
     assert "this one found that it does:" in str(told[0]) and "this one found that it does not:" in str(
         told[1]

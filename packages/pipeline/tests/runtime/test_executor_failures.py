@@ -1,4 +1,4 @@
-"""Steps that cannot end: every rank is told the stage, the microbatch and the action, and none waits for ever."""
+"""Steps that fail: every rank gets stage, microbatch and action of the failure, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright_pipeline.runtime.p2p_step import Peers
 
 
 def real(output: Tensor) -> bool:
-    """It is not only watched, or one of the zeros of a profile."""
+    """Not a meta tensor, nor the zeros of a profile."""
     return not output.is_meta and bool(output.any())
 
 
@@ -46,7 +46,7 @@ class Fatal(torch.autograd.Function):
 
 
 def die(rank: int, size: int, stage: int, where: str, folder: str) -> None:
-    """One rank is killed in the second step, in microbatch 2; every other writes down what it is told, and when."""
+    """One rank is killed in the second step, in microbatch 2; every other writes its error and time to a file."""
     torch.manual_seed(0)
     model, armed, seen = Chain(), [False], [0]
 
@@ -70,19 +70,19 @@ def die(rank: int, size: int, stage: int, where: str, folder: str) -> None:
     except StageError as error:
         Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.1f} {error}")
     while len(list(Path(folder).iterdir())) < size - 1 and time.monotonic() < start + 60:
-        time.sleep(0.05)  # nobody is told by a neighbour that has left
+        time.sleep(0.05)  # stay alive until the other ranks have their error
 
 
 @pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (0, "backward")])
-def test_a_rank_that_dies_is_told_on_every_other(stage: int, where: str, tmp_path: Path) -> None:
-    """Nobody waits for gradients of the first stage: of its death the others hear when they send, or at the end of the step."""
+def test_dead_rank_is_reported_on_all_others(stage: int, where: str, tmp_path: Path) -> None:
+    """No rank waits for gradients of the first stage: its death is noticed by a send, or at the end of the step."""
     with RankPool(grace=30.0) as pool, pytest.raises(RankError, match=f"rank {stage}.*SIGKILL"):
         pool.run(4, die, stage, where, str(tmp_path), timeout=240)
     told = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
     assert sorted(told) == [rank for rank in range(4) if rank != stage]
     for text in told.values():
         assert float(text.split()[0]) < 20
-        # what has been computed may have been lost on its way
+        # outputs of earlier microbatches may be lost with it
         assert re.search(
             f"stage {stage} failed in the {where} of microbatch [0123], on rank {stage}", text
         ), text
@@ -101,10 +101,8 @@ def lost(*args: Any, **options: Any) -> Lost:
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["prepared", "settled"])
-def test_a_peer_that_dies_between_actions_is_reported(
-    training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of its death this rank hears when it looks ahead, or when all is sent: the step ends, with a failure to agree on."""
+def test_peer_that_dies_between_actions_is_reported(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death is noticed by a prefetch, or when messages are flushed: the step ends with a failure."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "isend", lambda *args, **options: None if training else Lost())
     monkeypatch.setattr(dist, "irecv", lost)
@@ -128,8 +126,8 @@ def arrives(buffer: Tensor) -> None:
     buffer.copy_(packet)
 
 
-def test_what_all_agree_on_stands_where_one_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has told the sum; who died before it came is for the next step to find."""
+def test_agreement_holds_when_a_rank_dies_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has sent the sum; the next step notices the dead rank."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
     monkeypatch.setattr(dist, "irecv", lambda buffer, **options: arrives(buffer))
@@ -139,7 +137,7 @@ def test_what_all_agree_on_stands_where_one_dies_of_it(monkeypatch: pytest.Monke
 
 
 def change(rank: int, size: int) -> str:
-    """Behind the first block, microbatch 2 is shorter than the others: hooks of a cut run on both sides of it."""
+    """After the first block, microbatch 2 is shorter than the others: its hook runs on both sides of the cut."""
     torch.manual_seed(0)
     model, seen = Chain(), [0]
 
@@ -156,14 +154,14 @@ def change(rank: int, size: int) -> str:
     return "no error"
 
 
-def test_a_shape_that_changes_is_told_on_every_rank(rank_pool: RankPool) -> None:
+def test_changed_shape_is_reported_on_every_rank(rank_pool: RankPool) -> None:
     for text in rank_pool.run(4, change, timeout=150):
         assert "stage 1 failed in the forward of microbatch 2, on rank 1" in text
         assert "have changed from [2, 6, 8] torch.float32 to [2, 5, 8] torch.float32" in text
 
 
 def fail(rank: int, size: int, kind: str) -> str:
-    """A block's backward raises; a weight's, which is put off, or that of the path."""
+    """A backward raises: that of a weight, which is deferred, or that of the path to the inputs."""
     torch.manual_seed(0)
     model = Chain()
     if kind == "weights":
@@ -189,9 +187,9 @@ def fail(rank: int, size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["inputs", "weights"])
-def test_half_a_backward_that_fails_is_named(rank_pool: RankPool, kind: str) -> None:
+def test_failing_half_of_a_backward_is_named(rank_pool: RankPool, kind: str) -> None:
     for text in rank_pool.run(2, fail, kind, timeout=150):
         assert (
-            f"stage 1 failed in the backward to {kind} of microbatch 0, on rank 1: ValueError: boom behind"
+            f"stage 1 failed in the backward to {kind} of microbatch 0, on rank 1: ValueError: boom backward"
             in text
         )

@@ -1,4 +1,4 @@
-"""Gradients of what a pipelined model is given: those of one device, whoever made it, on every rank."""
+"""Gradients of the inputs of a pipelined model are those of one device, on every rank."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ def plan(stages: list[list[str]], **changes: Any) -> ParallelPlan:
 
 
 def crossed(schedule: str) -> ParallelPlan:
-    own = [["encoder"], ["start", "decoder.0"], ["decoder.1"], ["decoder.[23]", "head"]]
+    parts = [["encoder"], ["start", "decoder.0"], ["decoder.1"], ["decoder.[23]", "head"]]
     stages = (
-        own if schedule == "interleaved" or schedule.startswith("z") else [own[0] + own[1], own[2] + own[3]]
+        parts
+        if schedule == "interleaved" or schedule.startswith("z")
+        else [parts[0] + parts[1], parts[2] + parts[3]]
     )
     return plan(stages, schedule=schedule)
 
 
 class Mixed(nn.Module):
-    """Every stage, and the code behind them, takes something of an input, and all take a vector without rows."""
+    """Every stage, and the code after the units, uses the inputs, and all use a vector without rows."""
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
@@ -45,26 +47,26 @@ class Mixed(nn.Module):
         return loss + weighted.square().mean() if self.inside else weighted
 
 
-def far(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    return float((one - other).abs().max() / other.abs().max())
+def far(value: Tensor | None, reference: Tensor | None) -> float:
+    if value is None or reference is None:
+        return 0.0 if value is reference else float("inf")
+    return float((value - reference).abs().max() / reference.abs().max())
 
 
 def train(rank: int, size: int, schedule: str, inside: bool) -> float:
-    """Largest distance from one device of a gradient, of inputs that are leaves and of what made another."""
+    """Largest distance of a gradient from one device: of inputs that are leaves, and of the module that made one."""
 
     def built() -> nn.Module:
         torch.manual_seed(0)
         return Mixed(inside)
 
-    made = plan(
+    pipeline_plan = plan(
         [[f"crossed.{p}" for p in stage] for stage in crossed(schedule).pipeline.stages], schedule=schedule
     )
-    single, many = built(), pipeline(built(), made)
+    single, many = built(), pipeline(built(), pipeline_plan)
     worst = 0.0
     for step in range(2):
-        found = []
+        results = []
         for model in (single, many):
             batch = crossed_batch()
             torch.manual_seed(step)
@@ -74,18 +76,19 @@ def train(rank: int, size: int, schedule: str, inside: bool) -> float:
             out = model(x, maker(batch["y"]), shift)
             loss = out if inside else F.mse_loss(out, torch.ones_like(out))
             (2.0 * loss).backward()
-            found.append((x.grad, shift.grad, maker.weight.grad, loss.detach()))
-        worst = max(worst, *(far(b, a) for a, b in zip(*found, strict=True)))
-        known = dict(single.named_parameters())
-        worst = max(worst, *(far(p.grad, known[name].grad) for name, p in many.named_parameters()))
+            results.append((x.grad, shift.grad, maker.weight.grad, loss.detach()))
+        worst = max(worst, *(far(b, a) for a, b in zip(*results, strict=True)))
+        single_parameters = dict(single.named_parameters())
+        worst = max(
+            worst,
+            *(far(p.grad, single_parameters[name].grad) for name, p in many.named_parameters()),
+        )
     return worst
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
-def test_gradients_of_inputs_are_those_of_one_device(
-    rank_pool: RankPool, schedule: str, inside: bool
-) -> None:
+def test_input_gradients_match_one_device(rank_pool: RankPool, schedule: str, inside: bool) -> None:
     for worst in rank_pool.run(2, train, schedule, inside, timeout=200):
         assert worst < LIMIT
 
@@ -100,7 +103,7 @@ class Fake(nn.Module):
 
 
 def alternate(rank: int, size: int, detach: bool) -> tuple[float, float]:
-    """A generator and a critic, both pipelined, and an optimizer each: distance of losses and of parameters."""
+    """A generator and a critic, both pipelined: distance of losses and of parameters from one device."""
     runs = []
     for parallel in (False, True):
         torch.manual_seed(0)
@@ -113,23 +116,26 @@ def alternate(rank: int, size: int, detach: bool) -> tuple[float, float]:
             generator = torch.Generator().manual_seed(step)
             noise, real = (torch.randn(4, 6, generator=generator) for _ in range(2))
             fake = models[0](noise)
-            told = F.softplus(models[1](fake.detach())).mean() + F.softplus(-models[1](real)).mean()
+            critic_loss = F.softplus(models[1](fake.detach())).mean() + F.softplus(-models[1](real)).mean()
             optimizers[1].zero_grad()
-            told.backward()
+            critic_loss.backward()
             optimizers[1].step()
-            if detach and parallel:  # the negative control: a generator that hears nothing
+            if detach and parallel:  # the negative control: the generator gets no gradient
                 fake = fake.detach() + 0.0 * fake
-            fooled = F.softplus(-models[1](fake)).mean()
+            generator_loss = F.softplus(-models[1](fake)).mean()
             optimizers[0].zero_grad()
-            fooled.backward()
+            generator_loss.backward()
             optimizers[0].step()
-            losses += [float(told), float(fooled)]
+            losses += [float(critic_loss), float(generator_loss)]
         runs.append((models, torch.tensor(losses)))
-    (one, losses_of_one), (many, losses_of_many) = runs
+    (single_models, losses_of_one), (pipelined_models, losses_of_many) = runs
     worst = 0.0
-    for whole, part in zip(one, many, strict=True):
-        known = dict(whole.named_parameters())
-        worst = max(worst, *(far(p.detach(), known[name].detach()) for name, p in part.named_parameters()))
+    for whole, part in zip(single_models, pipelined_models, strict=True):
+        single_parameters = dict(whole.named_parameters())
+        worst = max(
+            worst,
+            *(far(p.detach(), single_parameters[name].detach()) for name, p in part.named_parameters()),
+        )
     return float((losses_of_one - losses_of_many).abs().max()), worst
 
 
@@ -141,7 +147,7 @@ def test_two_pipelined_models_train_each_other(rank_pool: RankPool) -> None:
 
 
 class Penalised(nn.Module):
-    """Asks for a gradient while it runs."""
+    """Differentiates in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,33 +161,33 @@ class Penalised(nn.Module):
 
 
 def refuse(rank: int, size: int) -> list[str]:
-    """Gradients of gradients, by inputs and by parameters; and what a step with a loss inside says."""
-    told = []
+    """Errors of gradients of gradients, of inputs and of parameters, and the warning of a step with a loss inside."""
+    messages = []
     batch = crossed_batch()
     model = pipeline(Crossed(), crossed("1f1b"))
     x = batch["x"].requires_grad_()
     with pytest.raises(UnsupportedError) as error:
         torch.autograd.grad(model(x, batch["y"])[0], x, create_graph=True)
-    told.append(str(error.value))
+    messages.append(str(error.value))
     model = pipeline(Crossed(), plan(crossed("1f1b").pipeline.stages, loss="microbatches"))
     with pytest.raises(UnsupportedError) as error:
         model(**crossed_batch())[0].backward(create_graph=True)
-    told.append(str(error.value))
+    messages.append(str(error.value))
     inside = pipeline(Penalised(), plan([["fake.layers.0"], ["fake.layers.1"]], microbatches=2))
     with pytest.raises(UnsupportedError) as error:
         inside(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
-    told.append(str(error.value))
+    messages.append(str(error.value))
     if rank == 0:
         with pytest.warns(UserWarning, match="schedule '1f1b' of this pipeline is lost.*x.detach") as seen:
             model(x, batch["y"])
-        told.append(str(seen[0].message))
+        messages.append(str(seen[0].message))
     else:
         model(x, batch["y"])
-        told.append("")
-    return told
+        messages.append("")
+    return messages
 
 
-def test_what_has_no_derivative_is_refused(rank_pool: RankPool) -> None:
+def test_double_backward_is_refused(rank_pool: RankPool) -> None:
     first, second = rank_pool.run(2, refuse, timeout=150)
     for told in (*first[:2], *second[:2]):
         assert "create_graph=True through a pipelined model" in told and "plan without pp" in told

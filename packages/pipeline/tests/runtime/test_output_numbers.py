@@ -1,4 +1,4 @@
-"""Numbers in what a model returns: those of the whole batch, gradient included, whatever they are and wherever they stand."""
+"""Numbers in the outputs of a model are those of the whole batch, gradient included, in every position."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from loss_models import (
     ADDING,
-    BESIDE,
     OUTSIDE,
     WHOLE,
+    WITH_NUMBERS,
     Judge,
     judged,
     judged_batch,
@@ -44,50 +44,50 @@ def verdict(judge: Judge, count: int = 4) -> loss_additivity.Additivity | None:
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", ADDING)
-def test_what_adds_up_is_found(name: str, count: int) -> None:
-    found = verdict(ADDING[name], count)
-    assert found is not None
-    assert found.loss.power == (
+def test_additive_loss_is_proven(name: str, count: int) -> None:
+    additivity = verdict(ADDING[name], count)
+    assert additivity is not None
+    assert additivity.loss.power == (
         1 if name in ("sum", "by hand", "by valid targets", "no grammar", "squares") else 0
     )
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_does_not_is_not(name: str, count: int) -> None:
+def test_other_losses_are_not_proven(name: str, count: int) -> None:
     assert verdict(WHOLE[name], count) is None
 
 
-def test_what_depends_on_no_row_counts_once() -> None:
-    found = verdict(lambda m, x, y, k: m.weight.square())
-    assert found is not None and found.loss.weight(4) == 0.25
+def test_loss_without_rows_counts_once() -> None:
+    additivity = verdict(lambda m, x, y, k: m.weight.square())
+    assert additivity is not None and additivity.loss.weight(4) == 0.25
 
 
-def test_numbers_that_are_not_those_of_the_batch_are_no_leaves() -> None:
-    """Of each, a microbatch makes another number than its part."""
-    found = verdict(
+def test_numbers_that_are_not_additive_are_no_leaves() -> None:
+    """For each of them, the value of a microbatch is not its share of the value of the batch."""
+    additivity = verdict(
         lambda m, x, y, k: (mean(x, y), k.mean() * k.numel(), k.sum().expand(k.shape[0]).sum(), k.mean())
     )
-    assert found is not None
-    assert [leaf is not None for leaf in found.leaves] == [True, False, False, True]
+    assert additivity is not None
+    assert [leaf is not None for leaf in additivity.leaves] == [True, False, False, True]
 
 
-def test_every_leaf_is_judged() -> None:
-    found = verdict(BESIDE["beside that adds"])
-    assert found is not None and found.whole and len(found.fixed) == 2
-    assert [leaf.power for leaf in found.leaves if leaf] == [1, 1, None, None, 0]
-    assert found.leaves[3] == loss_additivity.Leaf(rows=0)
+def test_every_output_leaf_is_analysed() -> None:
+    additivity = verdict(WITH_NUMBERS["additive numbers"])
+    assert additivity is not None and additivity.whole and len(additivity.fixed) == 2
+    assert [leaf.power for leaf in additivity.leaves if leaf] == [1, 1, None, None, 0]
+    assert additivity.leaves[3] == loss_additivity.Leaf(rows=0)
 
 
-def far(one: Any, other: Any) -> float:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
-        return 0.0 if type(one) is type(other) and one == other else float("inf")
-    one, other = one.detach(), other.detach()
-    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
+def far(value: Any, reference: Any) -> float:
+    if not isinstance(value, Tensor) or not isinstance(reference, Tensor) or value.shape != reference.shape:
+        return 0.0 if type(value) is type(reference) and value == reference else float("inf")
+    value, reference = value.detach(), reference.detach()
+    return float((value - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
 
 
 def total_of(out: Any) -> Tensor:
-    """The loss; of what has none, the sum of all that can be differentiated."""
+    """The loss; without one, a sum over all differentiable outputs."""
     loss = loss_of(out)
     if loss is not None:
         return loss
@@ -98,13 +98,13 @@ def total_of(out: Any) -> Tensor:
 def run(
     rank: int, size: int, names: list[str], schedule: str, outputs: str, count: int = 4
 ) -> list[tuple[str, float, float, int]]:
-    """Per case: (name, largest distance of what is returned, of a gradient, microbatches held)."""
-    found = []
+    """Per case: (name, largest distance of an output, of a gradient, most microbatches alive)."""
+    cases = []
     for name in names:
-        judge = (ADDING | WHOLE | OUTSIDE | BESIDE)[name]
+        judge = (ADDING | WHOLE | OUTSIDE | WITH_NUMBERS)[name]
         single = judged(judge)
         many = pipeline(judged(judge), judged_plan(schedule, outputs=outputs, microbatches=count))
-        known = dict(single.named_parameters(remove_duplicate=False))
+        single_parameters = dict(single.named_parameters(remove_duplicate=False))
         values = gradients = 0.0
         for step in range(2):
             want, got = single(**judged_batch(step)), many(**judged_batch(step))
@@ -113,43 +113,43 @@ def run(
                 (2 * total_of(out)).backward()
             values = max(values, far(loss_of(got), loss_of(want)))
             if outputs == "all" or loss_of(want) is None:
-                every = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
-                values = max(values, *(far(a, b) for a, b in every))
+                leaves = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
+                values = max(values, *(far(a, b) for a, b in leaves))
             for parameter, p in many.named_parameters():
-                gradients = max(gradients, far(p.grad, known[parameter].grad))
+                gradients = max(gradients, far(p.grad, single_parameters[parameter].grad))
         held = call_of(many).last.most_alive
         with torch.no_grad():
             want, got = single.eval()(**judged_batch(2)), many.eval()(**judged_batch(2))
-        every = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
-        values = max(values, *(far(a, b) for a, b in every))
-        found.append((name, values, gradients, held))
-    return found
+        leaves = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
+        values = max(values, *(far(a, b) for a, b in leaves))
+        cases.append((name, values, gradients, held))
+    return cases
 
 
-def check(found: list[list[tuple[str, float, float, int]]]) -> None:
-    for cases in found:
+def check(ranks: list[list[tuple[str, float, float, int]]]) -> None:
+    for cases in ranks:
         for name, values, gradients, _ in cases:
             assert values < LIMIT and gradients < LIMIT, (name, values, gradients)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_losses_are_those_of_one_device(rank_pool: RankPool, schedule: str) -> None:
-    found = rank_pool.run(2, run, [*ADDING, *WHOLE], schedule, "loss", timeout=300)
-    check(found)
+def test_losses_match_one_device(rank_pool: RankPool, schedule: str) -> None:
+    ranks = rank_pool.run(2, run, [*ADDING, *WHOLE], schedule, "loss", timeout=300)
+    check(ranks)
     if schedule == "1f1b":
-        held = {name: number for name, _, _, number in found[0]}
-        assert {held[name] for name in ADDING} == {2}  # backwards begin before the last forward has ended
+        held = {name: number for name, _, _, number in ranks[0]}
+        assert {held[name] for name in ADDING} == {2}  # backwards start before the last forward has ended
         assert {held[name] for name in WHOLE} == {4}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_numbers_anywhere_are_those_of_one_device(rank_pool: RankPool, schedule: str) -> None:
+def test_output_numbers_match_one_device(rank_pool: RankPool, schedule: str) -> None:
     check(rank_pool.run(2, run, [*OUTSIDE], schedule, "loss", timeout=300))
-    check(rank_pool.run(2, run, [*BESIDE, "products", "sum"], schedule, "all", timeout=300))
+    check(rank_pool.run(2, run, [*WITH_NUMBERS, "products", "sum"], schedule, "all", timeout=300))
 
 
 def wrong(rank: int, size: int, name: str) -> float:
-    """How far off a plain mean over microbatches is."""
+    """Distance of a plain mean over microbatches."""
     many = pipeline(judged(ADDING[name]), judged_plan("1f1b"))
     call_of(many).preparation.additivity = lambda prepared, whole: loss_additivity.Additivity(
         loss_additivity.Leaf(power=0), ()
@@ -158,7 +158,7 @@ def wrong(rank: int, size: int, name: str) -> float:
 
 
 class Balanced(nn.Module):
-    """Each block returns a number of its own, which belongs to no row."""
+    """Each block returns a number computed from all rows."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -201,12 +201,14 @@ def refuse(rank: int, size: int, count: int) -> Any:
     want = single(x)[0]
     for loss in (got, want):
         loss.backward()
-    known = dict(single.named_parameters())
-    return max(far(got, want), *(far(p.grad, known[name].grad) for name, p in many.named_parameters()))
+    single_parameters = dict(single.named_parameters())
+    return max(
+        far(got, want), *(far(p.grad, single_parameters[name].grad) for name, p in many.named_parameters())
+    )
 
 
-def test_numbers_that_modules_make_of_rows_are_refused(rank_pool: RankPool) -> None:
-    """What a module has made of a microbatch cannot be made of the batch any more."""
+def test_numbers_that_units_compute_from_rows_are_refused(rank_pool: RankPool) -> None:
+    """A unit has computed them from one microbatch; the value for the batch does not follow."""
     for told in rank_pool.run(2, refuse, 4):
         assert "module 'gates.0' returns a value without rows of the batch" in told
         assert "set pipeline.microbatches to 1" in told
@@ -214,13 +216,13 @@ def test_numbers_that_modules_make_of_rows_are_refused(rank_pool: RankPool) -> N
 
 
 @pytest.mark.parametrize("name", ["sum", "by hand", "by valid targets", "class weights"])
-def test_a_plain_mean_over_microbatches_is_far_off(rank_pool: RankPool, name: str) -> None:
+def test_plain_mean_over_microbatches_is_wrong(rank_pool: RankPool, name: str) -> None:
     """The negative control."""
     assert not min(rank_pool.run(2, wrong, name)) < 100 * LIMIT
 
 
 class Warming(nn.Module):
-    """With another loss from its second step on."""
+    """Computes another loss in its third step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +251,7 @@ def warm_up(rank: int, size: int) -> list[str]:
     return told
 
 
-def test_a_loss_that_changes_later_is_refused(rank_pool: RankPool) -> None:
+def test_loss_that_changes_later_is_refused(rank_pool: RankPool) -> None:
     for first, second, third, fourth in rank_pool.run(2, warm_up):
         assert not first and not second and not fourth
         assert "runs other operations than in the first step" in third

@@ -1,4 +1,4 @@
-"""Losses that are computed outside of the model: the loop of one device, whatever is done with what the model returned."""
+"""Losses that are computed outside of the model, from its outputs, match one device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshwright_pipeline import call_of, pipeline
 LIMIT = 1e-5
 
 
-def far(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    return float((one - other).abs().max() / other.abs().max())
+def far(value: Tensor | None, reference: Tensor | None) -> float:
+    if value is None or reference is None:
+        return 0.0 if value is reference else float("inf")
+    return float((value - reference).abs().max() / reference.abs().max())
 
 
 class Scored(nn.Module):
-    """What models return: rows, flattened rows, a number, something that no row has, and what has no gradient."""
+    """Outputs of all kinds: rows, flattened rows, a number, a tensor without rows, integers."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def make(dropout: float) -> nn.Module:
 
 
 def loss_of(out: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    """Rows meet each other in it, so that no sum over microbatches is the same."""
+    """Rows interact in it, so it is no sum over microbatches."""
     logits, flat, mean, table, best = out
     assert best.dtype == torch.int64 and not best.requires_grad and flat.shape[0] == labels.numel()
     pooled = logits.mean(1)
@@ -52,36 +52,36 @@ def loss_of(out: tuple[Tensor, ...], labels: Tensor) -> Tensor:
 
 
 def plan(schedule: str) -> Any:
-    made = chain_plan(stages=4 if schedule not in ("gpipe", "1f1b") else 2, schedule=schedule)
-    rule = made.pipeline
+    base = chain_plan(stages=4 if schedule not in ("gpipe", "1f1b") else 2, schedule=schedule)
+    rule = base.pipeline
     stages = [[f"chain.{pattern}" for pattern in stage] for stage in rule.stages]
-    return made.replace(pipeline=rule.model_copy(update={"stages": tuple(map(tuple, stages))}))
+    return base.replace(pipeline=rule.model_copy(update={"stages": tuple(map(tuple, stages))}))
 
 
 def train(rank: int, size: int, schedule: str, dropout: float) -> tuple[float, float, int]:
     """(largest distance of a loss, of a gradient, most microbatches held), over two steps of two calls each."""
     single, many = make(dropout), pipeline(make(dropout), plan(schedule))
-    known = dict(single.named_parameters(remove_duplicate=False))
+    single_parameters = dict(single.named_parameters(remove_duplicate=False))
     losses = worst = 0.0
     for step in range(2):
-        found = []
+        results = []
         for model in (single, many):
             torch.manual_seed(7 + step)
             batches = [chain_batch(2 * step + turn, uneven=True) for turn in range(2)]
             parts = [loss_of(model(batch["ids"]), batch["labels"]) for batch in batches]  # both are pending
             (parts[0] + 0.5 * parts[1]).backward()
-            found.append((float(parts[0] + parts[1]), torch.get_rng_state()))
-        assert torch.equal(found[0][1], found[1][1]), "the generator is left elsewhere"
-        losses = max(losses, abs(found[0][0] - found[1][0]) / abs(found[0][0]))
+            results.append((float(parts[0] + parts[1]), torch.get_rng_state()))
+        assert torch.equal(results[0][1], results[1][1]), "the generator ends in another state"
+        losses = max(losses, abs(results[0][0] - results[1][0]) / abs(results[0][0]))
         for name, p in many.named_parameters():
-            worst = max(worst, far(p.grad, known[name].grad))
+            worst = max(worst, far(p.grad, single_parameters[name].grad))
     return losses, worst, call_of(many).last.most_alive
 
 
 @pytest.mark.parametrize(
     ("schedule", "dropout"), [("1f1b", 0.2), ("interleaved", 0.0), ("zero-bubble", 0.0), ("zbv", 0.2)]
 )
-def test_a_loss_outside_is_that_of_one_device(rank_pool: RankPool, schedule: str, dropout: float) -> None:
+def test_outside_loss_matches_one_device(rank_pool: RankPool, schedule: str, dropout: float) -> None:
     stages = 1 if schedule == "1f1b" else 2
     for losses, worst, held in rank_pool.run(2, train, schedule, dropout):
         assert losses < LIMIT and worst < LIMIT
@@ -89,7 +89,7 @@ def test_a_loss_outside_is_that_of_one_device(rank_pool: RankPool, schedule: str
 
 
 def refuse(rank: int, size: int) -> list[str]:
-    """A second backward; a loss of both kinds; and a stage that fails in its backward."""
+    """Errors of a second backward, of a loss inside and outside, and of a stage that fails in its backward."""
     told = []
     many = pipeline(make(0.0), plan("1f1b"))
     batch = chain_batch()
@@ -116,15 +116,17 @@ def refuse(rank: int, size: int) -> list[str]:
     return told
 
 
-def test_what_goes_wrong_outside_is_told(rank_pool: RankPool) -> None:
+def test_errors_of_outside_losses(rank_pool: RankPool) -> None:
     for second, both, failed in rank_pool.run(2, refuse, timeout=150):
         assert "a second time" in second and "call backward() once" in second
         assert "compute all of the loss outside" in both
-        assert "stage 0 failed in the backward of microbatch 0, on rank 0: ValueError: boom behind" in failed
+        assert (
+            "stage 0 failed in the backward of microbatch 0, on rank 0: ValueError: boom backward" in failed
+        )
 
 
 def recompute(rank: int, size: int, preserve: bool, schedule: str) -> tuple[float, float] | str:
-    """Blocks run again in the backward pass, dropout and all: (distance of the loss, of a gradient)."""
+    """Blocks with dropout are recomputed: (distance of the loss, of a gradient)."""
 
     def built() -> nn.Module:
         torch.manual_seed(0)
@@ -132,17 +134,17 @@ def recompute(rank: int, size: int, preserve: bool, schedule: str) -> tuple[floa
         for layer in model.layers:
             forward = layer.forward
 
-            def again(x: Tensor, forward: Any = forward) -> Tensor:
+            def recomputed(x: Tensor, forward: Any = forward) -> Tensor:
                 return checkpoint(
                     lambda y: forward(y + 0.0), x, use_reentrant=False, preserve_rng_state=preserve
                 )
 
-            layer.forward = again
+            layer.forward = recomputed
         return model
 
     single, stages = built(), 2 if schedule == "1f1b" else 4
     many = pipeline(built(), chain_plan(stages=stages, schedule=schedule))
-    known = dict(single.named_parameters(remove_duplicate=False))
+    single_parameters = dict(single.named_parameters(remove_duplicate=False))
     losses = []
     for model in (single, many):
         torch.manual_seed(5)
@@ -152,17 +154,17 @@ def recompute(rank: int, size: int, preserve: bool, schedule: str) -> tuple[floa
             return str(error)
         loss.backward()
         losses.append(loss.item())
-    worst = max(far(p.grad, known[name].grad) for name, p in many.named_parameters())
+    worst = max(far(p.grad, single_parameters[name].grad) for name, p in many.named_parameters())
     return abs(losses[0] - losses[1]) / losses[0], worst
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_recomputed_masks_are_those_of_one_device(rank_pool: RankPool, schedule: str) -> None:
+def test_recomputed_masks_match_one_device(rank_pool: RankPool, schedule: str) -> None:
     for loss, worst in rank_pool.run(2, recompute, True, schedule):
         assert loss < LIMIT and worst < LIMIT
 
 
-def test_recomputation_without_the_masks_is_refused(rank_pool: RankPool) -> None:
-    """The negative control: where torch does not set the generator back, nobody knows which mask it was."""
+def test_recomputation_without_rng_state_is_refused(rank_pool: RankPool) -> None:
+    """The negative control: without the generator's state the masks cannot be reproduced."""
     for told in rank_pool.run(2, recompute, False, "1f1b", timeout=150):
         assert "recompute with preserve_rng_state=True" in told

@@ -21,10 +21,10 @@ from meshwright_pipeline.timeline import planned
 LIMIT = 1e-5
 
 
-def far(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    return float((one - other).abs().max() / other.abs().max())
+def far(value: Tensor | None, reference: Tensor | None) -> float:
+    if value is None or reference is None:
+        return 0.0 if value is reference else float("inf")
+    return float((value - reference).abs().max() / reference.abs().max())
 
 
 def make(kind: str, **options: Any) -> nn.Module:
@@ -35,43 +35,43 @@ def make(kind: str, **options: Any) -> nn.Module:
 def train(
     rank: int, size: int, kind: str, options: dict[str, Any], plan: ParallelPlan, steps: int, uneven: bool
 ) -> tuple[float, float, list[str]]:
-    """(largest distance of a loss, of a gradient or parameter, names of what this rank holds)."""
+    """(largest distance of a loss, of a gradient or parameter, names of this rank's parameters)."""
     single, many = make(kind, **options), pipeline(make(kind, **options), plan)
     momentum = {"lr": 0.05, "momentum": 0.9}
     optimizers = [torch.optim.SGD(m.parameters(), **momentum) for m in (single, many)]
-    known = dict(single.named_parameters(remove_duplicate=False))
+    single_parameters = dict(single.named_parameters(remove_duplicate=False))
     losses = gradients = 0.0
     for step in range(steps):
         batch = chain_batch(step, uneven) if kind == "chain" else crossed_batch()
-        found = []
+        results = []
         for model, optimizer in zip((single, many), optimizers, strict=True):
             optimizer.zero_grad()
             torch.manual_seed(7 + step)
             out = model(**batch)
             loss = out["loss"] if kind == "chain" else out[0]
             (loss * 0.5).backward()
-            found.append((loss.item(), torch.get_rng_state()))
-        assert torch.equal(found[0][1], found[1][1]), "the generator is left elsewhere"
-        losses = max(losses, abs(found[0][0] - found[1][0]) / abs(found[0][0]))
+            results.append((loss.item(), torch.get_rng_state()))
+        assert torch.equal(results[0][1], results[1][1]), "the generator ends in another state"
+        losses = max(losses, abs(results[0][0] - results[1][0]) / abs(results[0][0]))
         for name, p in many.named_parameters():
-            gradients = max(gradients, far(p.grad, known[name].grad))
+            gradients = max(gradients, far(p.grad, single_parameters[name].grad))
         for optimizer in optimizers:
             optimizer.step()
     for name, p in many.named_parameters():
-        gradients = max(gradients, far(p, known[name]))
+        gradients = max(gradients, far(p, single_parameters[name]))
     return losses, gradients, [name for name, _ in many.named_parameters()]
 
 
-def check(found: list[tuple[float, float, list[str]]]) -> None:
-    for losses, gradients, _ in found:
+def check(ranks: list[tuple[float, float, list[str]]]) -> None:
+    for losses, gradients, _ in ranks:
         assert losses < LIMIT and gradients < LIMIT, (losses, gradients)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_tied_weights_and_unequal_tokens(rank_pool: RankPool, schedule: str) -> None:
-    found = rank_pool.run(2, train, "chain", {}, chain_plan(schedule=schedule), 3, True)
-    check(found)
-    first, last = (set(names) for _, _, names in found)
+    ranks = rank_pool.run(2, train, "chain", {}, chain_plan(schedule=schedule), 3, True)
+    check(ranks)
+    first, last = (set(names) for _, _, names in ranks)
     assert "embed.weight" in first and "head.weight" in last and first & last == {"scale"}
 
 
@@ -88,11 +88,11 @@ def unweighted(rank: int, size: int, plan: ParallelPlan) -> tuple[float, float, 
     return abs(many(**chain_batch(0, True))["loss"].item() - single) / single, 0.0, []
 
 
-def test_masks_are_those_of_one_device(rank_pool: RankPool) -> None:
+def test_dropout_masks_match_one_device(rank_pool: RankPool) -> None:
     check(rank_pool.run(2, train, "chain", {"dropout": 0.3}, chain_plan(), 3, False))
 
 
-def test_several_stages_a_rank(rank_pool: RankPool) -> None:
+def test_several_stages_per_rank(rank_pool: RankPool) -> None:
     check(rank_pool.run(2, train, "chain", {}, chain_plan(stages=4, schedule="interleaved"), 2, True))
     check(rank_pool.run(2, train, "chain", {"dropout": 0.2}, chain_plan(stages=4, schedule="gpipe"), 2, True))
 
@@ -101,47 +101,47 @@ SPLIT = ("zero-bubble", "zbv", "dualpipev")
 
 
 @pytest.mark.parametrize("schedule", ["looped-bfs", *SPLIT])
-def test_every_schedule_is_one_device(rank_pool: RankPool, schedule: str) -> None:
+def test_every_schedule_matches_one_device(rank_pool: RankPool, schedule: str) -> None:
     check(
         rank_pool.run(2, train, "chain", {"dropout": 0.2}, chain_plan(stages=4, schedule=schedule), 2, False)
     )
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
-def test_split_backwards_lose_nothing_beside_the_path(rank_pool: RankPool, schedule: str) -> None:
-    """An encoder's result meets every decoder block, and a bias of a weight alone."""
+def test_split_backward_loses_no_gradient_off_the_path(rank_pool: RankPool, schedule: str) -> None:
+    """The encoder's result enters every decoder block, and so does a bias that depends on weights alone."""
     plan = crossed_plan(schedule=schedule, ranks=2)
     check(rank_pool.run(2, train, "crossed", {}, plan, 2, False))
 
 
-class Kept:
-    """A tensor that autograd keeps, counted for as long as it does; those of the inner width of a block only."""
+class Saved:
+    """A tensor that autograd saves, counted while it does; only those of the inner width of a block."""
 
     alive = most = 0
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.counts = tensor.detach(), tensor.dim() == 3 and tensor.shape[-1] == INNER
-        Kept.alive += self.counts
-        Kept.most = max(Kept.most, Kept.alive)
+        Saved.alive += self.counts
+        Saved.most = max(Saved.most, Saved.alive)
 
     def __del__(self) -> None:
-        Kept.alive -= self.counts
+        Saved.alive -= self.counts
 
 
 def held(rank: int, size: int, plan: ParallelPlan) -> tuple[float, int, tuple[int, ...]]:
-    """What is in flight at most: in tensors of the blocks that autograd keeps, by number of microbatches, and in theory."""
+    """Most microbatches alive: in tensors that autograd saves, as counted by the step, and by the timetable."""
     many = pipeline(make("chain"), plan)
-    Kept.alive = Kept.most = 0
-    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+    Saved.alive = Saved.most = 0
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         make("chain")(**chain_batch())
-        of_one, Kept.most = Kept.most, Kept.alive
+        of_one, Saved.most = Saved.most, Saved.alive
         many(**chain_batch())["loss"].backward()
     assert plan.pipeline is not None
-    return Kept.most * len(plan.pipeline.stages) / of_one, call_of(many).last.most_alive, planned(plan).alive
+    return Saved.most * len(plan.pipeline.stages) / of_one, call_of(many).last.most_alive, planned(plan).alive
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "looped-bfs", *SPLIT])
-def test_what_is_held_is_what_theory_says(rank_pool: RankPool, schedule: str) -> None:
+def test_held_activations_match_theory(rank_pool: RankPool, schedule: str) -> None:
     plan = chain_plan(stages=2 if schedule in ("gpipe", "1f1b") else 4, schedule=schedule)
     for rank, (kept, counted, theory) in enumerate(rank_pool.run(2, held, plan)):
         assert kept == counted == theory[rank]
@@ -164,21 +164,21 @@ def evaluate(rank: int, size: int) -> tuple[float, float, float, int]:
     return far(got["logits"], want["logits"]), far(alone["logits"], want["logits"]), other, most
 
 
-def test_evaluation_runs_forward_only_at_any_shape(rank_pool: RankPool) -> None:
+def test_evaluation_runs_forwards_alone_at_any_shape(rank_pool: RankPool) -> None:
     for given in rank_pool.run(2, evaluate):
         assert max(given[:3]) < LIMIT and given[3] == 0
 
 
 def accumulate(rank: int, size: int) -> tuple[float, int, bool]:
-    """Two steps add up; a second backward is refused; activations held are those of theory."""
+    """Gradients of two steps are summed; a second backward is refused; activations are those of theory."""
     single, many = make("chain"), pipeline(make("chain"), chain_plan(outputs="all"))
     for step in range(2):
         single(**chain_batch(step))["loss"].backward()
         out = many(**chain_batch(step))
         out["loss"].backward()
     assert out["logits"].shape == (8, 6, 29)
-    known = dict(single.named_parameters(remove_duplicate=False))
-    worst = max(far(p.grad, known[name].grad) for name, p in many.named_parameters())
+    single_parameters = dict(single.named_parameters(remove_duplicate=False))
+    worst = max(far(p.grad, single_parameters[name].grad) for name, p in many.named_parameters())
     try:
         out["loss"].backward()
     except UsageError:
@@ -186,10 +186,10 @@ def accumulate(rank: int, size: int) -> tuple[float, int, bool]:
     return worst, call_of(many).last.most_alive, False
 
 
-def test_accumulation_and_what_is_held(rank_pool: RankPool) -> None:
-    found = rank_pool.run(2, accumulate)
-    assert [given[1:] for given in found] == [(2, True), (1, True)]
-    assert max(given[0] for given in found) < LIMIT
+def test_accumulation_and_held_activations(rank_pool: RankPool) -> None:
+    ranks = rank_pool.run(2, accumulate)
+    assert [given[1:] for given in ranks] == [(2, True), (1, True)]
+    assert max(given[0] for given in ranks) < LIMIT
 
 
 def traced(rank: int, size: int, path: str) -> tuple[float, float]:
@@ -198,7 +198,7 @@ def traced(rank: int, size: int, path: str) -> tuple[float, float]:
     return write_trace(many, path), planned(many.parallel_plan).bubble  # type: ignore[arg-type]
 
 
-def test_a_step_is_written_as_a_trace(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_step_is_written_as_trace(rank_pool: RankPool, tmp_path: Path) -> None:
     """One track a rank, every action once."""
     path = tmp_path / "trace.json"
     (measured, planned_bubble), *_ = rank_pool.run(2, traced, str(path))
@@ -228,37 +228,37 @@ def fail(rank: int, size: int, where: str, late: bool) -> str:
     model = make("chain")
     armed = [not late]
 
-    def ahead(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if output.is_meta or not output.any():  # it is only watched
+    def fault(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if output.is_meta or not output.any():  # a meta run, or the zeros of a profile
             return output
         if armed[0] and where == "forward":
-            raise ValueError("boom ahead")
+            raise ValueError("boom forward")
         return Bomb.apply(output) if armed[0] else output
 
-    model.layers[1].outer.register_forward_hook(ahead)
+    model.layers[1].outer.register_forward_hook(fault)
     plan = chain_plan(ranks=4)
     many = pipeline(model, plan)
     if late:
         many(**chain_batch())["loss"].backward()
         armed[0] = True
     try:
-        # the hook reads what a unit returns, so the loss is computed behind the pipeline, and units go backward in backward()
+        # the hook reads a unit's output, so the loss is computed after the pipeline, and units run backward in backward()
         many(**chain_batch())["loss"].backward()
     except StageError as error:
         armed[0] = False
         many.zero_grad()
         single = make("chain")
         single(**chain_batch())["loss"].backward()
-        many(**chain_batch())["loss"].backward()  # the next step is sound
-        known = dict(single.named_parameters(remove_duplicate=False))
-        assert max(far(p.grad, known[name].grad) for name, p in many.named_parameters()) < LIMIT
+        many(**chain_batch())["loss"].backward()  # the next step works
+        single_parameters = dict(single.named_parameters(remove_duplicate=False))
+        assert max(far(p.grad, single_parameters[name].grad) for name, p in many.named_parameters()) < LIMIT
         return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_stage_that_fails_is_told_on_every_rank(rank_pool: RankPool, where: str, late: bool) -> None:
+def test_failing_stage_is_reported_on_every_rank(rank_pool: RankPool, where: str, late: bool) -> None:
     for message in rank_pool.run(4, fail, where, late, timeout=60):
         assert f"stage 1 failed in the {where} of microbatch 0, on rank 1: ValueError: boom" in message
 
@@ -273,7 +273,7 @@ def load(rank: int, size: int) -> float:
     return abs(loss.item() - single(**chain_batch())["loss"].item())
 
 
-def test_weights_of_one_device_load(rank_pool: RankPool) -> None:
+def test_state_dict_of_one_device_loads(rank_pool: RankPool) -> None:
     assert max(rank_pool.run(2, load)) < LIMIT
 
 
@@ -286,13 +286,13 @@ def refuse(rank: int, size: int) -> str:
     return "nothing"
 
 
-def test_what_cannot_be_is_refused_on_every_rank(rank_pool: RankPool) -> None:
+def test_unsplittable_batch_is_refused_on_every_rank(rank_pool: RankPool) -> None:
     for rows in rank_pool.run(2, refuse):
         assert "a batch of 6 rows cannot be split into 4 equal microbatches" in rows
 
 
-def test_gradients_of_half_precision_copies_add_up_in_that_of_the_parameter() -> None:
-    """In bf16, 1 + 2**-9 is 1: what microbatches add to a sum that has grown would be lost."""
+def test_bf16_gradients_are_summed_in_the_dtype_of_the_parameter() -> None:
+    """In bf16, 1 + 2**-9 is 1: small gradients added to a large sum would be lost."""
     sink = Sink(nn.Parameter(torch.zeros(3)))
     for value in (1.0, *[2.0**-9] * 64):
         sink.add(torch.full((3,), value, dtype=torch.bfloat16))

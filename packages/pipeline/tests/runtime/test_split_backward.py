@@ -1,4 +1,4 @@
-"""Split backward passes: both halves together are the whole, and the second does what it can."""
+"""Split backward passes: both halves give the gradients of the whole, and as many weights as possible are deferred."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def straight(p: nn.ParameterDict, layers: nn.ModuleList, x: Tensor) -> list[Tens
 
 
 def tied(p: nn.ParameterDict, layers: nn.ModuleList, x: Tensor) -> list[Tensor]:
-    """One weight at two places of the path, and a bias made once of it for every layer."""
+    """One weight at two places of the path, and a bias computed from it once for every layer."""
     bias = torch.tanh(p["scale"] * 2)
     for layer in layers:
         x = layer(x * p["scale"]) + bias
     return [x]
 
 
-def beside(p: nn.ParameterDict, layers: nn.ModuleList, x: Tensor) -> list[Tensor]:
-    """An output that no input leads to, and a path of weights alone that meets the other late."""
+def off_path(p: nn.ParameterDict, layers: nn.ModuleList, x: Tensor) -> list[Tensor]:
+    """An output that depends on no input, and a path of weights alone that joins the other late."""
     alone = torch.tanh(layers[0](p["square"]))
     return [layers[1](x) + alone.sum(0), alone * p["scale"]]
 
@@ -60,21 +60,21 @@ def run(
     if split:
         halves = SplitBackward(outputs, [x])
         halves.input_gradients(gradients)
-        early = [name for name, one in named if one.grad is not None]
+        early = [name for name, parameter in named if parameter.grad is not None]
         assert x.grad is not None
         halves.weight_gradients()
     else:
         torch.autograd.backward(outputs, gradients)
-    return {name: one.grad for name, one in named}, x.grad, early
+    return {name: parameter.grad for name, parameter in named}, x.grad, early
 
 
 @pytest.mark.parametrize(
     ("build", "early"),
-    [(straight, 0), (tied, 1), (beside, 8), (through, 0)],
-    ids=["straight", "tied", "beside", "through"],
+    [(straight, 0), (tied, 1), (off_path, 8), (through, 0)],
+    ids=["straight", "tied", "off path", "through"],
 )
-def test_both_halves_are_the_whole(build: Callable[..., list[Tensor]], early: int) -> None:
-    """`early`: weights whose gradients cannot be put off; all others are."""
+def test_both_halves_match_the_whole_backward(build: Callable[..., list[Tensor]], early: int) -> None:
+    """`early`: the number of weights whose gradients cannot be deferred."""
     want, want_input, _ = run(build, False)
     got, got_input, at_once = run(build, True)
     assert torch.equal(got_input, want_input)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def test_both_halves_are_the_whole(build: Callable[..., list[Tensor]], early: in
             torch.testing.assert_close(got[name], gradient, rtol=1e-6, atol=1e-7)
 
 
-def test_without_inputs_all_is_left_to_the_second_half() -> None:
+def test_second_half_does_all_without_inputs() -> None:
     weight = torch.ones(3, requires_grad=True)
     halves = SplitBackward([(weight * 2).sum()], [])
     halves.input_gradients(None)

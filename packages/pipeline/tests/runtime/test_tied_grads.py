@@ -1,4 +1,4 @@
-"""Sums of gradients that several ranks hold: what they take, what is sent, and parameters that are not trained."""
+"""Gradient sums of parameters that several ranks hold: cost, messages, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright_pipeline.planning.survey import ModelSurvey
 from meshwright_pipeline.planning.tied_sums import AGREEING_CALLS, tied_sums
 from meshwright_pipeline.runtime.tied_grads import Tie, TiedSum
 
-LINK = Link("wire", latency_s=1e-5, bandwidth_Bps=1e9)
+LINK = Link("link", latency_s=1e-5, bandwidth_Bps=1e9)
 REQUEST = SearchRequest(
     world_size=4, batch_size=8, sizes=ModelSizes(gradient_bytes=1000), step=StepContext(call_seconds=1e-6)
 )
@@ -26,11 +26,11 @@ def known(model: nn.Module | None = None) -> ModelSurvey:
     return ModelSurvey(("a", "b", "c"), {name: (name,) for name in sizes}, sizes, model)
 
 
-def test_what_nobody_shares_costs_nothing() -> None:
+def test_no_shared_parameters_cost_nothing() -> None:
     assert tied_sums([frozenset("a"), frozenset("bc")], known(), REQUEST, LINK) == (0.0, ())
 
 
-def test_two_exchange_and_more_take_turns() -> None:
+def test_cost_of_two_and_of_several_holders() -> None:
     two, uses = tied_sums([frozenset("ab"), frozenset("ac")], known(), REQUEST, LINK)
     told = AGREEING_CALLS * 1e-6
     assert [(use.nbytes, use.count) for use in uses] == [(400, 1)]
@@ -38,12 +38,12 @@ def test_two_exchange_and_more_take_turns() -> None:
     three, uses = tied_sums([frozenset("ab"), frozenset("a"), frozenset("abc")], known(), REQUEST, LINK)
     assert sorted((use.nbytes, use.count) for use in uses) == [(400, 1), (400, 4)]
     assert three == pytest.approx(5 * LINK.seconds("send_recv", 400, 3) + told)
-    # what ranks of a stage may sum in another order is told once more
+    # ranks of a stage may sum in another order, so gradients are equalized once more
     large, uses = tied_sums([frozenset("ab"), frozenset("ac")], known(), replace(REQUEST, world_size=8), LINK)
     assert uses[0].count == 2 and large == pytest.approx(2 * LINK.seconds("send_recv", 400, 2) + 2 * told)
 
 
-def test_what_is_not_trained_costs_nothing() -> None:
+def test_frozen_parameters_cost_nothing() -> None:
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in "abc"})
     model["a"].requires_grad_(False)
     assert tied_sums([frozenset("ab"), frozenset("ac")], known(model), REQUEST, LINK) == (0.0, ())
@@ -59,48 +59,48 @@ TIES = [
 
 
 def add(rank: int, size: int) -> tuple[dict[str, list[float] | None], list[int]]:
-    """Every rank brings its number; "d" is of another dtype, "c" has no gradient on rank 1, "e" none, and rank 2 has "b2"."""
+    """Gradients are rank + 1; "d" has another dtype, "c" no gradient on rank 1, "e" none, and rank 2 has "b2"."""
     import torch.distributed as dist
 
     summed = TiedSum(TIES, dist.group.WORLD)  # type: ignore[arg-type]
-    own = {
+    names = {
         "b2" if name == "b" and rank == 2 else name
         for tie in TIES
         if rank in tie.ranks
         for name in tie.names[:1]
     }
-    dtypes = {name: torch.float64 if name == "d" else torch.float32 for name in own}
-    like = {name: torch.zeros(2, 3, dtype=dtypes[name]) for name in own}
+    dtypes = {name: torch.float64 if name == "d" else torch.float32 for name in names}
+    like = {name: torch.zeros(2, 3, dtype=dtypes[name]) for name in names}
     gradients: dict[str, torch.Tensor | None] = {
         name: None
         if name == "e" or (name, rank) == ("c", 1)
         else torch.full((2, 3), rank + 1.0, dtype=dtypes[name])
-        for name in own
+        for name in names
     }
     with communication() as log:
-        found = summed.sum(gradients, like, dtypes)
-    return {name: None if g is None else g.flatten().tolist() for name, g in sorted(found.items())}, [
+        sums = summed.sum(gradients, like, dtypes)
+    return {name: None if g is None else g.flatten().tolist() for name, g in sorted(sums.items())}, [
         event.nbytes for event in log.events
     ]
 
 
-def test_every_rank_has_the_sum_of_those_that_hold_one(rank_pool: RankPool) -> None:
-    found = rank_pool.run(3, add)
-    one, two, three = ({name: g and g[0] for name, g in sums.items()} for sums, _ in found)
-    assert one == {"a": 3.0, "b": 6.0, "d": 3.0, "e": None}
-    assert two == {"a": 3.0, "b": 6.0, "c": 3.0, "d": 3.0}
-    assert three == {"b2": 6.0, "c": 3.0, "e": None}
-    assert sorted(found[0][1]) == [28, 28, 28, 56]  # six elements, and whether there are any
+def test_holders_get_the_sum_of_their_gradients(rank_pool: RankPool) -> None:
+    ranks = rank_pool.run(3, add)
+    first, second, third = ({name: g and g[0] for name, g in sums.items()} for sums, _ in ranks)
+    assert first == {"a": 3.0, "b": 6.0, "d": 3.0, "e": None}
+    assert second == {"a": 3.0, "b": 6.0, "c": 3.0, "d": 3.0}
+    assert third == {"b2": 6.0, "c": 3.0, "e": None}
+    assert sorted(ranks[0][1]) == [28, 28, 28, 56]  # six elements, and whether there are any
 
 
 def frozen(rank: int, size: int) -> dict[str, float | None]:
-    """A tied weight that is not trained is nobody's business."""
+    """One tied weight is frozen."""
     import torch.distributed as dist
 
     summed = TiedSum([Tie(("a",), (0, 1)), Tie(("b",), (0, 1))], dist.group.WORLD)  # type: ignore[arg-type]
-    found = summed.sum({"b": torch.ones(1)}, {"b": torch.ones(1)}, {"b": torch.float32})
-    return {name: None if g is None else float(g) for name, g in found.items()}
+    sums = summed.sum({"b": torch.ones(1)}, {"b": torch.ones(1)}, {"b": torch.float32})
+    return {name: None if g is None else float(g) for name, g in sums.items()}
 
 
-def test_a_parameter_that_is_not_trained_is_left_out(rank_pool: RankPool) -> None:
+def test_frozen_parameter_is_left_out(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, frozen) == [{"b": 2.0}] * 2

@@ -1,4 +1,4 @@
-"""Schedules are complete, end, and hold as much as theory says; broken ones are refused by name of the action."""
+"""Schedules are complete, end, and hold as many activations as theory says; errors of broken ones name the action."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright_pipeline.schedule.zero_bubble import ZeroBubble
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 16])
-def test_1f1b_holds_and_waits_as_theory_says(ranks: int, count: int) -> None:
+def test_1f1b_matches_theory(ranks: int, count: int) -> None:
     table = timetable(OneForwardOneBackward(), Shape(ranks, ranks, count))
     assert table.alive == tuple(min(count, ranks - rank) for rank in range(ranks))
     # filling and draining: one forward and one backward for every rank but one
@@ -29,7 +29,7 @@ def test_1f1b_holds_and_waits_as_theory_says(ranks: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "each"), [(2, 1), (4, 1), (2, 2), (4, 3)])
-def test_gpipe_holds_everything(ranks: int, each: int) -> None:
+def test_gpipe_holds_all_microbatches(ranks: int, each: int) -> None:
     table = timetable(GPipe(), Shape(ranks, ranks * each, 6))
     assert table.alive == (6 * each,) * ranks
 
@@ -77,7 +77,7 @@ def test_looped_bfs_shrinks_the_bubble_of_gpipe(ranks: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", [ZBV(), DualPipeV()], ids=lambda s: s.name)
-def test_a_v_has_two_stages_a_rank(schedule: Schedule) -> None:
+def test_v_schedules_have_two_stages_per_rank(schedule: Schedule) -> None:
     with pytest.raises(UsageError, match="two stages per rank"):
         timetable(schedule, Shape(2, 2, 8))
     assert [schedule.owner(stage, Shape(3, 6, 6)) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
@@ -85,7 +85,7 @@ def test_a_v_has_two_stages_a_rank(schedule: Schedule) -> None:
         timetable(DualPipeV(), Shape(4, 8, 6))
 
 
-def test_it_takes_whole_groups() -> None:
+def test_interleaved_needs_whole_groups() -> None:
     with pytest.raises(UsageError, match="groups of 4"):
         timetable(Interleaved(), Shape(4, 8, 6))
     with pytest.raises(UsageError, match="one stage per rank"):
@@ -99,24 +99,24 @@ class Broken(Schedule):
         self.change = change
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        found = list(OneForwardOneBackward().actions(rank, shape))
+        actions = list(OneForwardOneBackward().actions(rank, shape))
         if rank == 1 and self.change == "forgets":
-            found.remove(Action("B", 1, 2))
+            actions.remove(Action("B", 1, 2))
         if rank == 1 and self.change == "hangs":
-            found.reverse()
+            actions.reverse()
         if rank == 1 and self.change == "repeats":
-            found.append(found[0])
+            actions.append(actions[0])
         if rank == 1 and self.change == "halves":
-            found[found.index(Action("B", 1, 1))] = Action("I", 1, 1)
+            actions[actions.index(Action("B", 1, 1))] = Action("I", 1, 1)
         if rank == 1 and self.change == "twice":
-            found.append(Action("W", 1, 1))
+            actions.append(Action("W", 1, 1))
         if rank == 1 and self.change == "weights first":
-            place = found.index(Action("B", 1, 1))
-            found[place : place + 1] = [Action("W", 1, 1), Action("I", 1, 1)]
+            place = actions.index(Action("B", 1, 1))
+            actions[place : place + 1] = [Action("W", 1, 1), Action("I", 1, 1)]
         if rank == 1 and self.change == "takes":
-            found.append(Action("F", 0, 0))
-            found.remove(Action("F", 1, 0))
-        return found
+            actions.append(Action("F", 0, 0))
+            actions.remove(Action("F", 1, 0))
+        return actions
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ class Broken(Schedule):
         ("weights first", "rank 1 waits at W1 of stage 1 for I1 of stage 1"),
     ],
 )
-def test_a_broken_schedule_is_named(change: str, message: str) -> None:
+def test_error_of_broken_schedule_names_the_action(change: str, message: str) -> None:
     with pytest.raises(UsageError, match="broken") as caught:
         timetable(Broken(change), Shape(2, 2, 4))
     assert message in str(caught.value)
