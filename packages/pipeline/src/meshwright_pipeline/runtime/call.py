@@ -279,7 +279,7 @@ class PipelinedCall:
         sinks = self.sinks.active() if plan.training else contextlib.nullcontext()
         with sinks, self._random_numbers(plan.prepared.streams) as step.drawn:
             self.last = run.run()
-            if self._has_last_stage and self.last.failure is None:
+            if self._has_last_stage and self.last.failure is None and not run.input_missing:
                 try:
                     if per_microbatch:
                         step.loss = functools.reduce(torch.add, [losses[m] for m in sorted(losses)])
