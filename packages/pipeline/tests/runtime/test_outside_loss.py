@@ -167,4 +167,4 @@ def test_recomputed_masks_match_one_device(rank_pool: RankPool, schedule: str) -
 def test_recomputation_without_rng_state_is_refused(rank_pool: RankPool) -> None:
     """The negative control: without the generator's state the masks cannot be reproduced."""
     for told in rank_pool.run(2, recompute, False, "1f1b", timeout=150):
-        assert "recompute with preserve_rng_state=True" in told
+        assert "Recompute with preserve_rng_state=True" in told
