@@ -29,7 +29,7 @@ import meshwright as mw
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.stored.permuted import in_runs
+from meshwright_dtensor.stored.permuted import is_permuted
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 STEPS = 3
@@ -146,7 +146,9 @@ def saves(rank: int, size: int, name: str, plan: ParallelPlan, source: str, path
     model, optimizer = built(name, plan, 1)
     mw.load(source, model=model, optimizer=optimizer)
     mw.save(path, model=model, optimizer=optimizer, asynchronous=False)
-    return any(isinstance(p, MeshParameter) and in_runs(p.global_layout.states) for p in model.parameters())
+    return any(
+        isinstance(p, MeshParameter) and is_permuted(p.global_layout.states) for p in model.parameters()
+    )
 
 
 def loads(

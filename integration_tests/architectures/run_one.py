@@ -17,8 +17,8 @@ import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_parallel.verification.compare import (
     NOISE_SPREAD,
-    agreed,
     compare,
+    merge_ranks,
     one_rounding_away,
     whole,
 )
@@ -106,7 +106,7 @@ def run_one(
         noise = _beyond_recognition("gradient", gradients, near_gradients) | _beyond_recognition(
             "buffer", dict(single.named_buffers()), dict(near.named_buffers())
         )
-    verdict = judge(agreed(comparisons), sharded, len(parameters), noise, disputed)
+    verdict = judge(merge_ranks(comparisons), sharded, len(parameters), noise, disputed)
     return Verdict(**{**vars(verdict), "seconds": time.monotonic() - start})
 
 
