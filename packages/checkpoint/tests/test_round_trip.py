@@ -418,7 +418,7 @@ def test_leftovers_are_cleaned_and_saves_of_others_are_not(tmp_path: Path) -> No
 
 def test_it_is_imported_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS and Windows have none
-    assert 2 <= runpy.run_path(store.__file__)["threads_of"](1) <= 4
+    assert 2 <= runpy.run_path(store.__file__)["reader_threads"](1) <= 4
 
 
 def test_json_of_the_manifest_is_plain(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def give_up(tensor: torch.Tensor) -> None:
+def free_memory(tensor: torch.Tensor) -> None:
     """Free the memory of a tensor or of this rank's part of a DTensor, whoever refers to it."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     storage = local.untyped_storage()
@@ -97,6 +97,6 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
-def id_of_storage(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Stands for the memory that a tensor lies in, as long as that lives."""
     return tensor.untyped_storage()._cdata

@@ -17,10 +17,10 @@ class CorruptError(CheckpointError):
     exit_code = 4
 
 
-def of_other(rank: int, told: str) -> MeshwrightError:
+def error_of_rank(rank: int, text: str) -> MeshwrightError:
     """What the error of another rank, "Kind: text", is here: of its kind on every rank, so that all can go on alike."""
     kinds = {kind.__name__: kind for kind in (CorruptError, UnsupportedError, UsageError)}
-    return kinds.get(told.partition(":")[0], CheckpointError)(f"rank {rank} failed: {told}")
+    return kinds.get(text.partition(":")[0], CheckpointError)(f"rank {rank} failed: {text}")
 
 
 class MismatchError(CheckpointError):

@@ -20,15 +20,21 @@ from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.hf.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.read.node_peers import meet
-from meshwright_checkpoint.read.shared_read import memory_of
-from meshwright_checkpoint.read.store import read, read_whole
+from meshwright_checkpoint.read.node_peers import connect_node_peers
+from meshwright_checkpoint.read.shared_read import slots_nbytes
+from meshwright_checkpoint.read.store import read, read_tensors
 from meshwright_checkpoint.read.wanted import Store, Wanted
-from meshwright_checkpoint.shards.local_shards import Held, held
+from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
-from meshwright_checkpoint.state.collect import MODEL, Named, check_model, named, optimizer_given
+from meshwright_checkpoint.state.collect import (
+    MODEL,
+    NamedTensors,
+    check_model,
+    named_tensors,
+    optimizer_given,
+)
 from meshwright_checkpoint.state.optimizer import GroupTargets, OptimizerTargets
-from meshwright_checkpoint.storage.backend import ForeignPlace, any_place_of, local_path
+from meshwright_checkpoint.storage.backend import ForeignStorage, any_storage_of, local_path
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import slice_of
@@ -90,7 +96,7 @@ def load(
             arguments = {**given, "optimizer": optimizer_given(inner, optimizer)}
             return {"arguments": arguments, "opened": [stores[0].where, which]}
 
-        told = ranks.told(begin)
+        told = ranks.gather_checked(begin)
         _check_alike([one["arguments"] for one in told])
         _check_same([one["opened"] for one in told])
         optimizes = any(one["arguments"]["optimizer"] for one in told)
@@ -98,9 +104,9 @@ def load(
         checkpoint = store if isinstance(store, Checkpoint) else None
         if checkpoint is None and optimizes:
             raise UsageError(f"{store.where} holds a model and no optimizer; leave out optimizer")
-        names = named(inner)
+        names = named_tensors(inner)
         fit = _Fit()
-        wanted = ranks.together(lambda: _model_targets(store, names, patterns, cast, fit))
+        wanted = ranks.run_checked(lambda: _model_targets(store, names, patterns, cast, fit))
 
         def begin_states() -> list[GroupTargets]:
             if optimizer is None or checkpoint is None:
@@ -110,16 +116,17 @@ def load(
             return fit.states.groups
 
         groups = [
-            [GroupTargets(tuple(saved), whole) for saved, whole in one] for one in ranks.told(begin_states)
+            [GroupTargets(tuple(saved), whole) for saved, whole in one]
+            for one in ranks.gather_checked(begin_states)
         ]
         states = fit.states
         if states is not None and checkpoint is not None and checkpoint.manifest.optimizer is not None:
             info = checkpoint.manifest.optimizer
-            ranks.together(lambda: states.take_options(info, groups, fit.mismatched))
+            ranks.run_checked(lambda: states.take_options(info, groups, fit.mismatched))
         _check(ranks, store, fit, names, states, optimizes, strict, patterns)
 
         what = f"{store.where} {checkpoint.manifest.id if checkpoint else ''}"
-        neighbours = meet(ranks, what, memory_of)
+        neighbours = connect_node_peers(ranks, what, slots_nbytes)
 
         def fill() -> Any:
             try:
@@ -136,10 +143,10 @@ def load(
             if random and patterns is None:
                 _restore_random(checkpoint, ranks)
             keys = [key for key in checkpoint.tensors if key.startswith("extra/")]
-            held_back = read_whole(checkpoint, keys)
+            held_back = read_tensors(checkpoint, keys)
             return decode(checkpoint.manifest.extra, lambda key: _known(held_back, key, checkpoint))
 
-        return ranks.together(fill)
+        return ranks.run_checked(fill)
 
 
 def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
@@ -158,13 +165,13 @@ def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
 
 def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Store:
     """What is to be loaded, open."""
-    place = any_place_of(path, backend)
-    if isinstance(place, ForeignPlace):
-        return place.opened(model)
-    directory = local_path(place)
+    storage = any_storage_of(path, backend)
+    if isinstance(storage, ForeignStorage):
+        return storage.open_checkpoint(model)
+    directory = local_path(storage)
     if directory is not None and is_pretrained(directory):
         return Pretrained(directory, model)
-    return Checkpoint(place)
+    return Checkpoint(storage)
 
 
 @dataclass
@@ -178,7 +185,7 @@ class _Fit:
 
 
 def _model_targets(
-    store: Store, names: Named, patterns: tuple[str, ...] | None, cast: bool, fit: _Fit
+    store: Store, names: NamedTensors, patterns: tuple[str, ...] | None, cast: bool, fit: _Fit
 ) -> list[Wanted]:
     """What this rank reads into the model; `fit` is filled in."""
     aliases: dict[str, list[str]] = {}
@@ -196,7 +203,7 @@ def _model_targets(
             fit.missing.append(name)
             continue
         fit.used.add(found)
-        source, target = store.tensors[found], held(tensor, name)
+        source, target = store.tensors[found], local_shards(tensor, name)
         if source.shape != target.shape:
             fit.mismatched.append(
                 f"{name}: shape {list(source.shape)} is stored, the model has {list(target.shape)}"
@@ -206,7 +213,7 @@ def _model_targets(
                 f"{name}: {_short(source.dtype)} is stored, the model has {_short(target.dtype)}"
             )
         else:
-            wanted += targets_of(found, target)
+            wanted += wanted_for(found, target)
     return wanted
 
 
@@ -219,7 +226,7 @@ def _stored_as(store: Store, name: str, aliases: Mapping[str, str]) -> str | Non
     return key if key in store.tensors else None
 
 
-def targets_of(key: str, target: Held) -> list[Wanted]:
+def wanted_for(key: str, target: LocalShards) -> list[Wanted]:
     """What this rank reads of a tensor that lies as `target`."""
     return [Wanted(key, there, slice_of(target.local, here)) for there, here in target.boxes]
 
@@ -232,7 +239,7 @@ def _check(
     ranks: Ranks,
     store: Store,
     fit: _Fit,
-    names: Named,
+    names: NamedTensors,
     states: OptimizerTargets | None,
     optimizes: bool,
     strict: bool,
@@ -272,7 +279,7 @@ def _check(
         ]
         if left and not nothing:
             text = f"{store.where} is loaded in part. {'; '.join(left)}"
-            ranks.together(lambda: _warn(ranks, text))
+            ranks.run_checked(lambda: _warn(ranks, text))
         missing, unexpected = ((missing if patterns else ["anything that it has"]) if nothing else []), []
     mismatched = union("mismatched")
     if missing or unexpected or mismatched:
@@ -305,13 +312,13 @@ def _plain(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def _set_extra_states(
-    model: nn.Module, checkpoint: Checkpoint, names: Named, patterns: tuple[str, ...] | None
+    model: nn.Module, checkpoint: Checkpoint, names: NamedTensors, patterns: tuple[str, ...] | None
 ) -> None:
     stored = checkpoint.manifest.model.extra_state
     if not stored or patterns is not None:
         return
     keys = [key for key in checkpoint.tensors if key.startswith("model_extra_state/")]
-    tensors = read_whole(checkpoint, keys)
+    tensors = read_tensors(checkpoint, keys)
     modules = dict(model.named_modules())
     for name in names.extra_state:
         if name in stored:
@@ -320,7 +327,7 @@ def _set_extra_states(
 
 
 def _known(tensors: dict[str, torch.Tensor], key: str, checkpoint: Checkpoint) -> torch.Tensor:
-    return tensors[key] if key in tensors else read_whole(checkpoint, [key])[key]
+    return tensors[key] if key in tensors else read_tensors(checkpoint, [key])[key]
 
 
 def _restore_random(checkpoint: Checkpoint, ranks: Ranks) -> None:
@@ -339,5 +346,5 @@ def _restore_random(checkpoint: Checkpoint, ranks: Ranks) -> None:
         key = f"rng/{0 if count == 1 else ranks.rank}/{stream}"
         if stream not in differing and key in checkpoint.tensors:
             keys[stream] = key
-    found = read_whole(checkpoint, list(keys.values()))
+    found = read_tensors(checkpoint, list(keys.values()))
     rng.restore({stream: found[key] for stream, key in keys.items()})

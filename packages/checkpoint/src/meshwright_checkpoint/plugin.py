@@ -25,11 +25,11 @@ def meshwright_checkpoint_backends() -> Iterator[BackendSpec]:
     """Where checkpoints are kept."""
     yield BackendSpec(
         name=DEFAULT,
-        target="meshwright_checkpoint.storage.backend:place_of_path",
+        target="meshwright_checkpoint.storage.backend:storage_of_path",
         summary="safetensors and a manifest, in a directory or at a URL that fsspec knows",
     )
     yield BackendSpec(
         name="dcp",
-        target="meshwright_checkpoint.dcp.backend:DcpPlace",
+        target="meshwright_checkpoint.dcp.backend:DcpStorage",
         summary="torch.distributed.checkpoint's own format, read without unpickling",
     )

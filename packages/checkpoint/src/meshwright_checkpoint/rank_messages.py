@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshwright_checkpoint.errors import CheckpointError, of_other
+from meshwright_checkpoint.errors import CheckpointError, error_of_rank
 from meshwright_dtensor.errors import MeshwrightError
 
 T = TypeVar("T")
-SHORT = 1016
+INLINE_NBYTES = 1016
 """Bytes of a message that are sent with its length."""
 
 
@@ -21,12 +21,12 @@ class Ranks:
     """The ranks that save or load together: those of the default process group, or of `group`."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        there = dist.is_available() and dist.is_initialized()
-        if group is None and there:
+        initialized = dist.is_available() and dist.is_initialized()
+        if group is None and initialized:
             group = dist.group.WORLD
         self.group = group
-        self.rank = dist.get_rank(group) if there else 0
-        self.size = dist.get_world_size(group) if there else 1
+        self.rank = dist.get_rank(group) if initialized else 0
+        self.size = dist.get_world_size(group) if initialized else 1
 
     @property
     def device(self) -> torch.device:
@@ -38,10 +38,10 @@ class Ranks:
         if self.size == 1:
             return [value]
         data = json.dumps(value).encode()
-        rows = self._all(len(data).to_bytes(8, "little") + data[:SHORT], 8 + SHORT)
+        rows = self._all(len(data).to_bytes(8, "little") + data[:INLINE_NBYTES], 8 + INLINE_NBYTES)
         lengths = [int.from_bytes(row[:8], "little") for row in rows]
-        if max(lengths) > SHORT:
-            rest = self._all(data[SHORT:], max(lengths) - SHORT)
+        if max(lengths) > INLINE_NBYTES:
+            rest = self._all(data[INLINE_NBYTES:], max(lengths) - INLINE_NBYTES)
             rows = [row + more for row, more in zip(rows, rest, strict=True)]
         return [json.loads(row[8 : 8 + n]) for row, n in zip(rows, lengths, strict=True)]
 
@@ -55,7 +55,7 @@ class Ranks:
         dist.all_gather_single(parts, mine.to(device), group=self.group)
         return [row.tobytes() for row in parts.cpu().view(self.size, nbytes).numpy()]
 
-    def told(self, work: Callable[[], Any]) -> list[Any]:
+    def gather_checked(self, work: Callable[[], Any]) -> list[Any]:
         """What `work()` gives on every rank (JSON), once it has succeeded on every rank; else the first error, on every rank
         (collective).
         """
@@ -64,21 +64,21 @@ class Ranks:
             value = work()
         except (MeshwrightError, OSError) as caught:
             error = caught
-        told = self.gather([None if error is None else f"{type(error).__name__}: {error}", value])
+        gathered = self.gather([None if error is None else f"{type(error).__name__}: {error}", value])
         if error is not None:
             if isinstance(error, OSError):
                 raise CheckpointError(f"{type(error).__name__}: {error}") from error
             raise error
-        first = next(((rank, text) for rank, (text, _) in enumerate(told) if text is not None), None)
+        first = next(((rank, text) for rank, (text, _) in enumerate(gathered) if text is not None), None)
         if first is not None:
-            raise of_other(*first)
-        return [given for _, given in told]
+            raise error_of_rank(*first)
+        return [value_of_rank for _, value_of_rank in gathered]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_checked(self, work: Callable[[], T]) -> T:
         """`work()` of this rank, once it has succeeded on every rank; else the first error, on every rank (collective)."""
-        kept: list[T] = []
-        self.told(lambda: kept.append(work()))
-        return kept[0]
+        results: list[T] = []
+        self.gather_checked(lambda: results.append(work()))
+        return results[0]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

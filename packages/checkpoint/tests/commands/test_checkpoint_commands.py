@@ -15,7 +15,7 @@ from models import adam, build, differences, everything, train
 from meshwright_checkpoint import load, save
 from meshwright_checkpoint.commands import command
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.storage.backend import place_of_path
+from meshwright_checkpoint.storage.backend import storage_of_path
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 
@@ -105,7 +105,7 @@ def test_reshard_for_a_plan_of_tied_names_and_of_another_model(saved: Path, tmp_
 
     for name in ("head.weight", "again.weight"):
         run("reshard", saved, tmp_path / name, "--plan", plan(name))
-        manifest = place_of_path(tmp_path / name).manifest()
+        manifest = storage_of_path(tmp_path / name).manifest()
         assert len(manifest.tensors["model/head.weight"].parts) == 2
         assert {part.file for part in manifest.tensors["model/head.weight"].parts} == {0, 1}
     with pytest.raises(

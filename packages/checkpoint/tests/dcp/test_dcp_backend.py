@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from meshwright_checkpoint import CheckpointError, CorruptError, MismatchError, load, save
-from meshwright_checkpoint.dcp.safe_unpickle import inert
+from meshwright_checkpoint.dcp.safe_unpickle import safe_loads
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
@@ -199,7 +199,7 @@ def test_nothing_but_our_error_comes_of_damage(tmp_path: Path) -> None:
         b"\x82\x01.",
     ):
         with pytest.raises(CorruptError):
-            inert(data, "here")
+            safe_loads(data, "here")
 
 
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from contextlib import suppress
 import atheris
 
 with atheris.instrument_imports(include=["meshwright_checkpoint"]):
-    from meshwright_checkpoint.dcp.safe_unpickle import inert
+    from meshwright_checkpoint.dcp.safe_unpickle import safe_loads
     from meshwright_checkpoint.errors import CheckpointError
     from meshwright_checkpoint.format.json_values import decode
     from meshwright_checkpoint.format.manifest import Manifest
     from meshwright_checkpoint.format.safetensors_file import header_length, read_header
-    from meshwright_checkpoint.state.optimizer import no_tensor
+    from meshwright_checkpoint.state.optimizer import refuse_tensor
 
 RIGHT = json.dumps(
     {
@@ -77,11 +77,11 @@ def one(data: bytes) -> None:
             header_length(data[:8], len(data), "here")
             read_header(data, len(data), "here")
         elif kind == 4:
-            inert(data, "here")
+            safe_loads(data, "here")
         else:
             with suppress(ValueError, RecursionError):  # no JSON
                 value = json.loads(data)
-                decode(value, no_tensor)
+                decode(value, refuse_tensor)
 
 
 def main() -> None:

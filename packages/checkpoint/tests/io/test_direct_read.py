@@ -14,7 +14,7 @@ import torch
 
 from meshwright_checkpoint import CorruptError, load, save
 from meshwright_checkpoint._torch import bytes_of_tensor
-from meshwright_checkpoint.io.direct_read import ALIGN, LARGE, Around, pages_of
+from meshwright_checkpoint.io.direct_read import ALIGN, LARGE, DirectReader, pages_nbytes
 from meshwright_checkpoint.io.host_memory import aligned_memory
 from meshwright_checkpoint.storage.filesystem import Reader
 
@@ -80,7 +80,7 @@ def test_the_same_bytes(
     path, data = file
     calls = Calls(monkeypatch, wrong, short)
     reader = Reader(path)
-    memory = aligned_memory(pages_of(offset, nbytes))
+    memory = aligned_memory(pages_nbytes(offset, nbytes))
     reader.read_pages(bytes_of_tensor(memory), offset, nbytes)
     reader.close()
     lead = offset % ALIGN
@@ -106,12 +106,12 @@ def test_errors_are_told(file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPat
 def test_what_is_in_the_cache_is_read_from_there(file: tuple[Path, bytes]) -> None:
     path, data = file
     fd = os.open(path, os.O_RDONLY)
-    around = Around(fd)
-    assert around.better(0, NBYTES) and not around.better(0, LARGE - 1)
-    assert around.better(0, NBYTES)  # to ask reads nothing
-    assert not around.better(0, NBYTES + 1)  # the file is shorter: who reads it says so
+    around = DirectReader(fd)
+    assert around.worthwhile(0, NBYTES) and not around.worthwhile(0, LARGE - 1)
+    assert around.worthwhile(0, NBYTES)  # to ask reads nothing
+    assert not around.worthwhile(0, NBYTES + 1)  # the file is shorter: who reads it says so
     assert os.pread(fd, NBYTES, 0) == data
-    assert not around.better(0, NBYTES)
+    assert not around.worthwhile(0, NBYTES)
     os.close(fd)
     followed = Reader(path, follow=True)  # other programs read it too
     forget(path)

@@ -94,7 +94,7 @@ def test_through_the_cache_where_the_file_system_has_nothing_else(
 ) -> None:
     calls = Calls()
     monkeypatch.setattr(os, "pwrite", calls)
-    monkeypatch.setattr(direct_write, "_around", lambda fd, on=True: False)
+    monkeypatch.setattr(direct_write, "_set_direct", lambda fd, on=True: False)
     put(tmp_path / "x", writes_of(random.Random(0), file))
     assert (tmp_path / "x").read_bytes() == file and calls.around == 0
 
@@ -104,7 +104,7 @@ def test_what_is_large_goes_around_the_cache(
 ) -> None:
     (tmp_path / "probe").touch()
     fd = os.open(tmp_path / "probe", os.O_WRONLY)
-    can = direct_write._around(fd)
+    can = direct_write._set_direct(fd)
     os.close(fd)
     if not can:
         pytest.skip("the file system of temporary files cannot")
@@ -147,10 +147,10 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
 FAILS = (
     """
 import sys
-from meshwright_checkpoint import streaming
+from meshwright_checkpoint.io import direct_write
 def full(*args):
     raise OSError(28, "No space left on device")
-streaming.Writer.write = full
+direct_write.Writer.write = full
 """
     + ENDS
 )

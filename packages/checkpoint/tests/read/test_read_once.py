@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright_checkpoint import CheckpointError, CorruptError, load, loading, save
-from meshwright_checkpoint.io.host_memory import HUGE, in_large_pages, shared_memory
+from meshwright_checkpoint.io.host_memory import HUGE, collapse_to_large_pages, shared_memory
 from meshwright_checkpoint.read import shared_read
-from meshwright_checkpoint.read.shared_read import Filling
+from meshwright_checkpoint.read.shared_read import SharedRead
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 SHAPES = {"even": (1024, 2048), "odd": (701, 1003), "long": (3, 700_001), "small": (5, 8)}
@@ -48,19 +48,19 @@ def put(rank: int, size: int, path: str) -> None:
 def reads(rank: int, size: int, path: str, dim: int | None, alone: bool) -> int:
     """Bytes of tensors that this rank reads in a load."""
     model = model_of(size, dim, False)
-    meet, check, read = loading.meet, Filling._check, []
+    meet, check, read = loading.connect_node_peers, SharedRead._check, []
 
     def counted(self: Any, portion: Any, data: Any) -> None:
         read.append(portion.nbytes)
         check(self, portion, data)
 
-    Filling._check = counted  # type: ignore[method-assign]
+    SharedRead._check = counted  # type: ignore[method-assign]
     if alone:
-        loading.meet = lambda ranks, what, nbytes: None  # type: ignore[assignment]
+        loading.connect_node_peers = lambda ranks, what, nbytes: None  # type: ignore[assignment]
     try:
         load(path, model=model, random=False)
     finally:
-        Filling._check, loading.meet = check, meet  # type: ignore[method-assign]
+        SharedRead._check, loading.connect_node_peers = check, meet  # type: ignore[method-assign]
     full = model_of(size, dim, True)
     for name, value in model.items():
         want = full[name]
@@ -87,7 +87,11 @@ def reads_around(rank: int, size: int, path: str, large: bool) -> tuple[int, int
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
     dist.barrier()
-    fetch, worth, pages = Filling._fetch_around, shared_read.WORTH, shared_read.in_large_pages
+    fetch, worth, pages = (
+        SharedRead._fetch_direct,
+        shared_read.LARGE_PAGES_NBYTES,
+        shared_read.collapse_to_large_pages,
+    )
     into, beside = [0], [0]
 
     def counted(self: Any, portion: Any, file: Any, memory: torch.Tensor) -> torch.Tensor:
@@ -96,13 +100,17 @@ def reads_around(rank: int, size: int, path: str, large: bool) -> tuple[int, int
         (into if inside else beside).append(portion.nbytes)
         return fetch(self, portion, file, memory)
 
-    Filling._fetch_around, shared_read.WORTH = counted, 0  # type: ignore[method-assign]
+    SharedRead._fetch_direct, shared_read.LARGE_PAGES_NBYTES = counted, 0  # type: ignore[method-assign]
     if not large:
-        shared_read.in_large_pages = lambda memory: False
+        shared_read.collapse_to_large_pages = lambda memory: False
     try:
         reads(rank, size, path, 1, False)
     finally:
-        Filling._fetch_around, shared_read.WORTH, shared_read.in_large_pages = fetch, worth, pages  # type: ignore[method-assign]
+        SharedRead._fetch_direct, shared_read.LARGE_PAGES_NBYTES, shared_read.collapse_to_large_pages = (
+            fetch,
+            worth,
+            pages,
+        )  # type: ignore[method-assign]
     return sum(into), sum(beside)
 
 
@@ -125,10 +133,10 @@ def large_pages() -> bool:
     memory = shared_memory(fd, HUGE)
     other = shared_memory(fd, HUGE)
     os.close(fd)
-    found = in_large_pages(memory)
+    found = collapse_to_large_pages(memory)
     memory[:] = 7
     assert bool((other == 7).all())
-    assert not in_large_pages(memory[1:]) and not in_large_pages(memory[: HUGE - 1])
+    assert not collapse_to_large_pages(memory[1:]) and not collapse_to_large_pages(memory[: HUGE - 1])
     return found
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright_checkpoint.format.checksum import BLOCK
-from meshwright_checkpoint.read.plan import Stored, ends, portions, runs, within
+from meshwright_checkpoint.read.plan import Stored, boxes_in_range, flat_range, plan_reads, wanted_ranges
 from meshwright_dtensor.sharding.boxes import Box
 
 STEP = 2 * BLOCK
@@ -34,11 +34,11 @@ def test_a_stretch_of_an_array_in_boxes(one: tuple[list[int], Box], data: st.Dat
     low = data.draw(st.integers(0, prod(shape)))
     high = data.draw(st.integers(low, prod(shape)))
     numbers = np.arange(prod(shape)).reshape(shape)
-    found = [cut(numbers, part) for part in within(shape, box, low, high)]
+    found = [cut(numbers, part) for part in boxes_in_range(shape, box, low, high)]
     wanted = [x for x in cut(numbers, box) if low <= x < high]
     assert [int(x) for part in found for x in part] == wanted
     whole = cut(numbers, box)
-    assert ends(shape, box) == (whole[0], whole[-1] + 1)
+    assert flat_range(shape, box) == (whole[0], whole[-1] + 1)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -53,18 +53,18 @@ def test_every_block_is_read_once(shape: list[int], data: st.DataObject) -> None
             tuple((at, data.draw(st.integers(1, n - at))) for at, n in zip(starts, shape, strict=True))
         )
     stored = Stored("f", 4096, prod(shape) * itemsize)
-    plan = portions([{stored: list(runs(shape, itemsize, box, STEP))} for box in boxes], STEP)
+    plan = plan_reads([{stored: list(wanted_ranges(shape, itemsize, box, STEP))} for box in boxes], STEP)
     ranges = sorted((p.start, p.start + p.nbytes) for p in plan)
     assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
     for p in plan:
-        assert p.start % BLOCK == 0 and p.nbytes <= STEP and p.reader in p.takers
+        assert p.start % BLOCK == 0 and p.nbytes <= STEP and p.reader in p.consumers
         assert (p.start + p.nbytes) % BLOCK == 0 or p.start + p.nbytes == stored.nbytes
     for member, box in enumerate(boxes):
         there = cut(numbers, box)
         taken: list[int] = []
         for p in plan:
-            if member in p.takers:
-                parts = within(shape, box, p.start // itemsize, (p.start + p.nbytes) // itemsize)
+            if member in p.consumers:
+                parts = boxes_in_range(shape, box, p.start // itemsize, (p.start + p.nbytes) // itemsize)
                 taken += [int(x) for part in parts for x in cut(numbers, part)]
         assert sorted(taken) == there.tolist()
 
@@ -74,7 +74,7 @@ def test_what_several_want_is_dealt_evenly() -> None:
     all_of_it = [(at * STEP, (at + 1) * STEP) for at in range(20)]
     wants = [{stored[0]: all_of_it, stored[1]: all_of_it}, {stored[1]: all_of_it}, {stored[1]: all_of_it}]
     loads = [0, 0, 0]
-    for p in portions(wants, STEP):
-        assert p.takers == ((0,) if p.stored == stored[0] else (0, 1, 2))
+    for p in plan_reads(wants, STEP):
+        assert p.consumers == ((0,) if p.stored == stored[0] else (0, 1, 2))
         loads[p.reader] += p.nbytes
     assert loads == [40 * BLOCK, 20 * BLOCK, 20 * BLOCK]  # who has to read its own reads nothing for others

@@ -17,8 +17,8 @@ from meshwright_checkpoint.format.checksum import BLOCK, block_sums
 from meshwright_checkpoint.io.direct_read import ALIGN
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read import shared_read
-from meshwright_checkpoint.read.node_peers import Neighbours, meet
-from meshwright_checkpoint.read.shared_read import Filling, memory_of
+from meshwright_checkpoint.read.node_peers import NodePeers, connect_node_peers
+from meshwright_checkpoint.read.shared_read import SharedRead, slots_nbytes
 from meshwright_checkpoint.read.store import read
 from meshwright_checkpoint.read.wanted import Fragment, Source, Wanted
 from meshwright_dtensor.sharding.boxes import Box, slice_of, whole_box
@@ -132,8 +132,8 @@ def wanted_by(rng: random.Random, store: Memory) -> list[Wanted]:
 
 
 @contextmanager
-def joined(ranks: Ranks) -> Iterator[Neighbours | None]:
-    neighbours = meet(ranks, "test", memory_of)
+def joined(ranks: Ranks) -> Iterator[NodePeers | None]:
+    neighbours = connect_node_peers(ranks, "test", slots_nbytes)
     try:
         yield neighbours
     finally:
@@ -190,7 +190,7 @@ def test_each_block_is_read_once() -> None:
 
 def test_who_loads_something_else_is_no_neighbour() -> None:
     def work(ranks: Ranks) -> list[int]:
-        found = meet(ranks, f"checkpoint {ranks.rank % 2}", memory_of)
+        found = connect_node_peers(ranks, f"checkpoint {ranks.rank % 2}", slots_nbytes)
         assert found is not None
         with closing(found):
             return found.ranks
@@ -204,7 +204,7 @@ def test_damage_is_told_to_all() -> None:
 
     def work(ranks: Ranks) -> None:
         with joined(ranks) as neighbours:
-            Filling(store, columns(ranks, store), neighbours, 2).run()
+            SharedRead(store, columns(ranks, store), neighbours, 2).run()
 
     found = together(3, work)
     assert [type(error) for error in found] == [CorruptError] * 3  # so that all can load another one
@@ -218,7 +218,7 @@ def test_one_that_is_gone_ends_it_for_all() -> None:
     def work(ranks: Ranks) -> None:
         with joined(ranks) as neighbours:
             if ranks.rank != 1:  # it leaves: as the system closes its sockets when a process dies
-                Filling(store, columns(ranks, store), neighbours, 2).run()
+                SharedRead(store, columns(ranks, store), neighbours, 2).run()
 
     found = together(3, work)
     assert found[1] is None
@@ -245,12 +245,12 @@ class Paged(Memory):
         self.read_into(memory[offset % ALIGN :][:nbytes], offset)
 
 
-@pytest.mark.parametrize("stretch, asks", [(shared_read.STRETCH, 1), (2 * BLOCK, 4)])
+@pytest.mark.parametrize("stretch, asks", [(shared_read.CACHE_PROBE_NBYTES, 1), (2 * BLOCK, 4)])
 def test_the_way_is_asked_for_once_in_a_stretch(
     monkeypatch: pytest.MonkeyPatch, stretch: int, asks: int
 ) -> None:
     monkeypatch.setattr(shared_read, "CHUNK", 2 * BLOCK)
-    monkeypatch.setattr(shared_read, "STRETCH", stretch)
+    monkeypatch.setattr(shared_read, "CACHE_PROBE_NBYTES", stretch)
     store = Paged(torch.float32)
     target = torch.zeros(SHAPES["even"])
     read(store, [Wanted("even", whole_box(target.shape), target)])

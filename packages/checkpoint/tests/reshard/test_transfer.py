@@ -9,9 +9,9 @@ from resident import extra, freed_goes_back
 
 from meshwright_checkpoint import MismatchError
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.reshard.in_memory import Belongings
-from meshwright_checkpoint.reshard.transfer import ROUND_NBYTES, move, take_memory
-from meshwright_checkpoint.shards.local_shards import Held
+from meshwright_checkpoint.reshard.in_memory import LiveState
+from meshwright_checkpoint.reshard.transfer import ROUND_NBYTES, deallocate, transfer
+from meshwright_checkpoint.shards.local_shards import LocalShards
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
@@ -27,9 +27,9 @@ def from_each_to_each(rank: int, size: int) -> dict[str, list[str]]:
             train(model, optimizer)
             optimizer.zero_grad()
             before = everything(model, optimizer)
-            brought = Belongings.of(model, optimizer)
+            brought = LiveState.of(model, optimizer)
             other = build(target, seed=1)
-            moved = brought.into(other, optimizer)
+            moved = brought.move_into(other, optimizer)
             found = differences(before, everything(other, optimizer))
             if source == target and moved.sent:
                 found.append(f"{moved.sent} bytes were sent for nothing")
@@ -43,10 +43,10 @@ def test_from_each_layout_to_each(rank_pool: RankPool) -> None:
         assert not wrong
 
 
-def part(values: torch.Tensor, start: int, length: int) -> Held:
+def part(values: torch.Tensor, start: int, length: int) -> LocalShards:
     """Rows `start` to `start + length` of a tensor of 8 rows of 1024 numbers."""
     box = ((start, length), (0, 1024))
-    return Held((8, 1024), torch.float32, values, ((box, ((0, length), (0, 1024))),))
+    return LocalShards((8, 1024), torch.float32, values, ((box, ((0, length), (0, 1024))),))
 
 
 def only_what_changes_its_owner(rank: int, size: int) -> tuple[int, bool, int]:
@@ -56,12 +56,12 @@ def only_what_changes_its_owner(rank: int, size: int) -> tuple[int, bool, int]:
     have = {"w": part(whole[start : start + 4].clone(), start, 4)}
     first, rows = ((0, 1), (1, 3), (0, 0), (4, 4))[rank]
     target = torch.full((rows, 1024), -1.0)
-    take_memory(target)
+    deallocate(target)
     want = {"w": part(target, first, rows)} if rows else {}
     local = have["w"].local
     if rank == 3:
         local.numpy()  # whose storage cannot be resized then
-    moved = move(have, want, {"w": local})
+    moved = transfer(have, want, {"w": local})
     left = local.untyped_storage().nbytes()
     assert not have
     return moved.sent, bool(torch.equal(target, whole[first : first + rows])), left
@@ -75,7 +75,7 @@ def sent_to_the_other(rank: int, size: int) -> tuple[int, bool]:
     whole = torch.arange(8 * 1024.0).view(8, 1024)
     have = {"w": part(whole[4 * rank : 4 * rank + 4].clone(), 4 * rank, 4)}
     target = torch.zeros(6, 1024)
-    moved = move(have, {"w": part(target, 2 * rank, 6)})
+    moved = transfer(have, {"w": part(target, 2 * rank, 6)})
     return moved.sent, bool(torch.equal(target, whole[2 * rank : 2 * rank + 6]))
 
 
@@ -89,21 +89,24 @@ def refused(rank: int, size: int) -> list[str]:
     for have, want in (
         ({}, {"w": part(whole, 0, 8)}),
         ({"w": part(whole[:4], 0, 4)}, {"w": part(whole, 0, 8)}),
-        ({"w": Held((4,), torch.float32, whole[0, :4], ((((0, 4),), ((0, 4),)),))}, {"w": part(whole, 0, 8)}),
+        (
+            {"w": LocalShards((4,), torch.float32, whole[0, :4], ((((0, 4),), ((0, 4),)),))},
+            {"w": part(whole, 0, 8)},
+        ),
     ):
         with pytest.raises(MismatchError) as caught:
-            move(have, want)
+            transfer(have, want)
         told.append(str(caught.value))
     model = build("plain")
     optimizer = adam(model)
     next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
     with pytest.raises(UsageError, match="has a gradient"):
-        Belongings.of(model, optimizer)
+        LiveState.of(model, optimizer)
     optimizer.zero_grad()
-    brought = Belongings.of(model, optimizer)
+    brought = LiveState.of(model, optimizer)
     other = torch.optim.SGD(model.parameters()) if rank else optimizer
     with pytest.raises(UsageError, match="different optimizers"):
-        brought.into(build("plain"), other)
+        brought.move_into(build("plain"), other)
     more = build("plain")
     more.register_buffer("more", torch.zeros(1))
     with pytest.raises(MismatchError, match="model/more"):
@@ -126,16 +129,20 @@ def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
     for number in range(count):
         values = torch.full((half, rows), float(number))
         target = torch.empty(rows, half)
-        take_memory(target)
+        deallocate(target)
         box = ((rank * half, half), (0, rows))
-        have[f"w{number}"] = Held((rows, rows), torch.float32, values, ((box, ((0, half), (0, rows))),))
+        have[f"w{number}"] = LocalShards(
+            (rows, rows), torch.float32, values, ((box, ((0, half), (0, rows))),)
+        )
         box = ((0, rows), (rank * half, half))
-        want[f"w{number}"] = Held((rows, rows), torch.float32, target, ((box, ((0, rows), (0, half))),))
-    move(have, want)  # warm up: buffers of gloo
+        want[f"w{number}"] = LocalShards(
+            (rows, rows), torch.float32, target, ((box, ((0, rows), (0, half))),)
+        )
+    transfer(have, want)  # warm up: buffers of gloo
     for held in want.values():
-        take_memory(held.local)
+        deallocate(held.local)
     free = {key: held.local for key, held in have.items()}
-    taken = extra(lambda: move(have, want, free, Ranks()))
+    taken = extra(lambda: transfer(have, want, free, Ranks()))
     assert all(bool((held.local == float(key[1:])).all()) for key, held in want.items())
     return taken, 4 * rows * half
 

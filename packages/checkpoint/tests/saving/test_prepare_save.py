@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright_checkpoint import load, prepare_save, save
-from meshwright_checkpoint.io.host_memory import SLACK, Reserved
+from meshwright_checkpoint.io.host_memory import SLACK, ReservedMemory
 from meshwright_checkpoint.saving import saving
 from meshwright_checkpoint.shards.local_shards import _stock_region
 
@@ -28,7 +28,7 @@ def model_of(value: float) -> torch.nn.Module:
 
 def test_nothing_touches_it_once_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright_checkpoint.io.host_memory.PART", 4096)
-    reserved = Reserved(64 << 20, None)
+    reserved = ReservedMemory(64 << 20, None)
     memory = reserved.take()
     assert memory is not None and memory.numel() == (64 << 20) + SLACK
     part = memory[: 64 << 20].fill_(1)

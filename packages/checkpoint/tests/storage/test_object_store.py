@@ -64,9 +64,9 @@ def test_leases_in_memory(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="another job is saving"):
         save("memory://run/x", model=model)
     assert latest("memory://run") is None
-    monkeypatch.setattr(object_store, "LEASE", 0.0)  # it has died
-    assert object_store.beats(store, "/run/x/.saving-lock") is None
-    monkeypatch.setattr(object_store, "LEASE", 60.0)
+    monkeypatch.setattr(object_store, "LEASE_SECONDS", 0.0)  # it has died
+    assert object_store.lease_holder(store, "/run/x/.saving-lock") is None
+    monkeypatch.setattr(object_store, "LEASE_SECONDS", 60.0)
     store.pipe_file("/run/x/.saving-lock", json.dumps({**lease, "time": time.time() - 61}).encode())
     save("memory://run/x", model=model, asynchronous=False)
     load("memory://run/x", model=model)
@@ -75,11 +75,11 @@ def test_leases_in_memory(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lease_that_is_being_renewed(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, lease = "/run/x/.saving-lock", json.dumps({"time": time.time(), "by": "another"}).encode()
     looks = iter((b"", lease[:9], lease))
-    monkeypatch.setattr(object_store, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(type(store), "cat_file", lambda *_: next(looks))
-    assert object_store.beats(store, path) == "another"
+    assert object_store.lease_holder(store, path) == "another"
     looks = iter((b"", b"", b"", lease))
-    assert object_store.beats(store, path) is None
+    assert object_store.lease_holder(store, path) is None
 
 
 def saved(rank: int, size: int, url: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.reshard.in_memory import Belongings, trained_everywhere
+from meshwright_checkpoint.reshard.in_memory import LiveState, trained_parameters
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import destroy_groups, init, restrict_world, set_default_world
 from meshwright_dtensor.parameter import MeshParameter
@@ -61,8 +61,8 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         raise UsageError(
             "ranks were given different plans, or an optimizer on some of them only; call reshard() alike"
         )
-    brought = ranks.together(lambda: Belongings.of(model, optimizer) if old is not None else Belongings())
-    trained = trained_everywhere(ranks.gather(brought.trained))
+    state = ranks.run_checked(lambda: LiveState.of(model, optimizer) if old is not None else LiveState())
+    trained = trained_parameters(ranks.gather(state.trained))
     off = unparallelize(model) if old is not None else drop_values(model)
     stays = ranks.rank < size
     everyone = dist.group.WORLD
@@ -71,8 +71,8 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))
         _share_random_state(ranks, [there for there, *_ in told], device)
-        ranks.together(lambda: _apply(model, plan, size, ranks))
-        agreed = brought.check(model, optimizer, ranks=ranks, here=stays)
+        ranks.run_checked(lambda: _apply(model, plan, size, ranks))
+        agreed = state.check(model, optimizer, ranks=ranks, here=stays)
     except BaseException:
         off.restore()
         if everyone is not None and dist.group.WORLD is not everyone:
@@ -80,13 +80,13 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         raise
     groups = off.groups - ({everyone} if everyone is not None else set())
     del off
-    _forget_copies(brought)
+    _forget_copies(state)
     agreed.fill()
     destroy_groups(groups)
     return model, optimizer
 
 
-def _forget_copies(brought: Belongings) -> None:
+def _forget_copies(brought: LiveState) -> None:
     """Free what the old plan has gathered: its engines hold it, and old parameters hold them."""
     for tensor in brought.free.values():
         if isinstance(tensor, MeshParameter):

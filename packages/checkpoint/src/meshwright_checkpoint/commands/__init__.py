@@ -35,11 +35,11 @@ _BACKEND = click.option(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
     """Say what a checkpoint holds: tensors, sizes, layout, plan, step. Reads the manifest only."""
-    from meshwright_checkpoint.storage.backend import place_of
+    from meshwright_checkpoint.storage.backend import storage_of
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.utils.names import suggestion
 
-    manifest = place_of(path, backend).manifest()
+    manifest = storage_of(path, backend).manifest()
     if tensor is not None:
         name = tensor.removeprefix("model/")
         wanted = (tensor, f"model/{tensor}", f"model/{manifest.model.aliases.get(name, name)}")
@@ -47,13 +47,22 @@ def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
         if key is None:
             hint = suggestion(tensor, [k.removeprefix("model/") for k in manifest.tensors])
             raise UsageError(f"--tensor {tensor} is not in {path}; inspect {path} lists the tensors{hint}")
-        one = manifest.tensors[key]
-        click.echo(json.dumps({"key": key, **one.model_dump(mode="json")}) if as_json else draw(key, one))
+        tensor_entry = manifest.tensors[key]
+        click.echo(
+            json.dumps({"key": key, **tensor_entry.model_dump(mode="json")})
+            if as_json
+            else draw(key, tensor_entry)
+        )
     elif as_json:
         data = manifest.model_dump(mode="json")
         data["tensors"] = {
-            key: {"shape": list(one.shape), "dtype": one.dtype, "nbytes": one.nbytes, "parts": len(one.parts)}
-            for key, one in manifest.tensors.items()
+            key: {
+                "shape": list(tensor_entry.shape),
+                "dtype": tensor_entry.dtype,
+                "nbytes": tensor_entry.nbytes,
+                "parts": len(tensor_entry.parts),
+            }
+            for key, tensor_entry in manifest.tensors.items()
         }
         click.echo(json.dumps(data))
     else:
@@ -67,13 +76,13 @@ def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
 def verify(path: str, backend: str, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit code 4 where something is damaged."""
     from meshwright_checkpoint.convert.verify import verify as check
-    from meshwright_checkpoint.storage.backend import place_of
+    from meshwright_checkpoint.storage.backend import storage_of
     from meshwright_checkpoint.storage.checkpoint import Checkpoint
 
-    with Checkpoint(place_of(path, backend)) as checkpoint:
+    with Checkpoint(storage_of(path, backend)) as checkpoint:
         total = sum(file.nbytes for file in checkpoint.manifest.files)
-        with _progress("verify", total) as told:
-            problems = check(checkpoint, told)
+        with _progress("verify", total) as progress:
+            problems = check(checkpoint, progress)
         count = len(checkpoint.tensors)
     if as_json:
         click.echo(
@@ -97,17 +106,17 @@ def diff(a: str, b: str, backend: str, as_json: bool) -> int:
     """
     from meshwright_checkpoint.convert.verify import compare
     from meshwright_checkpoint.errors import CheckpointError
-    from meshwright_checkpoint.storage.backend import place_of
+    from meshwright_checkpoint.storage.backend import storage_of
     from meshwright_checkpoint.storage.checkpoint import Checkpoint
     from meshwright_dtensor.errors import MeshwrightError
 
     try:
-        with Checkpoint(place_of(a, backend)) as one, Checkpoint(place_of(b, backend)) as other:
-            found = compare(one, other)
+        with Checkpoint(storage_of(a, backend)) as first, Checkpoint(storage_of(b, backend)) as second:
+            differences = compare(first, second)
         if as_json:
-            click.echo(json.dumps([difference.to_dict() for difference in found]))
+            click.echo(json.dumps([difference.to_dict() for difference in differences]))
         else:
-            lines = [f"{d.kind:9} {d.name}{f': {d.detail}' if d.detail else ''}" for d in found]
+            lines = [f"{d.kind:9} {d.name}{f': {d.detail}' if d.detail else ''}" for d in differences]
             click.echo("\n".join(lines) or "the checkpoints hold the same")
     except MeshwrightError as error:
         error.exit_code = 2  # 4 of damage elsewhere; whoever asks for a difference has not been told of one
@@ -115,7 +124,7 @@ def diff(a: str, b: str, backend: str, as_json: bool) -> int:
     except Exception as error:  # whatever it is, 1 would say that something differs
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{a} and {b} could not be compared: {kind}{error}") from error
-    return 1 if found else 0
+    return 1 if differences else 0
 
 
 @command.command("export")
@@ -147,7 +156,7 @@ def reshard(
     Loading never needs this: any layout reads any checkpoint. It makes later loads faster.
     """
     from meshwright_checkpoint.convert.reshard_offline import rewrite
-    from meshwright_checkpoint.storage.backend import place_of
+    from meshwright_checkpoint.storage.backend import storage_of
     from meshwright_checkpoint.storage.checkpoint import Checkpoint
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.plan import ParallelPlan
@@ -156,10 +165,10 @@ def reshard(
     if (ranks is None) == (plan is None):
         raise UsageError("reshard needs to know for whom: give either --ranks or --plan")
     count = plan.world_size if plan is not None else ranks or 1
-    with Checkpoint(place_of(path, backend)) as checkpoint:
-        total = sum(one.nbytes for one in checkpoint.manifest.tensors.values())
-        with _progress("reshard", total) as told:
-            rewrite(checkpoint, place_of(target, backend), count, plan, told)
+    with Checkpoint(storage_of(path, backend)) as checkpoint:
+        total = sum(stored.nbytes for stored in checkpoint.manifest.tensors.values())
+        with _progress("reshard", total) as progress:
+            rewrite(checkpoint, storage_of(target, backend), count, plan, progress)
     click.echo(
         json.dumps({"path": str(target), "ranks": count})
         if as_json

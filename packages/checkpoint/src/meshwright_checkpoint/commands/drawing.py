@@ -32,12 +32,12 @@ def overview(manifest: Manifest) -> str:
     total = sum(file.nbytes for file in manifest.files)
     lines.append(f"files: {len(manifest.files)}, {_size(total)}")
     rows: dict[tuple[str, str, str, int], Counter[str]] = {}
-    for key, one in manifest.tensors.items():
+    for key, stored in manifest.tensors.items():
         if key.startswith("rng/"):
             continue
         folded = re.sub(r"(?<=[./])\d+(?=[./])", "*", key)
-        row = (folded, one.dtype, str(list(one.shape)), len(one.parts))
-        rows.setdefault(row, Counter()).update(count=1, nbytes=one.nbytes)
+        row = (folded, stored.dtype, str(list(stored.shape)), len(stored.parts))
+        rows.setdefault(row, Counter()).update(count=1, nbytes=stored.nbytes)
     widths = [max((len(str(row[i])) for row in rows), default=0) for i in range(3)]
     for (name, dtype, shape, parts), sums in sorted(rows.items()):
         text = f"  {name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}"

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from meshwright_checkpoint._torch import bytes_of_tensor
-from meshwright_checkpoint.convert.verify import steps
+from meshwright_checkpoint.convert.verify import row_blocks
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.format.safetensors_file import lay_out
+from meshwright_checkpoint.format.safetensors_file import lay_out_file
 from meshwright_checkpoint.hf.pretrained import INDEX, SINGLE
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_checkpoint.plugin import DEFAULT
@@ -26,9 +26,9 @@ from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.saving.saving import save
 from meshwright_checkpoint.shards.write_shares import Piece
 from meshwright_checkpoint.state.collect import MODEL
-from meshwright_checkpoint.storage.backend import place_of
+from meshwright_checkpoint.storage.backend import storage_of
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
-from meshwright_checkpoint.storage.filesystem import LocalPlace, sync_directory
+from meshwright_checkpoint.storage.filesystem import DirectoryStorage, sync_directory
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import box_shape, whole_box
 
@@ -49,17 +49,17 @@ def export(path: str | os.PathLike[str], *, model: nn.Module) -> None:
         UsageError: the path is a URL.
     """
     ranks = Ranks()
-    place = _directory(path)
+    target = _directory(path)
     token = ranks.gather(uuid.uuid4().hex)[0]
-    between = place.path.parent / f".{place.name}.export-{token}"
-    ranks.together(lambda: _free(place.path))
+    staging = target.path.parent / f".{target.name}.export-{token}"
+    ranks.run_checked(lambda: _free(target.path))
     try:
-        save(between, model=model, asynchronous=False)
-        with ranks.together(lambda: Checkpoint(LocalPlace(between))) as checkpoint:
-            convert(checkpoint, place.path, ranks)
+        save(staging, model=model, asynchronous=False)
+        with ranks.run_checked(lambda: Checkpoint(DirectoryStorage(staging))) as checkpoint:
+            convert(checkpoint, target.path, ranks)
     finally:
-        if ranks.rank == 0 and between.exists():
-            LocalPlace(between).remove(token)
+        if ranks.rank == 0 and staging.exists():
+            DirectoryStorage(staging).remove(token)
 
 
 def export_checkpoint(
@@ -68,16 +68,16 @@ def export_checkpoint(
     """The same from a checkpoint, in one process that needs no model. Raises CheckpointError, CorruptError."""
     target = _directory(path).path
     _free(target)
-    with Checkpoint(place_of(source, backend)) as checkpoint:
+    with Checkpoint(storage_of(source, backend)) as checkpoint:
         convert(checkpoint, target, Ranks())
 
 
-def _directory(path: str | os.PathLike[str]) -> LocalPlace:
+def _directory(path: str | os.PathLike[str]) -> DirectoryStorage:
     if "://" in os.fspath(path):
         raise UsageError(
             f"{os.fspath(path)} is a URL, and from_pretrained reads directories; export to a path on disk, and copy it from there"
         )
-    return LocalPlace(path)
+    return DirectoryStorage(path)
 
 
 def _free(path: Path) -> None:
@@ -113,13 +113,13 @@ def convert(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
             os.rename(staging, path)
             sync_directory(path.parent)
 
-    ranks.together(begin)
+    ranks.run_checked(begin)
     try:
-        ranks.together(write)
-        ranks.together(finish)
+        ranks.run_checked(write)
+        ranks.run_checked(finish)
     except BaseException:
         if ranks.rank == 0 and staging.exists():
-            LocalPlace(staging).remove("failed")
+            DirectoryStorage(staging).remove("failed")
         raise
 
 
@@ -145,13 +145,15 @@ def _nbytes(source: Source) -> int:
 
 def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: dict[str, Source]) -> None:
     shapes = {name: (sources[name].shape, sources[name].dtype) for name in names}
-    body = lay_out([Piece(name, whole_box(sources[name].shape)) for name in names], shapes, {"format": "pt"})
+    body = lay_out_file(
+        [Piece(name, whole_box(sources[name].shape)) for name in names], shapes, {"format": "pt"}
+    )
     writer = Writer(path)
     try:
         writer.write(body.header)
         for piece, _ in body.pieces:
             source = sources[piece.key]
-            for box in steps(source):
+            for box in row_blocks(source):
                 part = torch.empty(box_shape(box), dtype=source.dtype)
                 read(checkpoint, [Wanted(MODEL + piece.key, box, part)])
                 writer.write(bytes_of_tensor(part))

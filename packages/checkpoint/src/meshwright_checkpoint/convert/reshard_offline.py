@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from meshwright_checkpoint._torch import bytes_of_tensor
-from meshwright_checkpoint.convert.verify import steps
+from meshwright_checkpoint.convert.verify import row_blocks
 from meshwright_checkpoint.format.checksum import BLOCK, block_sums
 from meshwright_checkpoint.format.dtypes import dtype_name
 from meshwright_checkpoint.format.manifest import Manifest
-from meshwright_checkpoint.format.safetensors_file import Body, lay_out
+from meshwright_checkpoint.format.safetensors_file import FileLayout, lay_out_file
 from meshwright_checkpoint.read.store import read
 from meshwright_checkpoint.read.wanted import Source, Wanted
-from meshwright_checkpoint.shards.write_shares import Catalogued, share
+from meshwright_checkpoint.shards.write_shares import TensorLayout, plan_writes
 from meshwright_checkpoint.state.collect import MODEL, OPTIMIZER
-from meshwright_checkpoint.storage.backend import Place
+from meshwright_checkpoint.storage.backend import CheckpointStorage
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
@@ -35,12 +35,12 @@ from meshwright_dtensor.utils.names import did_you_mean, listing
 
 def rewrite(
     checkpoint: Checkpoint,
-    place: Place,
+    storage: CheckpointStorage,
     ranks: int,
     plan: ParallelPlan | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write the same state to `place` in `ranks` files, as a save by so many ranks would.
+    """Write the same state to `storage` in `ranks` files, as a save by so many ranks would.
 
     Args:
         plan: the layout of those ranks, which each then find their part in one file, in a few long runs, as its strategies
@@ -69,13 +69,13 @@ def rewrite(
         for key, (shape, dtype) in shapes.items()
     }
     files = []
-    place.begin(save_id)
+    storage.begin(save_id)
     try:
-        place.claim(save_id, 0)
-        for rank, pieces in enumerate(share(tensors, ranks)):
-            body = lay_out(pieces, shapes, {"format": "pt", "checkpoint": save_id, "file": str(rank)})
+        storage.claim(save_id, 0)
+        for rank, pieces in enumerate(plan_writes(tensors, ranks)):
+            body = lay_out_file(pieces, shapes, {"format": "pt", "checkpoint": save_id, "file": str(rank)})
             name = f"data-{rank:05d}.safetensors"
-            sums = _write(checkpoint, place, name, body, progress)
+            sums = _write(checkpoint, storage, name, body, progress)
             header = block_sums(memoryview(body.header))
             files.append(
                 {
@@ -98,10 +98,10 @@ def rewrite(
         }
         if plan is not None:
             data["plan"] = json.loads(plan.to_json())
-        place.commit(Manifest.checked({**data, "tensors": stored}, "the manifest to be written").to_bytes())
+        storage.commit(Manifest.checked({**data, "tensors": stored}, "the manifest to be written").to_bytes())
     finally:
-        place.end()
-        place.finish()
+        storage.end()
+        storage.finish()
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -171,18 +171,22 @@ class _Layout:
         return tuple(self.plan.parameter_states(ruled).values())
 
 
-def _catalogued(key: str, source: Source, ranks: int, layout: _Layout | None) -> Catalogued:
+def _catalogued(key: str, source: Source, ranks: int, layout: _Layout | None) -> TensorLayout:
     boxes = None if layout is None else layout.boxes(key)
     if boxes is None:
         boxes = [(whole_box(source.shape),) if 0 not in source.shape else ()] * ranks
-    return Catalogued(source.shape, source.dtype.itemsize, tuple(boxes))
+    return TensorLayout(source.shape, source.dtype.itemsize, tuple(boxes))
 
 
 def _write(
-    checkpoint: Checkpoint, place: Place, name: str, body: Body, progress: Callable[[int], None]
+    checkpoint: Checkpoint,
+    storage: CheckpointStorage,
+    name: str,
+    body: FileLayout,
+    progress: Callable[[int], None],
 ) -> list[str]:
     """One file; the checksums of its pieces."""
-    writer = place.writer(name)
+    writer = storage.writer(name)
     sums = []
     try:
         writer.write(body.header)
@@ -190,7 +194,7 @@ def _write(
             source = checkpoint.tensors[piece.key]
             part = Source(box_shape(piece.box), source.dtype, ())
             digits, rest = "", b""
-            for inner in steps(part):
+            for inner in row_blocks(part):
                 target = torch.empty(box_shape(inner), dtype=source.dtype)
                 box = tuple((base + at, n) for (base, _), (at, n) in zip(piece.box, inner, strict=True))
                 read(checkpoint, [Wanted(piece.key, box, target)])

@@ -14,7 +14,7 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.read.shared_read import CHUNK
-from meshwright_checkpoint.read.store import read, threads_of
+from meshwright_checkpoint.read.store import read, reader_threads
 from meshwright_checkpoint.read.wanted import Fragment, Source, Wanted
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.sharding.boxes import Box, box_shape, whole_box
@@ -22,7 +22,7 @@ from meshwright_dtensor.sharding.boxes import Box, box_shape, whole_box
 STEP_NBYTES = 64 << 20
 
 
-def steps(source: Source, nbytes: int = STEP_NBYTES) -> Iterator[Box]:
+def row_blocks(source: Source, nbytes: int = STEP_NBYTES) -> Iterator[Box]:
     """The tensor in boxes of whole rows, in the order of memory, each of about `nbytes` or one row."""
     if not source.shape or not prod(source.shape):
         if not source.shape:
@@ -60,13 +60,13 @@ def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbyt
             problems.append(str(error))
     if problems:
         return problems
-    with ThreadPoolExecutor(threads_of(1)) as pool:
+    with ThreadPoolExecutor(reader_threads(1)) as pool:
         waiting = [
             pool.submit(check, key, source, fragment)
             for key, source in checkpoint.tensors.items()
             for fragment in source.fragments
         ]
-        problems += [text for one in waiting if (text := one.result()) is not None]
+        problems += [text for future in waiting if (text := future.result()) is not None]
     return problems
 
 
@@ -85,28 +85,30 @@ class Difference:
 
 def compare(a: Checkpoint, b: Checkpoint) -> list[Difference]:
     """What differs, values bit for bit; how they are laid out (files, plans) makes no difference. Raises CorruptError."""
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for field in ("step", "optimizer", "extra", "model"):
-        one, other = (_about(c, field) for c in (a, b))
-        if one != other:
-            short = f"{one} / {other}" if field == "step" else ""
-            found.append(Difference(field, "about", short))
+        mine, theirs = (_about(c, field) for c in (a, b))
+        if mine != theirs:
+            short = f"{mine} / {theirs}" if field == "step" else ""
+            differences.append(Difference(field, "about", short))
     for key in sorted({*a.tensors, *b.tensors}):
         if key not in b.tensors or key not in a.tensors:
-            found.append(Difference(key, "only in A" if key in a.tensors else "only in B"))
+            differences.append(Difference(key, "only in A" if key in a.tensors else "only in B"))
             continue
         left, right = a.tensors[key], b.tensors[key]
         if left.shape != right.shape:
-            found.append(Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}"))
+            differences.append(Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}"))
         elif left.dtype != right.dtype:
-            found.append(Difference(key, "dtype", f"{left.dtype} / {right.dtype}".replace("torch.", "")))
+            differences.append(
+                Difference(key, "dtype", f"{left.dtype} / {right.dtype}".replace("torch.", ""))
+            )
         else:
             count, largest = _unequal(a, b, key)
             if count:
-                found.append(
+                differences.append(
                     Difference(key, "values", f"{count} of {prod(left.shape)}, by up to {largest:.3g}")
                 )
-    return found
+    return differences
 
 
 def _about(checkpoint: Checkpoint, field: str) -> Any:
@@ -116,7 +118,7 @@ def _about(checkpoint: Checkpoint, field: str) -> Any:
 
 def _unequal(a: Checkpoint, b: Checkpoint, key: str) -> tuple[int, float]:
     count, largest = 0, 0.0
-    for box in steps(a.tensors[key]):
+    for box in row_blocks(a.tensors[key]):
         parts = [torch.empty(box_shape(box), dtype=a.tensors[key].dtype) for _ in range(2)]
         for checkpoint, part in zip((a, b), parts, strict=True):
             read(checkpoint, [Wanted(key, box, part)])

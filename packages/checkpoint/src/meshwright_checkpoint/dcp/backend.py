@@ -29,25 +29,25 @@ from meshwright_checkpoint.format.json_values import decode, encode
 from meshwright_checkpoint.format.manifest import Group, Manifest, ModelInfo, OptimizerInfo
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read.wanted import ReadFile, Source
-from meshwright_checkpoint.saving.background import merged_optimizer
+from meshwright_checkpoint.saving.background import merge_optimizers
 from meshwright_checkpoint.state.collect import (
     EXTRA,
     MODEL,
     OPTIMIZER,
-    Collected,
-    Named,
+    CollectedState,
+    NamedTensors,
     collect_optimizer,
-    named,
+    named_tensors,
 )
-from meshwright_checkpoint.state.optimizer import number_of
-from meshwright_checkpoint.storage.backend import ForeignPlace
+from meshwright_checkpoint.state.optimizer import scalar_from_text
+from meshwright_checkpoint.storage.backend import ForeignStorage
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
-from meshwright_checkpoint.storage.filesystem import LocalPlace, sync_directory
+from meshwright_checkpoint.storage.filesystem import DirectoryStorage, sync_directory
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stored.permuted import canonical
 
 
-class DcpPlace(ForeignPlace):
+class DcpStorage(ForeignStorage):
     """A directory in torch's format, there or to be."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -55,7 +55,7 @@ class DcpPlace(ForeignPlace):
         self.where = str(self.path)
         self.name = self.path.name
 
-    def opened(self, model: nn.Module) -> Checkpoint:
+    def open_checkpoint(self, model: nn.Module) -> Checkpoint:
         """See ForeignPlace."""
         return DcpCheckpoint(self.path, model)
 
@@ -63,8 +63,8 @@ class DcpPlace(ForeignPlace):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
     ) -> None:
         """See ForeignPlace. A directory beside it is written and then renamed."""
-        told = ranks.gather(uuid.uuid4().hex)
-        staging = self.path.parent / f".{self.name}.partial-{told[0]}"
+        tokens = ranks.gather(uuid.uuid4().hex)
+        staging = self.path.parent / f".{self.name}.partial-{tokens[0]}"
 
         def begin() -> None:
             if ranks.rank == 0:
@@ -80,17 +80,17 @@ class DcpPlace(ForeignPlace):
                 os.rename(staging, self.path)
                 sync_directory(self.path.parent)
 
-        ranks.together(begin)
+        ranks.run_checked(begin)
         try:
             state = _state(model, optimizer, extra, ranks)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's own about a single process
-                ranks.together(lambda: _save(state, staging))
-            ranks.together(finish)
+                ranks.run_checked(lambda: _save(state, staging))
+            ranks.run_checked(finish)
         except BaseException:
             if ranks.rank == 0:
                 with suppress(OSError):
-                    LocalPlace(staging).remove("failed")
+                    DirectoryStorage(staging).remove("failed")
             raise
 
 
@@ -101,8 +101,8 @@ def _save(state: dict[str, Any], path: Path) -> None:
         raise CheckpointError(f"torch could not write {path}: {error}") from error
 
 
-def _names(model: nn.Module) -> Named:
-    names = named(unwrapped(model))
+def _names(model: nn.Module) -> NamedTensors:
+    names = named_tensors(unwrapped(model))
     if names.extra_state:
         raise UnsupportedError(
             f"the extra state {next(iter(names.extra_state))} cannot be saved in torch's format"
@@ -113,23 +113,23 @@ def _names(model: nn.Module) -> Named:
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
 ) -> dict[str, Any]:
-    names = ranks.together(lambda: _names(model))
+    names = ranks.run_checked(lambda: _names(model))
     tensors = {name: _stock(tensor, None) for name, tensor in names.tensors.items()}
     tensors.update({alias: tensors[name] for alias, name in names.aliases.items() if name in tensors})
     state: dict[str, Any] = {"model": tensors}
     if ranks.rank == 0 and extra is not None:
         state["extra"] = extra
     if optimizer is not None:
-        held = Collected()
-        about = ranks.together(lambda: collect_optimizer(optimizer, names, held))
-        merged = merged_optimizer(ranks.gather(about))
+        collected = CollectedState()
+        about = ranks.run_checked(lambda: collect_optimizer(optimizer, names, collected))
+        merged = merge_optimizers(ranks.gather(about))
         states: dict[str, dict[str, Any]] = {}
         for parameter, entries in optimizer.state.items():
             states[names.names[id(parameter)]] = {
                 key: _stock(value, parameter) if isinstance(value, torch.Tensor) else value
                 for key, value in entries.items()
             }
-        groups = [{**decode(g["options"], number_of), "params": g["params"]} for g in merged["groups"]]
+        groups = [{**decode(g["options"], scalar_from_text), "params": g["params"]} for g in merged["groups"]]
         state["optim"] = {"state": states, "param_groups": groups}
     return state
 
@@ -138,10 +138,15 @@ def _stock(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
     """As stock DTensor or plain tensor in true order, without autograd (a collective call where it lies in runs)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    true = canonical(tensor, parameter)
-    local, mesh = local_of(true), true.device_mesh
+    canonical_tensor = canonical(tensor, parameter)
+    local, mesh = local_of(canonical_tensor), canonical_tensor.device_mesh
     return DTensor.from_local(
-        local, mesh, true.placements, run_check=False, shape=true.shape, stride=true.stride()
+        local,
+        mesh,
+        canonical_tensor.placements,
+        run_check=False,
+        shape=canonical_tensor.shape,
+        stride=canonical_tensor.stride(),
     )
 
 
@@ -157,22 +162,24 @@ class DcpCheckpoint(Checkpoint):
         self._dcp = DcpFiles(path)
         self.where = self._dcp.where
         try:
-            names = named(model)
-            known = {*names.tensors, *names.aliases}
-            optim = _optimizer_prefix(self._dcp, known)
+            names = named_tensors(model)
+            model_names = {*names.tensors, *names.aliases}
+            optim = _optimizer_prefix(self._dcp, model_names)
             numbered = (re.search(r"(?:^|\.)(state\.\d+\.\w+)$", name) for name in self._dcp.tensors)
-            if optim is None and any(found and found[1] not in known for found in numbered):
-                self.without_optimizer = (
+            if optim is None and any(match and match[1] not in model_names for match in numbered):
+                self.no_optimizer_reason = (
                     "its states have numbers for names, which mean other parameters in another model; save what "
                     "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
                 )
-            prefix = _model_prefix(self._dcp, known, optim)
+            prefix = _model_prefix(self._dcp, model_names, optim)
             tensors: dict[str, Source] = {}
             rest: list[str] = []
             for name, source in self._dcp.tensors.items():
                 if optim is not None and name.startswith(f"{optim}state."):
                     tensors[OPTIMIZER + "/".join(name[len(optim) + 6 :].rsplit(".", 1))] = source
-                elif name.startswith(prefix) and (prefix or name in known or len(self._path(name)) == 1):
+                elif name.startswith(prefix) and (
+                    prefix or name in model_names or len(self._path(name)) == 1
+                ):
                     tensors[MODEL + name[len(prefix) :]] = source
                 else:
                     rest.append(name)
@@ -205,22 +212,22 @@ class DcpCheckpoint(Checkpoint):
                 parameter, _, key = name[len(prefix) + 6 :].rpartition(".")
                 values.setdefault(parameter, {})[key] = encode(self._dcp.value(name), _none, name)
         groups: dict[str, tuple[list[str], Any]] = {}
-        for group, own in options.items():
-            params = own.pop("params", [group])
-            own.pop("param_names", None)
+        for group, group_options in options.items():
+            params = group_options.pop("params", [group])
+            group_options.pop("param_names", None)
             if not isinstance(params, list) or not all(isinstance(p, str) for p in params):
                 raise CorruptError(
                     f"{self.where}: parameters of the optimizer are no names; save it with torch's get_state_dict"
                 )
-            encoded = encode(own, _none, "options")
-            by = group if group.isdigit() else repr(encoded)
-            groups.setdefault(by, ([], encoded))[0].extend(params)
+            encoded = encode(group_options, _none, "options")
+            group_key = group if group.isdigit() else repr(encoded)
+            groups.setdefault(group_key, ([], encoded))[0].extend(params)
         made = tuple(Group(params=tuple(params), options=encoded) for params, encoded in groups.values())
         return OptimizerInfo(cls="", groups=made, values=values)
 
     def _extra(self, tensors: list[str], optim: str | None) -> Any:
         """What belongs neither to the model nor to the optimizer, nested as it was."""
-        found: dict[Any, Any] = {}
+        extra: dict[Any, Any] = {}
         skipped = []
         for name in [*tensors, *sorted(self._dcp.values)]:
             if optim is not None and name.startswith((f"{optim}state.", f"{optim}param_groups.")):
@@ -234,17 +241,17 @@ class DcpCheckpoint(Checkpoint):
             except (CorruptError, UnsupportedError):
                 skipped.append(name)
                 continue
-            place = found
+            parent = extra
             *outer, last = self._path(name)
             for key in outer:
-                place = place.setdefault(str(key), {})
-            place[str(last)] = value
+                parent = parent.setdefault(str(key), {})
+            parent[str(last)] = value
         if skipped:
             warnings.warn(
                 f"{self.where} holds what is no plain value, left out: {', '.join(skipped)[:200]}",
                 stacklevel=2,
             )
-        return found.get("extra", found) if set(found) <= {"extra"} else found
+        return extra.get("extra", extra) if set(extra) <= {"extra"} else extra
 
     def file(self, name: str) -> ReadFile:
         """See `Store`."""
@@ -259,22 +266,22 @@ def _none(path: str, tensor: torch.Tensor) -> str:
     raise UnsupportedError(f"{path} is a tensor inside of another value")
 
 
-def _optimizer_prefix(files: DcpFiles, known: set[str]) -> str | None:
+def _optimizer_prefix(files: DcpFiles, model_names: set[str]) -> str | None:
     """What comes before "state." in the names of the optimizer's states."""
     for name in files.tensors:
-        found = re.fullmatch(r"(|.*?\.)state\.(.+)\.\w+", name)
-        if found and found[2] in known:
-            return found[1]
+        match = re.fullmatch(r"(|.*?\.)state\.(.+)\.\w+", name)
+        if match and match[2] in model_names:
+            return match[1]
     return None
 
 
-def _model_prefix(files: DcpFiles, known: set[str], optim: str | None) -> str:
+def _model_prefix(files: DcpFiles, model_names: set[str], optim: str | None) -> str:
     """What comes before the names of the model: what most of them have in common."""
     count: dict[str, int] = {}
     for name in files.tensors:
         if optim is not None and name.startswith(f"{optim}state."):
             continue
         for at in [0, *(i + 1 for i, c in enumerate(name) if c == ".")]:
-            if name[at:] in known:
+            if name[at:] in model_names:
                 count[name[:at]] = count.get(name[:at], 0) + 1
     return max(count, key=lambda prefix: (count[prefix], -len(prefix)), default="")

@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint (DCP) as something to load from, straight into shards.
 
 A directory of ``.metadata``, a pickle, and files of chunks, each of which is a zip that `torch.save` has written: another
-small pickle, and the bytes of a tensor, uncompressed. Pickles are read inertly (:mod:`inert`), the bytes where they lie.
+small pickle, and the bytes of a tensor, uncompressed. Pickles are read inertly (:mod:`safe_loads`), the bytes where they lie.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwright_checkpoint.dcp.safe_unpickle import Record, inert
+from meshwright_checkpoint.dcp.safe_unpickle import Record, safe_loads
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
@@ -27,7 +27,7 @@ _DAMAGE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSErro
 """What zipfile raises for a damaged archive."""
 
 
-class Window(io.RawIOBase):
+class FileWindow(io.RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, file: ReadFile, start: int, length: int) -> None:
@@ -63,7 +63,7 @@ class Window(io.RawIOBase):
         return len(view)
 
 
-class Shifted:
+class OffsetFile:
     """A file from an offset on, as a file that parts are read of; it is closed by who opened it."""
 
     def __init__(self, file: ReadFile, start: int, nbytes: int) -> None:
@@ -98,7 +98,7 @@ class DcpFiles:
             raise CheckpointError(
                 f"{path} is no checkpoint of torch.distributed.checkpoint: it has no {METADATA}{hint}"
             )
-        metadata = inert((path / METADATA).read_bytes(), str(path / METADATA))
+        metadata = safe_loads((path / METADATA).read_bytes(), str(path / METADATA))
         try:
             self.tensors, self._values = _described(metadata)
             given = metadata.state.get("planner_data")
@@ -116,13 +116,13 @@ class DcpFiles:
     def value(self, name: str) -> Any:
         """What is stored under a name and is no tensor. Raises CorruptError for what is no plain value."""
         with self._archive(*self._values[name], what=name) as archive:
-            return inert(_read(archive, "data.pkl", MAX_VALUE_NBYTES, name), f"{name} in {self.where}")
+            return safe_loads(_read(archive, "data.pkl", MAX_VALUE_NBYTES, name), f"{name} in {self.where}")
 
     def file(self, name: str) -> ReadFile:
         """The bytes of a chunk. Raises CorruptError where they are not those of a contiguous tensor."""
         file, offset, length = name.rsplit(":", 2)
         with self._archive(file, int(offset), int(length), what=name) as archive:
-            rebuilt = inert(_read(archive, "data.pkl", 1 << 16, name), f"{name} in {self.where}")
+            rebuilt = safe_loads(_read(archive, "data.pkl", 1 << 16, name), f"{name} in {self.where}")
             members = [m for m in archive.infolist() if m.filename.endswith("/data/0")]
             if _read(archive, "byteorder", 16, name, default=b"little") != b"little" or len(members) != 1:
                 raise CorruptError(f"{self.where}: {name} holds no single tensor of little-endian numbers")
@@ -138,11 +138,11 @@ class DcpFiles:
             start = int(offset) + member.header_offset + skip
             if head[:4] != b"PK\x03\x04" or start + member.file_size > int(offset) + int(length):
                 raise CorruptError(f"{self.where}: {name} is damaged")
-            return Shifted(opened, start, member.file_size)
+            return OffsetFile(opened, start, member.file_size)
 
     def _archive(self, file: str, offset: int, length: int, what: str) -> zipfile.ZipFile:
         try:
-            return zipfile.ZipFile(io.BufferedReader(Window(self._open(file), offset, length)))
+            return zipfile.ZipFile(io.BufferedReader(FileWindow(self._open(file), offset, length)))
         except _DAMAGE as error:
             raise CorruptError(
                 f"{self.where}: {what} is damaged, or was not written by torch.save ({ascii(str(error))[:80]})"
@@ -193,7 +193,7 @@ def _check_contiguous(rebuilt: Any, where: str) -> None:
 def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str, int, int]]]:
     if not isinstance(metadata, Record) or metadata.kind != "Metadata":
         raise ValueError("no Metadata")
-    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    locations: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
     for index, info in metadata.get("storage_data").items():
         if info.state.get("transform_descriptors"):
             raise ValueError("files are compressed, which is not supported")
@@ -201,7 +201,7 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
         at, length = info.get("offset"), info.get("length")
         if not all(type(x) is int and x >= 0 for x in (at, length)):
             raise ValueError("negative sizes")
-        places[str(index.get("fqn")), None if offset is None else tuple(offset)] = (
+        locations[str(index.get("fqn")), None if offset is None else tuple(offset)] = (
             str(info.get("relative_path")),
             at,
             length,
@@ -210,15 +210,17 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
     values: dict[str, tuple[str, int, int]] = {}
     for name, stored in metadata.get("state_dict_metadata").items():
         if stored.kind == "BytesStorageMetadata":
-            if (name, None) in places:
-                values[str(name)] = places[name, None]
+            if (name, None) in locations:
+                values[str(name)] = locations[name, None]
             continue
         shape = tuple(int(n) for n in stored.get("size"))
         dtype = _dtype(stored.get("properties"))
         fragments = []
         for box in _boxes(stored.get("chunks")):
             offsets = tuple(start for start, _ in box)
-            file, at, length = places[name, offsets] if (name, offsets) in places else places[name, None]
+            file, at, length = (
+                locations[name, offsets] if (name, offsets) in locations else locations[name, None]
+            )
             if 0 not in (n for _, n in box):
                 fragments.append(Fragment(box, f"{file}:{at}:{length}", 0))
         tensors[str(name)] = Source(shape, dtype, tuple(fragments))
@@ -228,10 +230,10 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
 def _dtype(properties: Record) -> torch.dtype:
     state = properties.__dict__.get("state", {})
     # TensorProperties pickles itself as a tuple that starts with its dtype
-    found = state.get("dtype") or next(iter(state.get("", ())), None)
-    if not isinstance(found, torch.dtype):
+    dtype = state.get("dtype") or next(iter(state.get("", ())), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without dtype")
-    return found
+    return dtype
 
 
 def _boxes(chunks: Any) -> Iterator[Box]:

@@ -96,16 +96,16 @@ class _Reader(pickle.Unpickler):
             return OrderedDict
         if module in ("torch", "torch.storage") and (name.endswith("Storage") and name.isidentifier()):
             return type(name, (Record,), {"kind": name})
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-            return found
+        torch_constant = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(torch_constant, (torch.dtype, torch.layout, torch.memory_format)):
+            return torch_constant
         raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints of torch do not need")
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
 
 
-def inert(data: bytes, where: str) -> Any:
+def safe_loads(data: bytes, where: str) -> Any:
     """What a pickle holds, as plain values and records.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 
 from meshwright_dtensor.errors import UnsupportedError
 
-BY_NAME = MappingProxyType(
+DTYPES = MappingProxyType(
     {
         "F64": torch.float64,
         "F32": torch.float32,
@@ -28,7 +28,7 @@ BY_NAME = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
-_NAMES = MappingProxyType({dtype: name for name, dtype in BY_NAME.items()})
+_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 def dtype_name(dtype: torch.dtype, of: str) -> str:
@@ -36,6 +36,6 @@ def dtype_name(dtype: torch.dtype, of: str) -> str:
     name = _NAMES.get(dtype)
     if name is None:
         raise UnsupportedError(
-            f"{of} has dtype {dtype}, which safetensors files cannot hold; convert it to one of {', '.join(BY_NAME)}"
+            f"{of} has dtype {dtype}, which safetensors files cannot hold; convert it to one of {', '.join(DTYPES)}"
         )
     return name

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.checksum import BLOCK, DIGITS
-from meshwright_checkpoint.format.dtypes import BY_NAME
-from meshwright_checkpoint.shards.coverage import check_cover
+from meshwright_checkpoint.format.dtypes import DTYPES
+from meshwright_checkpoint.shards.coverage import coverage_problem
 from meshwright_dtensor.sharding.boxes import Box
 
 NAME = "manifest.json"
@@ -61,13 +61,13 @@ class Stored(_Model):
     """One tensor: global shape, dtype as in safetensors, and the parts that make it up."""
 
     shape: tuple[Count, ...]
-    dtype: Literal[tuple(BY_NAME)]  # type: ignore[valid-type]
+    dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
     parts: tuple[Part, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole."""
-        return prod(self.shape) * BY_NAME[self.dtype].itemsize
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class ModelInfo(_Model):
@@ -163,9 +163,9 @@ class Manifest(_Model):
         try:
             manifest = cls.model_validate(data)
         except ValidationError as error:
-            one = error.errors(include_url=False, include_input=False)[0]
-            at = ascii(".".join(str(x) for x in one["loc"]))[:120]
-            raise CorruptError(f"{where} is damaged: {at}: {ascii(one['msg'])[:120]}") from None
+            first = error.errors(include_url=False, include_input=False)[0]
+            at = ascii(".".join(str(x) for x in first["loc"]))[:120]
+            raise CorruptError(f"{where} is damaged: {at}: {ascii(first['msg'])[:120]}") from None
         except RecursionError:
             raise CorruptError(f"{where} is damaged: it is nested too deep") from None
         for name, tensor in manifest.tensors.items():
@@ -181,7 +181,7 @@ def _json(data: bytes, where: str) -> Any:
 
 
 def _check_tensor(manifest: Manifest, name: str, tensor: Stored, where: str) -> None:
-    itemsize = BY_NAME[tensor.dtype].itemsize
+    itemsize = DTYPES[tensor.dtype].itemsize
     boxes: list[Box] = []
     for part in tensor.parts:
         if part.file >= len(manifest.files):
@@ -195,6 +195,6 @@ def _check_tensor(manifest: Manifest, name: str, tensor: Stored, where: str) -> 
         if len(part.sums) != -(-nbytes // BLOCK) * DIGITS:
             raise CorruptError(f"{where} is damaged: {name!a} has checksums for another size")
         boxes.append(part.box)
-    problem = check_cover(tensor.shape, boxes)
+    problem = coverage_problem(tensor.shape, boxes)
     if problem:
         raise CorruptError(f"{where} is damaged: the parts of {name!a} {problem}")

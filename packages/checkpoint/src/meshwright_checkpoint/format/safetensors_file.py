@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from meshwright_checkpoint.errors import CorruptError
-from meshwright_checkpoint.format.dtypes import BY_NAME, dtype_name
-from meshwright_checkpoint.shards.local_shards import bytes_of, text_of
+from meshwright_checkpoint.format.dtypes import DTYPES, dtype_name
+from meshwright_checkpoint.shards.local_shards import box_nbytes, box_text
 from meshwright_checkpoint.shards.write_shares import Piece
 from meshwright_dtensor.sharding.boxes import box_shape
 
@@ -25,7 +25,7 @@ MAX_HEADER = 100 << 20
 
 
 @dataclass(frozen=True)
-class Body:
+class FileLayout:
     """The pieces of one file in the order of their bytes, each with its offset in the file; and the file's size."""
 
     header: bytes
@@ -33,11 +33,11 @@ class Body:
     nbytes: int
 
 
-def lay_out(
+def lay_out_file(
     pieces: Sequence[Piece],
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     metadata: Mapping[str, str],
-) -> Body:
+) -> FileLayout:
     """Header and offsets of a file that holds `pieces`: in the order of the power of two that divides their size, so that every
     tensor is aligned to its elements, and those of whole pages to pages (they are read and written around the system's cache).
 
@@ -45,7 +45,7 @@ def lay_out(
     """
 
     def alignment(piece: Piece) -> int:
-        nbytes = bytes_of(piece.box, shapes[piece.key][1])
+        nbytes = box_nbytes(piece.box, shapes[piece.key][1])
         return min(nbytes & -nbytes or ALIGN, ALIGN)
 
     ordered = sorted(pieces, key=alignment, reverse=True)  # stable: else the given order
@@ -53,8 +53,8 @@ def lay_out(
     at, placed = 0, []
     for piece in ordered:
         shape, dtype = shapes[piece.key]
-        name = piece.key if box_shape(piece.box) == shape else piece.key + text_of(piece.box)
-        end = at + bytes_of(piece.box, dtype)
+        name = piece.key if box_shape(piece.box) == shape else piece.key + box_text(piece.box)
+        end = at + box_nbytes(piece.box, dtype)
         entries[name] = {
             "dtype": dtype_name(dtype, piece.key),
             "shape": list(box_shape(piece.box)),
@@ -65,7 +65,9 @@ def lay_out(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGN)
     header = len(text).to_bytes(8, "little") + text
-    return Body(header, tuple((piece, start + len(header)) for piece, start in placed), at + len(header))
+    return FileLayout(
+        header, tuple((piece, start + len(header)) for piece, start in placed), at + len(header)
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def read_header(head: bytes, nbytes: int, where: str) -> tuple[dict[str, Entry],
             shape = tuple(value["shape"])
             if not all(type(x) is int and x >= 0 for x in (start, end, *shape)):
                 raise ValueError("negative sizes")
-            if end - start != prod(shape) * BY_NAME[value["dtype"]].itemsize or len(head) + end > nbytes:
+            if end - start != prod(shape) * DTYPES[value["dtype"]].itemsize or len(head) + end > nbytes:
                 raise ValueError(f"{name!a} has wrong offsets")
             entries[name] = Entry(value["dtype"], shape, len(head) + start)
         return entries, {str(k): str(v) for k, v in metadata.items()}

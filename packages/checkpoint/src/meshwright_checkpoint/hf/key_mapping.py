@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 
 from meshwright_checkpoint.read.wanted import Fragment, Source
-from meshwright_checkpoint.shards.coverage import check_cover
+from meshwright_checkpoint.shards.coverage import coverage_problem
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def renamed(sources: Mapping[str, Source], wanted: Collection[str], prefix: str) -> dict[str, Source]:
+def match_prefix(sources: Mapping[str, Source], wanted: Collection[str], prefix: str) -> dict[str, Source]:
     """The sources under the names of a model whose base model is called `prefix`, or that is itself a base model."""
     if not prefix or any(name in wanted for name in sources):
         return dict(sources)
@@ -38,31 +38,31 @@ class _Fusion:
     parts: list[tuple[int, int, Source, str]]
 
 
-def fused(
+def fuse(
     sources: Mapping[str, Source], wanted: Shapes, model: nn.Module, elsewhere: Collection[str] = ()
 ) -> dict[str, Source]:
     """The sources with those put together that `model` holds as one parameter; what cannot be stays as it is.
 
     `elsewhere`: names of parameters that other stages of a pipeline hold.
     """
-    known = wanted.keys() | set(elsewhere)
-    result = {name: source for name, source in sources.items() if name in known}
+    model_names = wanted.keys() | set(elsewhere)
+    result = {name: source for name, source in sources.items() if name in model_names}
     fusions: dict[str, _Fusion] = {}
     transforms = _transforms(model)
     for stored, source in sources.items():
-        if stored in known:
+        if stored in model_names:
             continue
         name = stored
         for patterns, targets, operations in transforms:
             if operations is None:
                 name = re.sub(patterns[0], targets[0], name)
                 continue
-            found = _matched(name, patterns)
-            if found is not None and len(targets) == 1:
-                which, place, start, end = found
+            match = _matched(name, patterns)
+            if match is not None and len(targets) == 1:
+                pattern_index, stack_index, start, end = match
                 target = name[:start] + targets[0] + name[end:]
                 fusions.setdefault(target, _Fusion(operations, [])).parts.append(
-                    (which, place, source, stored)
+                    (pattern_index, stack_index, source, stored)
                 )
                 break
         else:
@@ -86,29 +86,29 @@ def _transforms(model: nn.Module) -> list[tuple[list[str], list[str], tuple[Any,
         return []
     return [
         (
-            list(one.source_patterns),
-            list(one.target_patterns),
-            getattr(one, "operations", None) and tuple(one.operations),
+            list(conversion.source_patterns),
+            list(conversion.target_patterns),
+            getattr(conversion, "operations", None) and tuple(conversion.operations),
         )
-        for one in get_model_conversion_mapping(model)
-        if getattr(one, "scope_prefix", None) is None
-        and type(one).__name__ in ("WeightRenaming", "WeightConverter")
+        for conversion in get_model_conversion_mapping(model)
+        if getattr(conversion, "scope_prefix", None) is None
+        and type(conversion).__name__ in ("WeightRenaming", "WeightConverter")
     ]
 
 
 def _matched(name: str, patterns: list[str]) -> tuple[int, int, int, int] | None:
     """(number of the pattern, the number that its star stands for, start and end of the match), or None."""
-    for which, pattern in enumerate(patterns):
+    for index, pattern in enumerate(patterns):
         text = re.escape(pattern).replace(r"\*", r"(\d{1,9})") + r"(?!\w)"
-        found = re.search(text, name)
-        if found:
-            return which, int(found[1]) if found.re.groups else 0, found.start(), found.end()
+        match = re.search(text, name)
+        if match:
+            return index, int(match[1]) if match.re.groups else 0, match.start(), match.end()
     return None
 
 
 def _put_together(fusion: _Fusion) -> Source | None:
     """The parameter as a source whose fragments are the stored tensors; None where more is done to them than laying out."""
-    kinds = [type(one).__name__ for one in fusion.operations]
+    kinds = [type(operation).__name__ for operation in fusion.operations]
     if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]):
         return None
     stack = fusion.operations[0].dim if kinds[0] == "MergeModulelist" else None
@@ -119,12 +119,14 @@ def _put_together(fusion: _Fusion) -> Source | None:
     fragments: list[Fragment] = []
     size: list[int] = []
     start = 0
-    for which in sorted({part[0] for part in fusion.parts}):
+    for pattern_index in sorted({part[0] for part in fusion.parts}):
         length = 0
-        for _, place, source, _ in sorted((p for p in fusion.parts if p[0] == which), key=lambda p: p[1]):
+        for _, stack_index, source, _ in sorted(
+            (p for p in fusion.parts if p[0] == pattern_index), key=lambda p: p[1]
+        ):
             box = list(source.fragments[0].box)
             if stack is not None:
-                box.insert(stack, (place, 1))
+                box.insert(stack, (stack_index, 1))
             if join is not None:
                 length = box[join][1]
                 box[join] = (start, length)
@@ -133,6 +135,6 @@ def _put_together(fusion: _Fusion) -> Source | None:
             if source.dtype != dtype:
                 return None
         start += length
-    if check_cover(size, [fragment.box for fragment in fragments]):
+    if coverage_problem(size, [fragment.box for fragment in fragments]):
         return None
     return Source(tuple(size), dtype, tuple(fragments))

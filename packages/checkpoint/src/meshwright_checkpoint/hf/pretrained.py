@@ -9,12 +9,12 @@ from pathlib import Path
 from torch import nn
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
-from meshwright_checkpoint.format.dtypes import BY_NAME
+from meshwright_checkpoint.format.dtypes import DTYPES
 from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.format.safetensors_file import Entry, header_length, read_header
-from meshwright_checkpoint.hf.key_mapping import fused, renamed
+from meshwright_checkpoint.hf.key_mapping import fuse, match_prefix
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
-from meshwright_checkpoint.state.collect import MODEL, named
+from meshwright_checkpoint.state.collect import MODEL, named_tensors
 from meshwright_checkpoint.storage.filesystem import Reader
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.sharding.boxes import whole_box
@@ -40,11 +40,11 @@ class Pretrained:
         self._files: dict[str, ReadFile] = {}
         try:
             entries = self._entries()
-            wanted = {name: tuple(tensor.shape) for name, tensor in named(model).tensors.items()}
+            wanted = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).tensors.items()}
             sources = {
                 name: Source(
                     entry.shape,
-                    BY_NAME[entry.dtype],
+                    DTYPES[entry.dtype],
                     (Fragment(whole_box(entry.shape), file, entry.offset),) if 0 not in entry.shape else (),
                 )
                 for name, (file, entry) in entries.items()
@@ -52,9 +52,9 @@ class Pretrained:
             division = stages_of(model)
             elsewhere = frozenset() if division is None else frozenset(division.holders) - wanted.keys()
             prefix = getattr(model, "base_model_prefix", "")
-            named_now = renamed(sources, wanted.keys() | elsewhere, prefix)
+            named_now = match_prefix(sources, wanted.keys() | elsewhere, prefix)
             self.tensors: Mapping[str, Source] = {
-                MODEL + name: source for name, source in fused(named_now, wanted, model, elsewhere).items()
+                MODEL + name: source for name, source in fuse(named_now, wanted, model, elsewhere).items()
             }
         except BaseException:
             self.close()
@@ -71,7 +71,7 @@ class Pretrained:
                 raise CorruptError(
                     f"{self._path / INDEX} is no sound index: {ascii(str(error))[:100]}"
                 ) from None
-        found: dict[str, tuple[str, Entry]] = {}
+        entries_by_name: dict[str, tuple[str, Entry]] = {}
         for name in names:
             if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
                 raise CorruptError(
@@ -85,8 +85,8 @@ class Pretrained:
             head = bytearray(8 + header_length(bytes(first), file.nbytes, file.where))
             file.read_into(memoryview(head), 0)
             entries, _ = read_header(bytes(head), file.nbytes, file.where)
-            found.update({key: (name, entry) for key, entry in entries.items()})
-        return found
+            entries_by_name.update({key: (name, entry) for key, entry in entries.items()})
+        return entries_by_name
 
     def file(self, name: str) -> ReadFile:
         """See `Store`."""

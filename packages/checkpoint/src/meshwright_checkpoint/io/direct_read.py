@@ -25,21 +25,21 @@ REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 """What systems say of reads and writes that cannot go around the cache (memory that a driver has pinned, larger blocks)."""
 
 
-def pages_of(offset: int, nbytes: int) -> int:
+def pages_nbytes(offset: int, nbytes: int) -> int:
     """Bytes of the pages that hold `nbytes` from `offset` on."""
     return -(-(offset + nbytes) // ALIGN) * ALIGN - offset // ALIGN * ALIGN
 
 
-class Around:
+class DirectReader:
     """The way around the cache to a file that is open as `fd`, which stays the caller's."""
 
     def __init__(self, fd: int) -> None:
-        self._through = fd
+        self._fd = fd
         self._refused = not hasattr(os, "O_DIRECT")
 
-    def better(self, offset: int, nbytes: int) -> bool:
+    def worthwhile(self, offset: int, nbytes: int) -> bool:
         """Whether to go around the cache for these bytes: they are many, and not in it."""
-        return not self._refused and nbytes >= LARGE and not cached(self._through, offset, nbytes)
+        return not self._refused and nbytes >= LARGE and not is_cached(self._fd, offset, nbytes)
 
     def read(self, memory: memoryview, offset: int, nbytes: int) -> int:
         """Read the pages that hold `nbytes` from `offset` on into `memory`, which starts with a page.
@@ -51,7 +51,7 @@ class Around:
         Raises:
             OSError: the disk has failed.
         """
-        start, room = offset // ALIGN * ALIGN, pages_of(offset, nbytes)
+        start, room = offset // ALIGN * ALIGN, pages_nbytes(offset, nbytes)
         done = 0
         # for this read alone: a checkpoint may have more files than two descriptors each allow
         fd = self._opened()
@@ -75,13 +75,13 @@ class Around:
         """The same file once more, whatever its name means by now; None where its file system cannot."""
         if not self._refused:
             try:
-                return os.open(f"/proc/self/fd/{self._through}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
             except OSError:
                 self._refused = True
         return None
 
 
-def cached(fd: int, offset: int, nbytes: int) -> bool:
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Whether most of these bytes of a file are in the system's cache, by up to SAMPLES pages of them, or it does not tell.
 
     Nothing is read.
@@ -90,36 +90,36 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
     start = offset // page * page
     length = offset + nbytes - start
     pages = -(-length // page)
-    there = np.zeros(1, dtype=np.uint8)
-    found = 0
+    resident = np.zeros(1, dtype=np.uint8)
+    cached_pages = 0
     try:
         mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
         with mapped:
             address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-            places = sorted({pages * (2 * number + 1) // (2 * SAMPLES) for number in range(SAMPLES)})
+            sampled = sorted({pages * (2 * number + 1) // (2 * SAMPLES) for number in range(SAMPLES)})
             for (
-                place
-            ) in places:  # asked for all of them the system looks each up: a tenth of what the load takes
-                if _mincore()(address + place * page, 1, there.ctypes.data):
+                page_index
+            ) in sampled:  # asked for all of them the system looks each up: a tenth of what the load takes
+                if _mincore()(address + page_index * page, 1, resident.ctypes.data):
                     return True
-                found += int(there[0]) & 1
+                cached_pages += int(resident[0]) & 1
     except (OSError, ValueError, AttributeError):  # the file is shorter, or the system has no such call
         return True
-    return found * 2 > len(places)
+    return cached_pages * 2 > len(sampled)
 
 
 @cache
 def _mincore() -> Any:
-    found = ctypes.CDLL(None).mincore
-    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
-    return found
+    mincore = ctypes.CDLL(None).mincore
+    mincore.argtypes, mincore.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
+    return mincore
 
 
 @runtime_checkable
-class PagedFile(Protocol):
+class DirectFile(Protocol):
     """A file that can also be read around the system's cache, in whole pages."""
 
-    def around(self, offset: int, nbytes: int) -> bool:
+    def prefers_direct(self, offset: int, nbytes: int) -> bool:
         """Whether that is the faster way to these bytes."""
 
     def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:

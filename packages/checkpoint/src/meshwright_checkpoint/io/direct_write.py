@@ -38,7 +38,7 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._at = 0  # bytes that have been sent
-        self._around = False
+        self._direct = False
         self._worker: Worker[None] | None = None
         self._sent: deque[Future[None]] = deque()
         self._buffer, self._filled = _buffer(), 0
@@ -48,7 +48,7 @@ class Writer:
         """Append. Raises OSError, also for what was written before."""
         rest = np.frombuffer(data, dtype=np.uint8) if len(data) else np.empty(0, np.uint8)
         while rest.size:
-            count = self._where_it_lies(rest)
+            count = self._write_in_place(rest)
             if not count:
                 count = min(rest.size, CHUNK - self._filled)
                 self._copy(rest[:count])
@@ -67,7 +67,7 @@ class Writer:
                 self._worker.close()
             os.close(self._fd)
 
-    def _where_it_lies(self, rest: Bytes) -> int:
+    def _write_in_place(self, rest: Bytes) -> int:
         """Send what is aligned in memory as it will be in the file; the number of bytes, or 0 where it has to be copied."""
         position = self._at + self._filled
         lead = -position % ALIGN
@@ -100,7 +100,7 @@ class Writer:
     def _send(self, data: Bytes) -> Future[None]:
         if self._worker is None:
             self._worker = Worker("meshwright-write")
-            self._around = _around(self._fd)
+            self._direct = _set_direct(self._fd)
         while len(self._sent) >= WAITING:
             self._sent.popleft().result()
         at = self._at
@@ -114,10 +114,10 @@ class Writer:
             try:
                 done += os.pwrite(self._fd, view[done:], at + done)
             except OSError as error:
-                if error.errno not in REFUSED or not self._around:
+                if error.errno not in REFUSED or not self._direct:
                     raise
-                self._around = _around(self._fd, False)
-        if not self._around:
+                self._direct = _set_direct(self._fd, False)
+        if not self._direct:
             _start_writing(self._fd, at, len(view))
 
     def _finish(self) -> None:
@@ -125,7 +125,7 @@ class Writer:
             self._sent.popleft().result()
         size = self._at + self._filled
         last = self._buffer[: self._filled]
-        if self._around and self._filled % ALIGN:
+        if self._direct and self._filled % ALIGN:
             last = self._buffer[: self._filled + -self._filled % ALIGN]
             last[self._filled :] = 0
         self._put(last, self._at)
@@ -137,7 +137,7 @@ def _buffer() -> Bytes:
     return aligned_memory(CHUNK).numpy()
 
 
-def _around(fd: int, on: bool = True) -> bool:
+def _set_direct(fd: int, on: bool = True) -> bool:
     """Let writes go around the page cache, or through it again; whether they go around it."""
     if not hasattr(os, "O_DIRECT"):
         return False

@@ -49,15 +49,15 @@ def shared_memory(fd: int, nbytes: int) -> torch.Tensor:
     )
     memory = room[-room.data_ptr() % HUGE :][:nbytes]
     # over a part of the room, which is given back with it; mmap of Python's takes no address
-    found = _libc().mmap(
+    address = _libc().mmap(
         memory.data_ptr(), nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0
     )
-    if found != memory.data_ptr():
+    if address != memory.data_ptr():
         raise OSError(ctypes.get_errno(), "shared memory cannot be mapped")
     return memory
 
 
-def in_large_pages(memory: torch.Tensor) -> bool:
+def collapse_to_large_pages(memory: torch.Tensor) -> bool:
     """Turn memory that nobody has used, and that starts with a large page, into large pages; False where the system does not."""
     whole = memory.numel() // HUGE * HUGE
     if not whole or memory.data_ptr() % HUGE:
@@ -68,11 +68,11 @@ def in_large_pages(memory: torch.Tensor) -> bool:
 
 @cache
 def _libc() -> Any:
-    found = ctypes.CDLL(None, use_errno=True)
-    found.mmap.restype = ctypes.c_void_p
-    found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    found.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return found
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
 
 
 def new_memory(nbytes: int, pinned_for: int | None) -> torch.Tensor:
@@ -83,7 +83,7 @@ def new_memory(nbytes: int, pinned_for: int | None) -> torch.Tensor:
         return torch.empty(nbytes + min(SLACK, nbytes // 16 + HUGE), dtype=torch.uint8, pin_memory=True)
 
 
-class Reserved:
+class ReservedMemory:
     """At least `nbytes` of memory that a thread of low priority touches, until they are taken."""
 
     def __init__(self, nbytes: int, pinned_for: int | None) -> None:

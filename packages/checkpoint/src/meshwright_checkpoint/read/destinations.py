@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from meshwright_checkpoint.errors import CorruptError
-from meshwright_checkpoint.read.plan import Stored, ends, within
+from meshwright_checkpoint.read.plan import Stored, boxes_in_range, flat_range
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.sharding.boxes import (
     Box,
@@ -23,7 +23,7 @@ from meshwright_dtensor.sharding.boxes import (
 
 
 @dataclass(frozen=True)
-class Target:
+class Destination:
     """`box` of a part, which is a row-major array of `shape`, goes into `target`."""
 
     dtype: torch.dtype
@@ -39,8 +39,8 @@ class Target:
         values = (data if aligned else data.clone()).view(self.dtype)
         low = start // self.dtype.itemsize
         strides = [prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
-        for box in within(self.shape, self.box, low, low + values.numel()):
-            first, _ = ends(self.shape, box)
+        for box in boxes_in_range(self.shape, self.box, low, low + values.numel()):
+            first, _ = flat_range(self.shape, box)
             source = values[first - low :].as_strided(box_shape(box), strides)
             with torch.no_grad():
                 slice_of(self.target, relative_to(box, self.box)).copy_(source)
@@ -48,7 +48,7 @@ class Target:
     def straight(self, start: int, nbytes: int) -> torch.Tensor | None:
         """The memory that these bytes of the part may be read right into, where all of them are wanted as they are stored."""
         low = start // self.dtype.itemsize
-        boxes = within(self.shape, self.box, low, low + nbytes // self.dtype.itemsize)
+        boxes = boxes_in_range(self.shape, self.box, low, low + nbytes // self.dtype.itemsize)
         if len(boxes) > 1 or self.target.dtype != self.dtype or self.target.device.type != "cpu":
             return None
         there = slice_of(self.target, relative_to(boxes[0], self.box))
@@ -63,16 +63,16 @@ class Part:
 
     key: str
     sums: str
-    targets: list[Target]
+    targets: list[Destination]
 
     def straight(self, start: int, nbytes: int) -> torch.Tensor | None:
         """The memory that these bytes may be read right into; None where several want them, or not as they are."""
         return self.targets[0].straight(start, nbytes) if len(self.targets) == 1 else None
 
 
-def parts_of(store: Store, wanted: Sequence[Wanted]) -> dict[Stored, Part]:
+def destinations_of(store: Store, wanted: Sequence[Wanted]) -> dict[Stored, Part]:
     """What is wanted, by where it is stored. Raises CorruptError where the same bytes shall have two checksums."""
-    found: dict[Stored, Part] = {}
+    parts: dict[Stored, Part] = {}
     by_key: dict[str, list[Wanted]] = defaultdict(list)
     for want in wanted:
         by_key[want.key].append(want)
@@ -89,14 +89,14 @@ def parts_of(store: Store, wanted: Sequence[Wanted]) -> dict[Stored, Part]:
                     slice_of(want.target, relative_to(common, want.box)),
                     relative_to(common, fragment.box),
                 )
-                part = found.setdefault(stored, Part(key, fragment.sums, []))
+                part = parts.setdefault(stored, Part(key, fragment.sums, []))
                 if part.sums != fragment.sums:
                     raise CorruptError(f"{store.where}: {key} and {part.key} lie in one place and differ")
                 if shape and box[1:] == whole_box(shape[1:]) and target.is_contiguous():
                     # whole rows into whole rows: one run of memory
                     inner, (start, length) = prod(shape[1:]), box[0]
                     run = ((start * inner, length * inner),)
-                    part.targets.append(Target(source.dtype, (shape[0] * inner,), run, target.view(-1)))
+                    part.targets.append(Destination(source.dtype, (shape[0] * inner,), run, target.view(-1)))
                 else:
-                    part.targets.append(Target(source.dtype, shape, box, target))
-    return found
+                    part.targets.append(Destination(source.dtype, shape, box, target))
+    return parts

@@ -22,10 +22,10 @@ import torch
 from meshwright_checkpoint.io.host_memory import shared_memory
 from meshwright_checkpoint.rank_messages import Ranks
 
-PATIENCE = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds until a rank that has said that it is there counts as unreachable."""
 _HEAD = struct.Struct("<cIQ")
-READY, FREE, FAILED, OVER, BYE, WANTS = b"r", b"f", b"x", b"o", b"b", b"w"
+READY, FREE, FAILED, DRAINED, BYE, WANTS = b"r", b"f", b"x", b"o", b"b", b"w"
 """Kinds of messages: a portion lies in a slot; a slot has been used; the sender has failed; all that it has read has been used;
 it is done with all; what it wants.
 """
@@ -41,7 +41,7 @@ class Message:
     data: bytes = b""
 
 
-class Line:
+class PeerSocket:
     """A socket to another rank of this machine. Any thread may send, one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -56,14 +56,14 @@ class Line:
 
     def receive(self) -> Message | None:
         """The next message; None where the other one is gone."""
-        head = self._exactly(_HEAD.size)
+        head = self._receive_exactly(_HEAD.size)
         if head is None:
             return None
         kind, first, second = _HEAD.unpack(head)
-        data = self._exactly(second) if kind in (FAILED, WANTS) else b""
+        data = self._receive_exactly(second) if kind in (FAILED, WANTS) else b""
         return None if data is None else Message(kind, first, second, data)
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """End the line; who receives on it, here or there, is told."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -72,20 +72,20 @@ class Line:
         """Close the socket."""
         self._socket.close()
 
-    def _exactly(self, nbytes: int) -> bytes | None:
-        found = bytearray()
-        while len(found) < nbytes:
+    def _receive_exactly(self, nbytes: int) -> bytes | None:
+        received = bytearray()
+        while len(received) < nbytes:
             try:
-                some = self._socket.recv(min(nbytes - len(found), 1 << 20))
+                some = self._socket.recv(min(nbytes - len(received), 1 << 20))
             except OSError:
                 return None
             if not some:
                 return None
-            found += some
-        return bytes(found)
+            received += some
+        return bytes(received)
 
 
-class Neighbours:
+class NodePeers:
     """The ranks of this machine, as members 0 to n-1 in the order of ranks.
 
     Attributes:
@@ -96,18 +96,18 @@ class Neighbours:
     """
 
     def __init__(
-        self, ranks: list[int], me: int, lines: dict[int, Line], memories: dict[int, torch.Tensor]
+        self, ranks: list[int], me: int, lines: dict[int, PeerSocket], memories: dict[int, torch.Tensor]
     ) -> None:
-        self.ranks, self.me, self.lines, self.memories = ranks, me, lines, memories
+        self.ranks, self.me, self.sockets, self.memories = ranks, me, lines, memories
 
     def close(self) -> None:
         """Close all lines."""
-        for line in self.lines.values():
-            line.hang_up()
+        for line in self.sockets.values():
+            line.shut_down()
             line.close()
 
 
-def meet(ranks: Ranks, what: str, nbytes: Callable[[int], int]) -> Neighbours | None:
+def connect_node_peers(ranks: Ranks, what: str, nbytes: Callable[[int], int]) -> NodePeers | None:
     """Join the ranks of this machine (a collective call); None on all of them where a rank cannot be joined, or is alone here.
 
     Args:
@@ -116,22 +116,28 @@ def meet(ranks: Ranks, what: str, nbytes: Callable[[int], int]) -> Neighbours | 
     """
     if ranks.size == 1:
         return None
-    door, address = _door(what) if sys.platform == "linux" else (None, None)
+    listener, address = _door(what) if sys.platform == "linux" else (None, None)
     try:
-        told = ranks.gather(address)
-        here = [r for r, one in enumerate(told) if address and one and one[0] == address[0]]
-        found = None
-        if door is not None and len(here) > 1:
+        addresses = ranks.gather(address)
+        node_ranks = [r for r, other in enumerate(addresses) if address and other and other[0] == address[0]]
+        peers = None
+        if listener is not None and len(node_ranks) > 1:
             with suppress(OSError, ValueError):
-                found = _joined(door, here, ranks.rank, [told[r][1] for r in here], nbytes(len(here)))
-        fine = ranks.gather(found is not None or len(here) < 2)
+                peers = _joined(
+                    listener,
+                    node_ranks,
+                    ranks.rank,
+                    [addresses[r][1] for r in node_ranks],
+                    nbytes(len(node_ranks)),
+                )
+        connected = ranks.gather(peers is not None or len(node_ranks) < 2)
     finally:
-        if door is not None:
-            door.close()
-    if found is not None and not all(fine[r] for r in here):
-        found.close()
+        if listener is not None:
+            listener.close()
+    if peers is not None and not all(connected[r] for r in node_ranks):
+        peers.close()
         return None
-    return found
+    return peers
 
 
 def _door(what: str) -> tuple[socket.socket | None, list[str] | None]:
@@ -141,16 +147,18 @@ def _door(what: str) -> tuple[socket.socket | None, list[str] | None]:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         machine = f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()} {what}"
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        door.bind(f"\0{name}".encode())
-        door.listen(1024)
-        return door, [machine, name]
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{name}".encode())
+        listener.listen(1024)
+        return listener, [machine, name]
     return None, None
 
 
-def _joined(door: socket.socket, here: list[int], rank: int, names: list[str], nbytes: int) -> Neighbours:
+def _joined(
+    listener: socket.socket, node_ranks: list[int], rank: int, names: list[str], nbytes: int
+) -> NodePeers:
     """Lines to all others; each sends the other its memory. Raises OSError or ValueError where that fails."""
-    me = here.index(rank)
+    me = node_ranks.index(rank)
     memory = os.memfd_create("meshwright-load", os.MFD_CLOEXEC)
     sockets: dict[int, socket.socket] = {}
     try:
@@ -159,24 +167,26 @@ def _joined(door: socket.socket, here: list[int], rank: int, names: list[str], n
         hello = json.dumps([me, names[me]]).encode()
         for member in range(me):
             sockets[member] = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(PATIENCE)
+            sock.settimeout(CONNECT_TIMEOUT)
             sock.connect(b"\0" + names[member].encode())
             socket.send_fds(sock, [hello], [memory])
             memories[member] = _received(sock, nbytes, names, member)[1]
-        door.settimeout(PATIENCE)
-        while len(sockets) < len(here) - 1:
-            sock, _ = door.accept()
-            sock.settimeout(PATIENCE)
+        listener.settimeout(CONNECT_TIMEOUT)
+        while len(sockets) < len(node_ranks) - 1:
+            sock, _ = listener.accept()
+            sock.settimeout(CONNECT_TIMEOUT)
             try:
-                member, theirs = _received(sock, nbytes, names, None)
+                member, peer_memory = _received(sock, nbytes, names, None)
             except ValueError:  # of another user, or no rank of this run
                 sock.close()
                 continue
-            sockets[member], memories[member] = sock, theirs
+            sockets[member], memories[member] = sock, peer_memory
             socket.send_fds(sock, [hello], [memory])
         for sock in sockets.values():
             sock.settimeout(None)
-        return Neighbours(here, me, {member: Line(sock) for member, sock in sockets.items()}, memories)
+        return NodePeers(
+            node_ranks, me, {member: PeerSocket(sock) for member, sock in sockets.items()}, memories
+        )
     except BaseException:
         for sock in sockets.values():
             sock.close()

@@ -12,7 +12,7 @@ from math import prod
 from typing import TypeAlias
 
 from meshwright_checkpoint.format.checksum import BLOCK
-from meshwright_checkpoint.shards.write_shares import levelled
+from meshwright_checkpoint.shards.write_shares import balanced_budgets
 from meshwright_dtensor.sharding.boxes import Box
 
 
@@ -26,7 +26,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Portion:
+class ReadChunk:
     """Bytes that are read and checked at once.
 
     stored: the part that they belong to.
@@ -38,7 +38,7 @@ class Portion:
     stored: Stored
     start: int
     nbytes: int
-    takers: tuple[int, ...]
+    consumers: tuple[int, ...]
     reader: int
 
     @property
@@ -47,11 +47,11 @@ class Portion:
         return self.stored.offset + self.start
 
 
-Runs: TypeAlias = Mapping[Stored, Sequence[tuple[int, int]]]
+WantedRanges: TypeAlias = Mapping[Stored, Sequence[tuple[int, int]]]
 """Of each part the bytes (start, end) that somebody wants."""
 
 
-def within(shape: Sequence[int], box: Box, low: int, high: int) -> list[Box]:
+def boxes_in_range(shape: Sequence[int], box: Box, low: int, high: int) -> list[Box]:
     """What of `box` lies from element `low` to before element `high` of a row-major array of `shape`, as boxes in its order."""
     if not shape:
         return [()] if low <= 0 < high else []
@@ -60,28 +60,28 @@ def within(shape: Sequence[int], box: Box, low: int, high: int) -> list[Box]:
         return []
     start, length = box[0]
 
-    def some(first: int, last: int) -> list[Box]:
+    def rows(first: int, last: int) -> list[Box]:
         first, last = max(first, start), min(last, start + length)
         return [((first, last - first), *box[1:])] if first < last else []
 
-    def part(index: int, low: int, high: int) -> list[Box]:
+    def part_of_row(index: int, low: int, high: int) -> list[Box]:
         if not start <= index < start + length:
             return []
-        return [((index, 1), *rest) for rest in within(shape[1:], box[1:], low, high)]
+        return [((index, 1), *rest) for rest in boxes_in_range(shape[1:], box[1:], low, high)]
 
     first, head = divmod(low, row)
     last, tail = divmod(high, row)
     if first == last:
-        return part(first, head, tail)
-    found = []
+        return part_of_row(first, head, tail)
+    boxes = []
     if head:
-        found += part(first, head, row)
+        boxes += part_of_row(first, head, row)
         first += 1
-    found += some(first, last)
-    return found + part(last, 0, tail) if tail else found
+    boxes += rows(first, last)
+    return boxes + part_of_row(last, 0, tail) if tail else boxes
 
 
-def ends(shape: Sequence[int], box: Box) -> tuple[int, int]:
+def flat_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
     """The first element of `box` in a row-major array of `shape`, and the one after the last."""
     first = last = 0
     for size, (start, length) in zip(shape, box, strict=True):
@@ -89,24 +89,24 @@ def ends(shape: Sequence[int], box: Box) -> tuple[int, int]:
     return first, last + 1
 
 
-def runs(shape: Sequence[int], itemsize: int, box: Box, step: int) -> Iterator[tuple[int, int]]:
+def wanted_ranges(shape: Sequence[int], itemsize: int, box: Box, step: int) -> Iterator[tuple[int, int]]:
     """Bytes (start, end), whole blocks, to read for `box` of a row-major array of `shape`: at most one run in every `step`
     bytes of the array.
     """
-    low, high = ends(shape, box)
+    low, high = flat_range(shape, box)
     nbytes = prod(shape) * itemsize
     for at in range(low * itemsize // step * step, high * itemsize, step):
-        inside = within(shape, box, at // itemsize, min((at + step) // itemsize, prod(shape)))
+        inside = boxes_in_range(shape, box, at // itemsize, min((at + step) // itemsize, prod(shape)))
         if inside:
-            first, last = ends(shape, inside[0])[0], ends(shape, inside[-1])[1]
+            first, last = flat_range(shape, inside[0])[0], flat_range(shape, inside[-1])[1]
             yield first * itemsize // BLOCK * BLOCK, min(-(-last * itemsize // BLOCK) * BLOCK, nbytes)
 
 
-def portions(wants: Sequence[Runs], step: int) -> list[Portion]:
+def plan_reads(wants: Sequence[WantedRanges], step: int) -> list[ReadChunk]:
     """What has to be read, in the order of files.
 
     Args:
-        wants: per member what it wants, as `runs` gives it for the same `step`.
+        wants: per member what it wants, as `wanted_ranges` gives it for the same `step`.
         step: most bytes of a portion; a multiple of BLOCK.
     """
     needed: dict[tuple[Stored, int], list[tuple[int, int, int]]] = defaultdict(list)
@@ -114,12 +114,12 @@ def portions(wants: Sequence[Runs], step: int) -> list[Portion]:
         for stored, pieces in parts.items():
             for start, end in pieces:
                 needed[stored, start // step].append((start, end, member))
-    found = [
-        Portion(stored, start, end - start, takers, takers[0])
-        for (stored, _), pieces in sorted(needed.items(), key=lambda one: one[0])
-        for start, end, takers in _merged(pieces)
+    chunks = [
+        ReadChunk(stored, start, end - start, consumers, consumers[0])
+        for (stored, _), pieces in sorted(needed.items(), key=lambda item: item[0])
+        for start, end, consumers in _merged(pieces)
     ]
-    return _dealt(found, len(wants))
+    return _dealt(chunks, len(wants))
 
 
 def _merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -134,28 +134,30 @@ def _merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, tuple[in
     return [(start, end, tuple(sorted(members))) for start, end, members in result]
 
 
-def _dealt(found: Sequence[Portion], members: int) -> list[Portion]:
+def _dealt(chunks: Sequence[ReadChunk], members: int) -> list[ReadChunk]:
     """What several want is shared among them, most of it by who has least to read; each reads a stretch of the files.
 
     A stretch, not every other portion: systems read ahead of one that reads on.
     """
     loads = [0] * members
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for number, portion in enumerate(found):
-        if len(portion.takers) == 1:
-            loads[portion.reader] += portion.nbytes
+    for number, chunk in enumerate(chunks):
+        if len(chunk.consumers) == 1:
+            loads[chunk.reader] += chunk.nbytes
         else:
-            groups[portion.takers].append(number)
-    dealt = list(found)
-    for takers, numbers in sorted(groups.items(), key=lambda one: (len(one[0]), one[0])):
-        budgets = levelled([loads[member] for member in takers], sum(found[n].nbytes for n in numbers))
-        place = 0
+            groups[chunk.consumers].append(number)
+    assigned = list(chunks)
+    for consumers, numbers in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
+        budgets = balanced_budgets(
+            [loads[member] for member in consumers], sum(chunks[n].nbytes for n in numbers)
+        )
+        position = 0
         for number in numbers:
-            nbytes = found[number].nbytes
-            while place < len(takers) - 1 and budgets[place] * 2 < nbytes:
-                place += 1
-                budgets[place] += budgets[place - 1]  # what it has had too much, or too little
-            budgets[place] -= nbytes
-            loads[takers[place]] += nbytes
-            dealt[number] = replace(found[number], reader=takers[place])
-    return dealt
+            nbytes = chunks[number].nbytes
+            while position < len(consumers) - 1 and budgets[position] * 2 < nbytes:
+                position += 1
+                budgets[position] += budgets[position - 1]  # what it has had too much, or too little
+            budgets[position] -= nbytes
+            loads[consumers[position]] += nbytes
+            assigned[number] = replace(chunks[number], reader=consumers[position])
+    return assigned

@@ -16,21 +16,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright_checkpoint._torch import local_of, plain_name, unwrapped
-from meshwright_checkpoint.format.dtypes import BY_NAME
+from meshwright_checkpoint.format.dtypes import DTYPES
 from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.reshard.transfer import Moved, Round, describe, follow, rounds, take_memory
-from meshwright_checkpoint.shards.local_shards import held
+from meshwright_checkpoint.reshard.transfer import (
+    Round,
+    TransferStats,
+    deallocate,
+    describe_shards,
+    plan_rounds,
+    run_rounds,
+)
+from meshwright_checkpoint.shards.local_shards import local_shards
 from meshwright_checkpoint.state.collect import (
     MODEL,
     OPTIMIZER,
-    Collected,
-    Named,
+    CollectedState,
+    NamedTensors,
     collect_optimizer,
-    named,
+    named_tensors,
     parameter_names,
 )
-from meshwright_checkpoint.state.optimizer import new_state, no_tensor, number_of
+from meshwright_checkpoint.state.optimizer import empty_state, refuse_tensor, scalar_from_text
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.tensor.compute_copy import touch
 
@@ -38,7 +45,7 @@ BUFFER = "buffer/"
 
 
 @dataclass
-class Belongings:
+class LiveState:
     """What this rank brings.
 
     Attributes:
@@ -48,13 +55,13 @@ class Belongings:
         trained: parameter -> requires_grad.
     """
 
-    collected: Collected = field(default_factory=Collected)
+    collected: CollectedState = field(default_factory=CollectedState)
     free: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, Any] | None = None
     trained: dict[str, bool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Belongings:
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> LiveState:
         """All that belongs to a model and its optimizer here. Nothing is copied.
 
         Raises:
@@ -62,7 +69,7 @@ class Belongings:
         """
         self = cls()
         inner = unwrapped(model)
-        names = named(inner)
+        names = named_tensors(inner)
         for name, tensor in _tensors(inner, names).items():
             if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
                 raise UsageError(
@@ -73,9 +80,9 @@ class Belongings:
         for name, parameter in inner.named_parameters(remove_duplicate=False):
             self.trained[plain_name(name)] = parameter.requires_grad
         if optimizer is not None:
-            states = Collected()
+            states = CollectedState()
             self.optimizer = collect_optimizer(optimizer, names, states)
-            self.collected.held.update(states.held)
+            self.collected.shards.update(states.shards)
             for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
                 for name, parameter in zip(params, group["params"], strict=True):
                     for key, value in optimizer.state.get(parameter, {}).items():
@@ -88,15 +95,15 @@ class Belongings:
         if isinstance(tensor, DTensor):
             self.free[key] = tensor
 
-    def into(
+    def move_into(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         *,
         ranks: Ranks | None = None,
         here: bool = True,
-    ) -> Moved:
-        """Fill `model`, and make `optimizer` that of its parameters: `check` and `HandOver.fill` in one."""
+    ) -> TransferStats:
+        """Fill `model`, and make `optimizer` that of its parameters: `check` and `PlannedReshard.fill` in one."""
         return self.check(model, optimizer, ranks=ranks, here=here).fill()
 
     def check(
@@ -106,7 +113,7 @@ class Belongings:
         *,
         ranks: Ranks | None = None,
         here: bool = True,
-    ) -> HandOver:
+    ) -> PlannedReshard:
         """Whatever can be refused is refused here, and nothing has been changed yet (a collective call).
 
         Args:
@@ -120,49 +127,51 @@ class Belongings:
             MismatchError: nobody brings something that the model needs.
         """
         ranks = ranks or Ranks()
-        names, want, mine = ranks.together(lambda: self._offer(model, optimizer, here))
-        told = ranks.gather(mine)
-        taking: _Taking | None = None
+        names, want, mine = ranks.run_checked(lambda: self._offer(model, optimizer, here))
+        gathered = ranks.gather(mine)
+        new_optimizer: _NewOptimizer | None = None
         if optimizer is not None:
-            taking = ranks.together(
-                lambda: _Taking.of(
-                    [(o, h) for o, h, _ in told], [f for *_, f in told], optimizer, names, want
+            new_optimizer = ranks.run_checked(
+                lambda: _NewOptimizer.of(
+                    [(o, h) for o, h, _ in gathered], [f for *_, f in gathered], optimizer, names, want
                 )
             )
-        plan = rounds(self.collected.held, want.held, ranks)
-        return HandOver(self, optimizer, ranks, names, want, taking, plan)
+        plan = plan_rounds(self.collected.shards, want.shards, ranks)
+        return PlannedReshard(self, optimizer, ranks, names, want, new_optimizer, plan)
 
     def _offer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, here: bool
-    ) -> tuple[Named, Collected, list[Any]]:
+    ) -> tuple[NamedTensors, CollectedState, list[Any]]:
         """What this rank wants, and what it tells the others."""
         inner = unwrapped(model)
-        names = named(inner) if here else Named()
-        want = Collected()
+        names = named_tensors(inner) if here else NamedTensors()
+        want = CollectedState()
         for key, tensor in (_tensors(inner, names) if here else {}).items():
             want.put(key, tensor)
         form = None if optimizer is None else _form(optimizer)
-        return names, want, [self.optimizer, describe(self.collected.held), form]
+        return names, want, [self.optimizer, describe_shards(self.collected.shards), form]
 
 
 @dataclass
-class HandOver:
+class PlannedReshard:
     """What all ranks have agreed to."""
 
-    brought: Belongings
+    state: LiveState
     optimizer: torch.optim.Optimizer | None
     ranks: Ranks
-    names: Named
-    want: Collected
-    taking: _Taking | None
+    names: NamedTensors
+    want: CollectedState
+    new_optimizer: _NewOptimizer | None
     plan: list[Round]
 
-    def fill(self) -> Moved:
+    def fill(self) -> TransferStats:
         """Fill the model, and make the optimizer that of its parameters (a collective call)."""
-        moved = follow(self.plan, self.brought.collected.held, self.want.held, self.brought.free, self.ranks)
+        moved = run_rounds(
+            self.plan, self.state.collected.shards, self.want.shards, self.state.free, self.ranks
+        )
         touch(list(self.names.tensors.values()))
-        if self.taking is not None and self.optimizer is not None:
-            self.taking.install(self.optimizer)
+        if self.new_optimizer is not None and self.optimizer is not None:
+            self.new_optimizer.install(self.optimizer)
         return moved
 
 
@@ -170,17 +179,17 @@ def _form(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [type(optimizer).__qualname__, len(optimizer.param_groups)]
 
 
-def _tensors(model: nn.Module, names: Named) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module, names: NamedTensors) -> dict[str, torch.Tensor]:
     """Key -> parameters and buffers, those too that no state dict has."""
-    found = {MODEL + name: tensor for name, tensor in names.tensors.items()}
+    tensors = {MODEL + name: tensor for name, tensor in names.tensors.items()}
     for name, buffer in model.named_buffers():
         if id(buffer) not in names.names:
-            found[BUFFER + plain_name(name)] = buffer
-    return found
+            tensors[BUFFER + plain_name(name)] = buffer
+    return tensors
 
 
 @dataclass
-class _Taking:
+class _NewOptimizer:
     """Groups and states of an optimizer for the new parameters."""
 
     groups: list[list[torch.Tensor]]
@@ -190,17 +199,17 @@ class _Taking:
     @classmethod
     def of(
         cls,
-        told: list[tuple[Any, Any]],
-        forms: list[Any],
+        gathered: list[tuple[Any, Any]],
+        kinds: list[Any],
         optimizer: torch.optim.Optimizer,
-        names: Named,
-        want: Collected,
-    ) -> _Taking:
+        names: NamedTensors,
+        want: CollectedState,
+    ) -> _NewOptimizer:
         """New states, in `want` too. Raises UsageError where ranks have different optimizers."""
-        brought = [one for one, _ in told if one is not None]
-        if any(form != forms[0] for form in forms):
+        brought = [one for one, _ in gathered if one is not None]
+        if any(form != kinds[0] for form in kinds):
             raise UsageError(
-                f"ranks have different optimizers ({forms}); make the same one with the same groups on every rank"
+                f"ranks have different optimizers ({kinds}); make the same one with the same groups on every rank"
             )
         group_of: dict[str, int] = {}
         for one in brought:
@@ -214,7 +223,7 @@ class _Taking:
                         raise UsageError(f"{name} is in different groups of the optimizer on different ranks")
         keys: dict[str, dict[str, list[Any]]] = {}
         values: dict[str, dict[str, Any]] = {}
-        for one, held_there in told:
+        for one, held_there in gathered:
             for key, kind in held_there.items():
                 if key.startswith(OPTIMIZER):
                     name, _, state = key.removeprefix(OPTIMIZER).rpartition("/")
@@ -222,7 +231,7 @@ class _Taking:
             if one is not None:
                 values.update(one["values"])
         self = cls([[] for _ in optimizer.param_groups], [], [])
-        self.options = [decode(group["options"], number_of) for group in brought[0]["groups"]]
+        self.options = [decode(group["options"], scalar_from_text) for group in brought[0]["groups"]]
         for name, parameter in names.tensors.items():
             if name not in group_of:
                 continue  # a buffer, or a parameter that is not optimized
@@ -231,13 +240,13 @@ class _Taking:
             made: dict[str, Any] = {}
             for state, (shape, dtype, _) in keys.get(name, {}).items():
                 options = {**optimizer.defaults, **self.options[number]}
-                value = new_state(tuple(shape), BY_NAME[dtype], state, parameter, options)
-                take_memory(local_of(value))
+                value = empty_state(tuple(shape), DTYPES[dtype], state, parameter, options)
+                deallocate(local_of(value))
                 key = f"{OPTIMIZER}{name}/{state}"
-                want.held[key] = held(value, key, parameter)
+                want.shards[key] = local_shards(value, key, parameter)
                 made[state] = value
             for state, value in values.get(name, {}).items():
-                made[state] = decode(value, no_tensor)
+                made[state] = decode(value, refuse_tensor)
             if made:
                 self.states.append((parameter, made))
         return self
@@ -254,6 +263,6 @@ class _Taking:
             optimizer.state[parameter] = state
 
 
-def trained_everywhere(told: Sequence[Mapping[str, bool]]) -> dict[str, bool]:
+def trained_parameters(gathered: Sequence[Mapping[str, bool]]) -> dict[str, bool]:
     """Which parameters are trained, from what each rank says of those that it holds."""
-    return {name: flag for one in told for name, flag in one.items()}
+    return {name: flag for flags in gathered for name, flag in flags.items()}

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright_checkpoint._torch import give_up, id_of_storage
+from meshwright_checkpoint._torch import free_memory, storage_id
 from meshwright_checkpoint.errors import MismatchError
-from meshwright_checkpoint.format.dtypes import BY_NAME, dtype_name
+from meshwright_checkpoint.format.dtypes import DTYPES, dtype_name
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.shards.coverage import check_cover
-from meshwright_checkpoint.shards.local_shards import Held, bytes_of, part_of
-from meshwright_checkpoint.shards.write_shares import split
+from meshwright_checkpoint.shards.coverage import coverage_problem
+from meshwright_checkpoint.shards.local_shards import LocalShards, box_nbytes, local_box
+from meshwright_checkpoint.shards.write_shares import split_box
 from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, intersect, slice_of
 
 ROUND_NBYTES = 48 << 20
@@ -44,7 +44,7 @@ class Route:
     @property
     def nbytes(self) -> int:
         """Its size in a message."""
-        return -(-bytes_of(self.box, self.dtype) // ALIGN) * ALIGN
+        return -(-box_nbytes(self.box, self.dtype) // ALIGN) * ALIGN
 
 
 @dataclass
@@ -56,14 +56,14 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Moved:
+class TransferStats:
     """What this rank has sent to others, in bytes, and in how many rounds."""
 
     sent: int
-    rounds: int
+    plan_rounds: int
 
 
-def describe(held: Mapping[str, Held]) -> dict[str, Any]:
+def describe_shards(held: Mapping[str, LocalShards]) -> dict[str, Any]:
     """What a rank tells the others of the tensors that it holds or wants; JSON."""
     return {
         key: [list(part.shape), dtype_name(part.dtype, key), [there for there, _ in part.boxes]]
@@ -71,12 +71,12 @@ def describe(held: Mapping[str, Held]) -> dict[str, Any]:
     }
 
 
-def move(
-    have: dict[str, Held],
-    want: Mapping[str, Held],
+def transfer(
+    have: dict[str, LocalShards],
+    want: Mapping[str, LocalShards],
     free: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ranks: Ranks | None = None,
-) -> Moved:
+) -> TransferStats:
     """Fill `want` on every rank from what all ranks `have` (a collective call).
 
     Args:
@@ -91,39 +91,41 @@ def move(
         MismatchError: a wanted tensor is not there, or has another shape. Nothing has been moved then.
     """
     ranks = ranks or Ranks()
-    return follow(rounds(have, want, ranks), have, want, free, ranks)
+    return run_rounds(plan_rounds(have, want, ranks), have, want, free, ranks)
 
 
-def rounds(have: Mapping[str, Held], want: Mapping[str, Held], ranks: Ranks) -> list[Round]:
-    """What `move` does, on every rank alike; nothing is moved yet (a collective call). Raises what `move` raises."""
-    told = ranks.gather(ranks.together(lambda: [describe(have), describe(want)]))
-    return list(_rounds(_routes(told), [_sizes(wanted) for _, wanted in told]))
+def plan_rounds(
+    have: Mapping[str, LocalShards], want: Mapping[str, LocalShards], ranks: Ranks
+) -> list[Round]:
+    """What `transfer` does, on every rank alike; nothing is moved yet (a collective call). Raises what `transfer` raises."""
+    gathered = ranks.gather(ranks.run_checked(lambda: [describe_shards(have), describe_shards(want)]))
+    return list(_rounds(_routes(gathered), [_sizes(wanted) for _, wanted in gathered]))
 
 
-def follow(
+def run_rounds(
     plan: list[Round],
-    have: dict[str, Held],
-    want: Mapping[str, Held],
+    have: dict[str, LocalShards],
+    want: Mapping[str, LocalShards],
     free: Mapping[str, torch.Tensor],
     ranks: Ranks,
-) -> Moved:
-    """Move what `rounds` has found (a collective call); the rest is as in `move`."""
+) -> TransferStats:
+    """Move what `plan_rounds` has found (a collective call); the rest is as in `transfer`."""
     users: dict[int, int] = defaultdict(int)
     for key in free:
         if key in have:
-            users[id_of_storage(have[key].local)] += 1
+            users[storage_id(have[key].local)] += 1
     messages = _Messages(plan, ranks)
     sent = 0
     with torch.no_grad():
-        for one in plan:
-            sent += _take(one, have, want, ranks, messages)
-            for key in one.done:
+        for transfer_round in plan:
+            sent += _take(transfer_round, have, want, ranks, messages)
+            for key in transfer_round.done:
                 if key in free and key in have:
-                    storage = id_of_storage(have.pop(key).local)
+                    storage = storage_id(have.pop(key).local)
                     users[storage] -= 1
                     if not users[storage]:
-                        give_up(free[key])
-    return Moved(sent, len(plan))
+                        free_memory(free[key])
+    return TransferStats(sent, len(plan))
 
 
 def _routes(told: list[Any]) -> dict[str, list[Route]]:
@@ -146,7 +148,7 @@ def _routes(told: list[Any]) -> dict[str, list[Route]]:
             elif kinds[key][0] != tuple(shape):
                 wrong[key] = f"{key}: shape {list(kinds[key][0])} is held, {shape} is needed"
     for key, parts in holders.items():
-        problem = check_cover(kinds[key][0], list(parts))
+        problem = coverage_problem(kinds[key][0], list(parts))
         if problem:
             wrong[key] = f"{key}: its parts on all ranks {problem}"
     if missing or wrong:
@@ -154,7 +156,7 @@ def _routes(told: list[Any]) -> dict[str, list[Route]]:
     sending = [0] * len(told)
     found: dict[str, list[Route]] = {key: [] for key in kinds}
     for key, parts in holders.items():
-        dtype = BY_NAME[kinds[key][1]]
+        dtype = DTYPES[kinds[key][1]]
         for rank, (_, wanted) in enumerate(told):
             for box in wanted[key][2] if key in wanted else ():
                 for part, owners in parts.items():
@@ -165,14 +167,14 @@ def _routes(told: list[Any]) -> dict[str, list[Route]]:
                     for piece in _cut(common, dtype.itemsize):
                         found[key].append(Route(key, piece, dtype, source, rank))
                     if source != rank:
-                        sending[source] += bytes_of(common, dtype)
+                        sending[source] += box_nbytes(common, dtype)
     return found
 
 
 def _cut(box: Box, itemsize: int) -> Iterator[Box]:
     """Pieces that fit into a round."""
     while box_numel(box) * itemsize > ROUND_NBYTES:
-        head, tail = split(box, itemsize, ROUND_NBYTES)
+        head, tail = split_box(box, itemsize, ROUND_NBYTES)
         yield from head
         if not tail:
             return
@@ -184,14 +186,14 @@ def _cut(box: Box, itemsize: int) -> Iterator[Box]:
 
 def _sizes(wanted: dict[str, Any]) -> dict[str, int]:
     return {
-        key: sum(box_numel(_box(box)) for box in boxes) * BY_NAME[dtype].itemsize
+        key: sum(box_numel(_box(box)) for box in boxes) * DTYPES[dtype].itemsize
         for key, (_, dtype, boxes) in wanted.items()
     }
 
 
 def _rounds(routes: dict[str, list[Route]], new: list[dict[str, int]]) -> Iterator[Round]:
     """`new`: per rank, the bytes of memory that each tensor takes there."""
-    one = Round()
+    current = Round()
     load: dict[tuple[str, int], int] = defaultdict(int)
     for key, members in routes.items():
         begun: set[int] = set()
@@ -199,16 +201,16 @@ def _rounds(routes: dict[str, list[Route]], new: list[dict[str, int]]) -> Iterat
             more = {("take", route.target): 0 if route.target in begun else new[route.target][key]}
             if route.source != route.target:
                 more |= {("send", route.source): route.nbytes, ("receive", route.target): route.nbytes}
-            if one.routes and any(load[what] + n > ROUND_NBYTES for what, n in more.items()):
-                yield one
-                one = Round()
+            if current.routes and any(load[what] + n > ROUND_NBYTES for what, n in more.items()):
+                yield current
+                current = Round()
                 load.clear()
-            one.routes.append(route)
+            current.routes.append(route)
             begun.add(route.target)
             for what, n in more.items():
                 load[what] += n
-        one.done.append(key)
-    yield one
+        current.done.append(key)
+    yield current
 
 
 class _Messages:
@@ -216,8 +218,8 @@ class _Messages:
 
     def __init__(self, plan: list[Round], ranks: Ranks) -> None:
         out = into = 0
-        for one in plan:
-            crossing = [route for route in one.routes if route.source != route.target]
+        for transfer_round in plan:
+            crossing = [route for route in transfer_round.routes if route.source != route.target]
             out = max(out, sum(route.nbytes for route in crossing if route.source == ranks.rank))
             into = max(into, sum(route.nbytes for route in crossing if route.target == ranks.rank))
         self.send = torch.empty(out, dtype=torch.uint8, device=ranks.device)
@@ -225,24 +227,28 @@ class _Messages:
 
 
 def _take(
-    one: Round, have: Mapping[str, Held], want: Mapping[str, Held], ranks: Ranks, messages: _Messages
+    transfer_round: Round,
+    have: Mapping[str, LocalShards],
+    want: Mapping[str, LocalShards],
+    ranks: Ranks,
+    messages: _Messages,
 ) -> int:
     """One round; the bytes that this rank has sent."""
     me = ranks.rank
-    for route in one.routes:
+    for route in transfer_round.routes:
         if route.target == me:
-            give_memory(want[route.key].local)
+            allocate(want[route.key].local)
             if route.source == me:
                 _part(want[route.key], route.box).copy_(_part(have[route.key], route.box))
-    crossing = [route for route in one.routes if route.source != route.target]
+    crossing = [route for route in transfer_round.routes if route.source != route.target]
     if not crossing:
         return 0
     out = sorted((r for r in crossing if r.source == me), key=lambda r: r.target)  # stable: else in order
     into = sorted((r for r in crossing if r.target == me), key=lambda r: r.source)
     send = messages.send[: sum(r.nbytes for r in out)]
     received = messages.received[: sum(r.nbytes for r in into)]
-    for route, place in _places(out, send):
-        place.copy_(_part(have[route.key], route.box))
+    for route, view in _places(out, send):
+        view.copy_(_part(have[route.key], route.box))
     dist.all_to_all_single(
         received,
         send,
@@ -250,25 +256,25 @@ def _take(
         input_split_sizes=[sum(r.nbytes for r in out if r.target == rank) for rank in range(ranks.size)],
         group=ranks.group,
     )
-    for route, place in _places(into, received):
-        _part(want[route.key], route.box).copy_(place)
-    return sum(bytes_of(r.box, r.dtype) for r in out)
+    for route, view in _places(into, received):
+        _part(want[route.key], route.box).copy_(view)
+    return sum(box_nbytes(r.box, r.dtype) for r in out)
 
 
 def _places(routes: list[Route], message: torch.Tensor) -> Iterator[tuple[Route, torch.Tensor]]:
     at = 0
     for route in routes:
-        nbytes = bytes_of(route.box, route.dtype)
+        nbytes = box_nbytes(route.box, route.dtype)
         yield route, message[at : at + nbytes].view(route.dtype).view(box_shape(route.box))
         at += route.nbytes
 
 
-def _part(held: Held, box: Box) -> torch.Tensor:
+def _part(held: LocalShards, box: Box) -> torch.Tensor:
     there, here = next(pair for pair in held.boxes if intersect(box, pair[0]) == box)
-    return slice_of(held.local, part_of(box, there, here))
+    return slice_of(held.local, local_box(box, there, here))
 
 
-def give_memory(local: torch.Tensor) -> None:
+def allocate(local: torch.Tensor) -> None:
     """Give a tensor whose storage has size zero the memory that it needs."""
     if local.numel():
         elements = 1 + sum((n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True))
@@ -277,7 +283,7 @@ def give_memory(local: torch.Tensor) -> None:
             local.untyped_storage().resize_(nbytes)
 
 
-def take_memory(local: torch.Tensor) -> None:
+def deallocate(local: torch.Tensor) -> None:
     """Take the memory of a tensor away until its turn comes; small ones keep it."""
     if prod(local.shape) * local.element_size() > ALIGN:
         local.untyped_storage().resize_(0)

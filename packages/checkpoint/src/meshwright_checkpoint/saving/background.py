@@ -22,19 +22,19 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.format.checksum import block_sums
 from meshwright_checkpoint.format.manifest import Manifest
-from meshwright_checkpoint.format.safetensors_file import Body
+from meshwright_checkpoint.format.safetensors_file import FileLayout
 from meshwright_checkpoint.io.worker import Worker, yield_to_training
-from meshwright_checkpoint.storage.backend import Place
+from meshwright_checkpoint.storage.backend import CheckpointStorage
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import MeshwrightError
 
 CHUNK = 16 << 20
-AHEAD = 2
+MAX_UNHASHED_PARTS = 2
 """Parts that are written before the checksum of the first of them is known."""
-POLL = 0.02
-HANDOVER = 0.005
+POLL_SECONDS = 0.02
+START_DELAY = 0.005
 """Seconds that a save behind training waits, so that who called it has the interpreter back at once."""
-GIVEN_UP = "rank 0 gave it up, or died; nothing was committed"
+NOT_COMMITTED = "rank 0 gave it up, or died; nothing was committed"
 
 
 @dataclass
@@ -45,17 +45,17 @@ class Job:
     behind: training goes on meanwhile.
     """
 
-    place: Place
+    storage: CheckpointStorage
     save_id: str
     rank: int
     ranks: int
     step: int | None
     retention: Retention
-    about: dict[str, Any] = field(default_factory=dict)
-    kinds: dict[str, Any] = field(default_factory=dict)
-    body: Body | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tensor_types: dict[str, Any] = field(default_factory=dict)
+    body: FileLayout | None = None
     data: Iterable[torch.Tensor] = ()
-    behind: bool = True
+    background: bool = True
 
 
 class SaveHandle:
@@ -63,26 +63,26 @@ class SaveHandle:
 
     Attributes:
         path: where the checkpoint will be.
-        told: `wait` has raised what it failed with.
+        error_raised: `wait` has raised what it failed with.
     """
 
     def __init__(self, job: Job) -> None:
-        self.path = job.place.where
+        self.path = job.storage.where
         self._error: BaseException | None = None
-        self.told = False
+        self.error_raised = False
         self._done = threading.Event()
         # no daemon: a process that ends normally finishes its save first
         self._thread = threading.Thread(target=self._run, args=(job,), name="meshwright-save")
-        atexit.register(self._tell)
+        atexit.register(self._report_at_exit)
         self._thread.start()
 
     @classmethod
     def finished(cls, path: str) -> SaveHandle:
         """Of a save that is over already."""
-        made = cls.__new__(cls)
-        made.path, made.told, made._error, made._done = path, False, None, threading.Event()
-        made._done.set()
-        return made
+        handle = cls.__new__(cls)
+        handle.path, handle.error_raised, handle._error, handle._done = path, False, None, threading.Event()
+        handle._done.set()
+        return handle
 
     @property
     def done(self) -> bool:
@@ -101,13 +101,13 @@ class SaveHandle:
         if not self._done.wait(timeout):
             raise CheckpointError(f"saving {self.path} still goes on after {timeout:g} s; wait longer")
         if self._error is not None:
-            self.told = True
+            self.error_raised = True
             raise CheckpointError(f"saving {self.path} failed: {self._error}") from self._error
 
-    def _tell(self) -> None:
+    def _report_at_exit(self) -> None:
         """As the process ends: say what nobody has been told."""
         self._done.wait()
-        if self._error is not None and not self.told:
+        if self._error is not None and not self.error_raised:
             print(
                 f"meshwright: saving {self.path} failed: {self._error}; there is no checkpoint there (handle.wait() raises this)",
                 file=sys.stderr,
@@ -119,8 +119,8 @@ class SaveHandle:
 
     def _run(self, job: Job) -> None:
         try:
-            if job.behind:
-                time.sleep(HANDOVER)
+            if job.background:
+                time.sleep(START_DELAY)
                 yield_to_training()
             _write(job)
             if job.rank == 0:
@@ -129,14 +129,16 @@ class SaveHandle:
                 _follow(job)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
             gone = isinstance(error, FileNotFoundError) and job.rank  # rank 0 has removed what was written
-            self._error = CheckpointError(GIVEN_UP) if gone else error
+            self._error = CheckpointError(NOT_COMMITTED) if gone else error
             with suppress(OSError):  # best effort: rank 0 also sees that this rank has let go without a note
-                job.place.mark(job.rank, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+                job.storage.write_note(
+                    job.rank, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+                )
         finally:
             _let_go(job)
             job.data = ()
             if self._error is None:
-                atexit.unregister(self._tell)
+                atexit.unregister(self._report_at_exit)
             self._done.set()
 
 
@@ -146,12 +148,14 @@ def _write(job: Job) -> None:
     body = job.body
     with closing(Worker[str]("meshwright-sums")) as worker:
         sums: list[Future[str]] = []
-        writer = job.place.writer(_file_name(job.rank))
+        writer = job.storage.writer(_file_name(job.rank))
         try:
             for part in job.data:
                 view = bytes_of_tensor(part)
-                if len(sums) >= AHEAD:  # where parts are copies, they are let go of before more are made
-                    sums[-AHEAD].result()
+                if (
+                    len(sums) >= MAX_UNHASHED_PARTS
+                ):  # where parts are copies, they are let go of before more are made
+                    sums[-MAX_UNHASHED_PARTS].result()
                 sums.append(worker.submit(partial(block_sums, view)))
                 for at in range(0, len(view), CHUNK):
                     writer.write(view[at : at + CHUNK])
@@ -159,7 +163,7 @@ def _write(job: Job) -> None:
             writer.close(durable=False)
             raise
         writer.close()
-        header, *rest = [one.result() for one in sums]
+        header, *rest = [future.result() for future in sums]
     note = {
         "nbytes": body.nbytes,
         "header": [len(body.header), header],
@@ -167,10 +171,10 @@ def _write(job: Job) -> None:
             [piece.key, piece.box, offset, digits]
             for (piece, offset), digits in zip(body.pieces, rest, strict=True)
         ],
-        "optimizer": job.about.get("optimizer"),
-        "streams": job.about["rng"]["streams"],
+        "optimizer": job.metadata.get("optimizer"),
+        "streams": job.metadata["rng"]["streams"],
     }
-    job.place.mark(job.rank, json.dumps(note).encode())
+    job.storage.write_note(job.rank, json.dumps(note).encode())
 
 
 def _file_name(rank: int) -> str:
@@ -180,53 +184,53 @@ def _file_name(rank: int) -> str:
 def _commit(job: Job) -> None:
     notes: list[Any] = []
     for rank in range(job.ranks):
-        data = job.place.marked(rank)
+        data = job.storage.read_note(rank)
         while data is None:
-            time.sleep(POLL)
-            data = job.place.marked(rank)
+            time.sleep(POLL_SECONDS)
+            data = job.storage.read_note(rank)
         notes.append(json.loads(data))
         if "error" in notes[-1]:
             raise CheckpointError(f"rank {rank} failed: {notes[-1]['error']}")
-    job.place.commit(_manifest(job, notes).to_bytes())
-    job.place.clean()
-    job.retention.apply(job.place)
+    job.storage.commit(_manifest(job, notes).to_bytes())
+    job.storage.clean()
+    job.retention.apply(job.storage)
 
 
 def _follow(job: Job) -> None:
     """What rank 0 makes of it."""
-    outcome = job.place.outcome(job.save_id)
+    outcome = job.storage.outcome(job.save_id)
     while outcome is None:
-        time.sleep(POLL)
-        outcome = job.place.outcome(job.save_id)
+        time.sleep(POLL_SECONDS)
+        outcome = job.storage.outcome(job.save_id)
     if not outcome:
-        raise CheckpointError(GIVEN_UP)
+        raise CheckpointError(NOT_COMMITTED)
 
 
 def _let_go(job: Job) -> None:
     with suppress(OSError):
-        job.place.end()
+        job.storage.end()
         if job.rank == 0:
-            job.place.finish()
+            job.storage.finish()
 
 
 def _manifest(job: Job, notes: list[Any]) -> Manifest:
     tensors = {
         key: {"shape": shape, "dtype": dtype, "parts": []}
-        for key, (shape, dtype) in sorted(job.kinds.items())
+        for key, (shape, dtype) in sorted(job.tensor_types.items())
     }
     for rank, note in enumerate(notes):
         for key, box, offset, sums in note["pieces"]:
             tensors[key]["parts"].append({"box": box, "file": rank, "offset": offset, "sums": sums})
-    about = dict(job.about)
-    about["optimizer"] = merged_optimizer([note["optimizer"] for note in notes])
-    about["rng"] = {"streams": {name: count for note in notes for name, count in note["streams"].items()}}
+    metadata = dict(job.metadata)
+    metadata["optimizer"] = merge_optimizers([note["optimizer"] for note in notes])
+    metadata["rng"] = {"streams": {name: count for note in notes for name, count in note["streams"].items()}}
     data = {
         "id": job.save_id,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "step": job.step,
         "world_size": job.ranks,
         "versions": _versions(),
-        **about,
+        **metadata,
         "files": [
             {
                 "name": _file_name(rank),
@@ -241,26 +245,26 @@ def _manifest(job: Job, notes: list[Any]) -> Manifest:
     return Manifest.checked(data, "the manifest to be written")
 
 
-def merged_optimizer(optimizers: list[Any]) -> Any:
+def merge_optimizers(optimizers: list[Any]) -> Any:
     """One optimizer of all ranks': groups of equal options are one, whatever their numbers were on each rank."""
-    there = [one for one in optimizers if one is not None]
-    if not there:
+    given = [optimizer for optimizer in optimizers if optimizer is not None]
+    if not given:
         return None
     params: dict[str, dict[str, None]] = {}
-    for one in there:
-        for group in one["groups"]:
-            known = params.setdefault(json.dumps(group["options"], sort_keys=True), {})
-            known.update(dict.fromkeys(group["params"]))
+    for optimizer in given:
+        for group in optimizer["groups"]:
+            group_params = params.setdefault(json.dumps(group["options"], sort_keys=True), {})
+            group_params.update(dict.fromkeys(group["params"]))
     groups = [{"params": list(names), "options": json.loads(options)} for options, names in params.items()]
     values: dict[str, Any] = {}
-    for one in there:
-        values.update(one["values"])
-    return {"cls": there[0]["cls"], "groups": groups, "values": values}
+    for optimizer in given:
+        values.update(optimizer["values"])
+    return {"cls": given[0]["cls"], "groups": groups, "values": values}
 
 
 def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     for name in ("meshwright-checkpoint", "meshwright-dtensor"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions

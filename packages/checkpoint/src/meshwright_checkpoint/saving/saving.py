@@ -17,15 +17,15 @@ from torch import nn
 
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.format.dtypes import dtype_name
-from meshwright_checkpoint.format.safetensors_file import Body, lay_out
+from meshwright_checkpoint.format.safetensors_file import FileLayout, lay_out_file
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.saving.background import Job, SaveHandle
-from meshwright_checkpoint.saving.staging import Snapshots, straight
-from meshwright_checkpoint.shards.write_shares import Catalogued, Piece, share
+from meshwright_checkpoint.saving.staging import StagingBuffer, tensor_bytes
+from meshwright_checkpoint.shards.write_shares import Piece, TensorLayout, plan_writes
 from meshwright_checkpoint.state import rng
-from meshwright_checkpoint.state.collect import Collected, check_model, collect, optimizer_given
-from meshwright_checkpoint.storage.backend import ForeignPlace, Place, any_place_of
+from meshwright_checkpoint.state.collect import CollectedState, check_model, collect, optimizer_given
+from meshwright_checkpoint.storage.backend import CheckpointStorage, ForeignStorage, any_storage_of
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.names import listing
@@ -72,8 +72,8 @@ def save(
     check_model("save", model)
     if step is not None and (type(step) is not int or step < 0):
         raise UsageError(f"step={step!r} is no number of a training step; give an int, 0 or more")
-    place = any_place_of(path, backend)
-    if isinstance(place, ForeignPlace):
+    storage = any_storage_of(path, backend)
+    if isinstance(storage, ForeignStorage):
         if keep_last is not None or keep_every is not None:
             raise UsageError(
                 f"backend {backend!r} removes no older checkpoints; leave out keep_last and keep_every"
@@ -83,13 +83,13 @@ def save(
                 f"backend {backend!r} stores no step; leave out step={step}, or put it into extra"
             )
         ranks = Ranks()
-        _check_alike(ranks.told(lambda: _given(place, model, optimizer, extra)))
-        place.write(model, optimizer, extra, ranks)
-        return SaveHandle.finished(place.where)
+        _check_alike(ranks.gather_checked(lambda: _given(storage, model, optimizer, extra)))
+        storage.write(model, optimizer, extra, ranks)
+        return SaveHandle.finished(storage.where)
     if step is None:
-        found = re.search(r"(\d{1,18})$", place.name)
-        step = int(found[1]) if found else None
-    handle = _saver().save(place, model, optimizer, extra, step, retention, asynchronous)
+        match = re.search(r"(\d{1,18})$", storage.name)
+        step = int(match[1]) if match else None
+    handle = _saver().save(storage, model, optimizer, extra, step, retention, asynchronous)
     if not asynchronous:
         handle.wait()
     return handle
@@ -122,12 +122,12 @@ class Saver:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[str, tuple[list[list[Piece]], dict[str, Any]]] = OrderedDict()
-        self._snapshots = Snapshots()
-        self._flying: SaveHandle | None = None
+        self._snapshots = StagingBuffer()
+        self._in_flight: SaveHandle | None = None
 
     def save(
         self,
-        place: Place,
+        storage: CheckpointStorage,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: Any,
@@ -138,49 +138,49 @@ class Saver:
         """Copy (where values may change before they are written), start writing, return the handle. See `save`."""
         ranks = Ranks()
 
-        def tell() -> dict[str, Any]:
-            self._settle()
-            given = _given(place, model, optimizer, extra)
-            return {**given, "rng": rng.digests(), "id": uuid.uuid4().hex}
+        def local_arguments() -> dict[str, Any]:
+            self._finish_previous()
+            arguments = _given(storage, model, optimizer, extra)
+            return {**arguments, "rng": rng.digests(), "id": uuid.uuid4().hex}
 
-        told = ranks.told(tell)
-        _check_alike(told)
-        save_id = told[0]["id"]
-        collected, shares, kinds = self._planned(
-            ranks, model, optimizer, extra, rng.shared([one["rng"] for one in told])
+        gathered = ranks.gather_checked(local_arguments)
+        _check_alike(gathered)
+        save_id = gathered[0]["id"]
+        collected, write_plan, tensor_types = self._collect_and_plan(
+            ranks, model, optimizer, extra, rng.shared([arguments["rng"] for arguments in gathered])
         )
-        job = Job(place, save_id, ranks.rank, ranks.size, step, retention, behind=asynchronous)
+        job = Job(storage, save_id, ranks.rank, ranks.size, step, retention, background=asynchronous)
 
         def begin() -> None:
             if ranks.rank == 0:
-                place.begin(save_id)
+                storage.begin(save_id)
 
         def snapshot() -> None:
-            place.claim(save_id, ranks.rank)
-            job.body = _file_of(ranks.rank, shares, collected, save_id)
-            on_gpu = any(part.local.is_cuda for part in collected.held.values())
+            storage.claim(save_id, ranks.rank)
+            job.body = _file_of(ranks.rank, write_plan, collected, save_id)
+            on_gpu = any(part.local.is_cuda for part in collected.shards.values())
             if asynchronous or on_gpu:
-                job.data = self._snapshots.take(job.body, collected.held)
+                job.data = self._snapshots.take(job.body, collected.shards)
             else:
-                job.data = straight(job.body, collected.held)
+                job.data = tensor_bytes(job.body, collected.shards)
 
-        ranks.together(begin)
+        ranks.run_checked(begin)
         try:
-            ranks.together(snapshot)
+            ranks.run_checked(snapshot)
         except BaseException:
-            place.end()
+            storage.end()
             if ranks.rank == 0:
-                place.finish()
+                storage.finish()
             raise
-        job.about, job.kinds = collected.about, kinds
-        self._flying = SaveHandle(job)
-        return self._flying
+        job.metadata, job.tensor_types = collected.metadata, tensor_types
+        self._in_flight = SaveHandle(job)
+        return self._in_flight
 
-    def _settle(self) -> None:
-        flying, self._flying = self._flying, None
-        if flying is not None and not flying.told:
+    def _finish_previous(self) -> None:
+        previous, self._in_flight = self._in_flight, None
+        if previous is not None and not previous.error_raised:
             try:
-                flying.wait()
+                previous.wait()
             except CheckpointError as error:
                 raise CheckpointError(
                     f"the save before this one failed, and this one was not begun (call it again): {error}"
@@ -190,67 +190,69 @@ class Saver:
         """See `prepare_save`."""
         ranks = Ranks()
 
-        def tell() -> Any:
-            self._settle()
+        def digests() -> Any:
+            self._finish_previous()
             return rng.digests()
 
-        shared = rng.shared(ranks.told(tell))
-        collected, shares, _ = self._planned(ranks, model, optimizer, None, shared)
-        body = _file_of(ranks.rank, shares, collected, uuid.uuid4().hex)
-        self._snapshots.prepare(body.nbytes, collected.held)
+        shared = rng.shared(ranks.gather_checked(digests))
+        collected, write_plan, _ = self._collect_and_plan(ranks, model, optimizer, None, shared)
+        body = _file_of(ranks.rank, write_plan, collected, uuid.uuid4().hex)
+        self._snapshots.prepare(body.nbytes, collected.shards)
 
     def prepared(self) -> None:
         """Return once the memory that `prepare` asked for is there."""
         self._snapshots.prepared()
 
-    def _planned(
+    def _collect_and_plan(
         self,
         ranks: Ranks,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: Any,
         shared: set[str],
-    ) -> tuple[Collected, list[list[Piece]], dict[str, Any]]:
+    ) -> tuple[CollectedState, list[list[Piece]], dict[str, Any]]:
         """What there is on this rank, who writes what, and shape and dtype of every tensor.
 
         The plan is worked out anew only when a layout has changed.
         """
-        collected, catalog = Collected(), []
+        collected, catalog = CollectedState(), []
 
-        def tell() -> str:
+        def catalog_digest() -> str:
             nonlocal collected, catalog
             collected = collect(model, optimizer, extra, ranks.rank, ranks.size, shared)
             catalog = _catalog(collected)
             return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
 
-        key = hashlib.sha256("".join(ranks.told(tell)).encode()).hexdigest()
+        key = hashlib.sha256("".join(ranks.gather_checked(catalog_digest)).encode()).hexdigest()
         if key not in self._plans:
-            everyone = ranks.gather(catalog)
-            kinds, tensors = ranks.together(lambda: _merged(everyone))
-            shares = ranks.together(lambda: share(tensors, ranks.size))
+            catalogs = ranks.gather(catalog)
+            tensor_types, tensors = ranks.run_checked(lambda: _merged(catalogs))
+            write_plan = ranks.run_checked(lambda: plan_writes(tensors, ranks.size))
             while len(self._plans) >= MAX_PLANS:
                 self._plans.popitem(last=False)
-            self._plans[key] = shares, kinds
+            self._plans[key] = write_plan, tensor_types
         return collected, *self._plans[key]
 
 
-def _given(place: Place | ForeignPlace, model: nn.Module, optimizer: Any, extra: Any) -> dict[str, Any]:
+def _given(
+    storage: CheckpointStorage | ForeignStorage, model: nn.Module, optimizer: Any, extra: Any
+) -> dict[str, Any]:
     """What a rank tells the others of what it was asked to save."""
-    return {"path": place.where, "optimizer": optimizer_given(model, optimizer), "extra": extra is not None}
+    return {"path": storage.where, "optimizer": optimizer_given(model, optimizer), "extra": extra is not None}
 
 
-def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+def _check_alike(gathered: Sequence[Mapping[str, Any]]) -> None:
     """Raise UsageError, on every rank, where ranks do not save the same thing: part of it would be lost, or waited for."""
-    paths = sorted({one["path"] for one in told})
+    paths = sorted({arguments["path"] for arguments in gathered})
     if len(paths) > 1:
         raise UsageError(f"ranks save to different paths ({', '.join(paths)}); give every rank the same")
-    with_optimizer = [rank for rank, one in enumerate(told) if one["optimizer"]]
-    if with_optimizer and any(one["optimizer"] is False for one in told):
+    with_optimizer = [rank for rank, arguments in enumerate(gathered) if arguments["optimizer"]]
+    if with_optimizer and any(arguments["optimizer"] is False for arguments in gathered):
         raise UsageError(
-            f"optimizer is given on ranks {listing(map(str, with_optimizer), 8)} of {len(told)} only; "
+            f"optimizer is given on ranks {listing(map(str, with_optimizer), 8)} of {len(gathered)} only; "
             "give every rank its own, or none"
         )
-    with_extra = [rank for rank, one in enumerate(told) if one["extra"]]
+    with_extra = [rank for rank, arguments in enumerate(gathered) if arguments["extra"]]
     if with_extra and with_extra[0]:
         raise UsageError(
             f"extra is given on rank {with_extra[0]} and not on rank 0, whose is saved; give it there too"
@@ -263,13 +265,13 @@ def _saver() -> Saver:
     return Saver()
 
 
-def _file_of(rank: int, shares: list[list[Piece]], collected: Collected, save_id: str) -> Body:
+def _file_of(rank: int, write_plan: list[list[Piece]], collected: CollectedState, save_id: str) -> FileLayout:
     metadata = {"format": "pt", "checkpoint": save_id, "file": str(rank)}
-    shapes = {key: (part.shape, part.dtype) for key, part in collected.held.items()}
-    return lay_out(shares[rank], shapes, metadata)
+    shapes = {key: (part.shape, part.dtype) for key, part in collected.shards.items()}
+    return lay_out_file(write_plan[rank], shapes, metadata)
 
 
-def _catalog(collected: Collected) -> list[Any]:
+def _catalog(collected: CollectedState) -> list[Any]:
     return [
         [
             key,
@@ -278,25 +280,25 @@ def _catalog(collected: Collected) -> list[Any]:
             part.dtype.itemsize,
             [there for there, _ in part.boxes],
         ]
-        for key, part in collected.held.items()
+        for key, part in collected.shards.items()
     ]
 
 
-def _merged(everyone: list[list[Any]]) -> tuple[dict[str, Any], dict[str, Catalogued]]:
+def _merged(catalogs: list[list[Any]]) -> tuple[dict[str, Any], dict[str, TensorLayout]]:
     """key -> (shape, dtype), and what all ranks hold. Raises UsageError where ranks contradict each other."""
-    kinds: dict[str, tuple[list[int], str, int]] = {}
+    types: dict[str, tuple[list[int], str, int]] = {}
     boxes: dict[str, dict[int, Any]] = {}
-    for rank, rows in enumerate(everyone):
+    for rank, rows in enumerate(catalogs):
         for key, shape, dtype, itemsize, held in rows:
-            known = kinds.setdefault(key, (shape, dtype, itemsize))
-            if known != (shape, dtype, itemsize):
+            first = types.setdefault(key, (shape, dtype, itemsize))
+            if first != (shape, dtype, itemsize):
                 raise UsageError(
-                    f"{key} has shape {shape} and dtype {dtype} on rank {rank}, and {known[0]} and {known[1]} on another; it "
+                    f"{key} has shape {shape} and dtype {dtype} on rank {rank}, and {first[0]} and {first[1]} on another; it "
                     "must be one tensor, the same on all ranks or a DTensor"
                 )
             boxes.setdefault(key, {})[rank] = tuple(tuple(map(tuple, box)) for box in held)
     tensors = {
-        key: Catalogued(tuple(shape), itemsize, tuple(boxes[key].get(r, ()) for r in range(len(everyone))))
-        for key, (shape, _, itemsize) in kinds.items()
+        key: TensorLayout(tuple(shape), itemsize, tuple(boxes[key].get(r, ()) for r in range(len(catalogs))))
+        for key, (shape, _, itemsize) in types.items()
     }
-    return {key: (shape, dtype) for key, (shape, dtype, _) in kinds.items()}, tensors
+    return {key: (shape, dtype) for key, (shape, dtype, _) in types.items()}, tensors

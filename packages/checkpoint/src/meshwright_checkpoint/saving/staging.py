@@ -7,37 +7,37 @@ from itertools import pairwise
 
 import torch
 
-from meshwright_checkpoint.format.safetensors_file import Body
-from meshwright_checkpoint.io.host_memory import Reserved, new_memory
-from meshwright_checkpoint.shards.local_shards import Held, part_of
+from meshwright_checkpoint.format.safetensors_file import FileLayout
+from meshwright_checkpoint.io.host_memory import ReservedMemory, new_memory
+from meshwright_checkpoint.shards.local_shards import LocalShards, local_box
 from meshwright_dtensor.sharding.boxes import box_shape, intersect, slice_of
 
 
-class Snapshots:
+class StagingBuffer:
     """One buffer, reused from save to save; pinned where tensors are copied from a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._reserved: Reserved | None = None
+        self._reserved: ReservedMemory | None = None
 
-    def prepare(self, nbytes: int, held: Mapping[str, Held]) -> None:
+    def prepare(self, nbytes: int, held: Mapping[str, LocalShards]) -> None:
         """Begin to find the memory for a file of about so many bytes, in the background. No snapshot may be in use."""
         gpu = _gpu(held)
-        self._settle()
+        self._finish_previous()
         if not self._fits(nbytes, gpu):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._reserved = Reserved(nbytes, gpu)
+            self._reserved = ReservedMemory(nbytes, gpu)
 
     def prepared(self) -> None:
         """Return once what `prepare` has begun is done."""
         if self._reserved is not None:
             self._reserved.ready()
 
-    def take(self, body: Body, held: Mapping[str, Held]) -> list[torch.Tensor]:
+    def take(self, body: FileLayout, held: Mapping[str, LocalShards]) -> list[torch.Tensor]:
         """The file as `body` lays it out, as the bytes of header and pieces; valid until the next call."""
         gpu = _gpu(held)
         cuda = gpu is not None
-        self._settle()
+        self._finish_previous()
         if not self._fits(body.nbytes, gpu):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
             self._buffer = new_memory(body.nbytes, gpu)
@@ -51,7 +51,7 @@ class Snapshots:
         bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
         return [file[start:end] for start, end in pairwise(bounds)]
 
-    def _settle(self) -> None:
+    def _finish_previous(self) -> None:
         reserved, self._reserved = self._reserved, None
         if reserved is not None and (memory := reserved.take()) is not None:
             self._buffer = memory
@@ -60,12 +60,12 @@ class Snapshots:
         return self._buffer.numel() >= nbytes and (gpu is None or self._buffer.is_pinned())
 
 
-def _gpu(held: Mapping[str, Held]) -> int | None:
+def _gpu(held: Mapping[str, LocalShards]) -> int | None:
     """The number of the GPU that tensors lie on."""
     return next((part.local.device.index for part in held.values() if part.local.is_cuda), None)
 
 
-def straight(body: Body, held: Mapping[str, Held]) -> Iterator[torch.Tensor]:
+def tensor_bytes(body: FileLayout, held: Mapping[str, LocalShards]) -> Iterator[torch.Tensor]:
     """The same bytes piece by piece without a snapshot, for a save that is waited for.
 
     What lies in one run of memory is not copied at all.
@@ -76,12 +76,12 @@ def straight(body: Body, held: Mapping[str, Held]) -> Iterator[torch.Tensor]:
         yield source.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def _source(box: tuple[tuple[int, int], ...], held: Held) -> torch.Tensor:
+def _source(box: tuple[tuple[int, int], ...], held: LocalShards) -> torch.Tensor:
     there, here = next(pair for pair in held.boxes if intersect(box, pair[0]) == box)
-    return slice_of(held.local, part_of(box, there, here))
+    return slice_of(held.local, local_box(box, there, here))
 
 
-def _copy(file: torch.Tensor, box: tuple[tuple[int, int], ...], offset: int, held: Held) -> None:
+def _copy(file: torch.Tensor, box: tuple[tuple[int, int], ...], offset: int, held: LocalShards) -> None:
     source = _source(box, held)
     nbytes = source.numel() * source.element_size()
     target = file[offset : offset + nbytes].view(source.dtype).view(box_shape(box))

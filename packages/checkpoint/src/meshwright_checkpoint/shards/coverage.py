@@ -8,7 +8,7 @@ from math import prod
 from meshwright_dtensor.sharding.boxes import Box, box_numel, intersect
 
 
-def check_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """What is wrong with `boxes` as parts of a tensor of `shape`, in words that follow "the parts"; None if nothing is."""
     covered = 0
     for box in boxes:

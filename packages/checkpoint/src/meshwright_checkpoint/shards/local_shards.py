@@ -18,7 +18,7 @@ from meshwright_dtensor.stored.permuted import permuted_layout
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShards:
     """This rank's part of one tensor.
 
     shape, dtype: of the global value.
@@ -32,7 +32,7 @@ class Held:
     boxes: tuple[tuple[Box, Box], ...]
 
 
-def held(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> Held:
+def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> LocalShards:
     """What this rank holds of a plain tensor (all of it) or any DTensor, in true order.
 
     Args:
@@ -53,12 +53,12 @@ def held(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None)
     if local.layout != torch.strided or local.is_quantized:
         raise UnsupportedError(f"{name} is no dense tensor (layout {local.layout}); convert it first")
     boxes = region_boxes(_region(tensor, name, parameter)) if tensor.dim() else _scalar(tensor)
-    found = tuple((there, here) for there, here in boxes if box_numel(there))
-    if sum(box_numel(there) for there, _ in found) != local.numel():
+    nonempty = tuple((there, here) for there, here in boxes if box_numel(there))
+    if sum(box_numel(there) for there, _ in nonempty) != local.numel():
         raise UnsupportedError(
             f"{name}: this rank's part has shape {tuple(local.shape)}, which is not what its placements say ({boxes})"
         )
-    return Held(tuple(tensor.shape), tensor.dtype, local, found)
+    return LocalShards(tuple(tensor.shape), tensor.dtype, local, nonempty)
 
 
 def _scalar(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
@@ -116,7 +116,7 @@ def _intervals(indices: torch.Tensor) -> tuple[Interval, ...]:
     return tuple((int(piece[0]), piece.numel()) for piece in pieces)
 
 
-def part_of(piece: Box, there: Box, here: Box) -> Box:
+def local_box(piece: Box, there: Box, here: Box) -> Box:
     """Where `piece`, a part of the global box `there`, lies in the local tensor that holds `there` at `here`."""
     return tuple(
         (mine + start - base, length)
@@ -124,12 +124,12 @@ def part_of(piece: Box, there: Box, here: Box) -> Box:
     )
 
 
-def bytes_of(box: Box, dtype: torch.dtype) -> int:
+def box_nbytes(box: Box, dtype: torch.dtype) -> int:
     """Size of a box in bytes."""
     return box_numel(box) * dtype.itemsize
 
 
-def text_of(box: Box) -> str:
+def box_text(box: Box) -> str:
     """As "[0:4, 8:16]"."""
     return "[" + ", ".join(f"{start}:{start + length}" for start, length in box) + "]"
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright_checkpoint.shards.coverage import check_cover
+from meshwright_checkpoint.shards.coverage import coverage_problem
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.sharding.boxes import Box, box_numel
 
@@ -15,7 +15,7 @@ MIN_SPLIT = 32 << 10
 
 
 @dataclass(frozen=True)
-class Catalogued:
+class TensorLayout:
     """A tensor as all ranks together hold it: per rank its boxes."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Piece:
     box: Box
 
 
-def share(tensors: Mapping[str, Catalogued], ranks: int) -> list[list[Piece]]:
+def plan_writes(tensors: Mapping[str, TensorLayout], ranks: int) -> list[list[Piece]]:
     """What each rank writes: only what it holds, in all as evenly as that allows.
 
     Raises:
@@ -43,24 +43,24 @@ def share(tensors: Mapping[str, Catalogued], ranks: int) -> list[list[Piece]]:
         for rank, boxes in enumerate(tensor.boxes):
             for box in boxes:
                 holders[box].append(rank)
-        problem = check_cover(tensor.shape, list(holders))
+        problem = coverage_problem(tensor.shape, list(holders))
         if problem:
             raise UnsupportedError(f"what ranks hold of {key} is no whole tensor: its boxes {problem}")
         for box, ranks_of_box in holders.items():
             by_holders[tuple(ranks_of_box)].append((key, box, tensor.itemsize))
     loads = [0] * ranks
-    shares: list[list[Piece]] = [[] for _ in range(ranks)]
-    for who in sorted(by_holders, key=lambda who: (len(who), who)):
-        items = by_holders[who]
+    plan: list[list[Piece]] = [[] for _ in range(ranks)]
+    for holder_ranks in sorted(by_holders, key=lambda holder_ranks: (len(holder_ranks), holder_ranks)):
+        items = by_holders[holder_ranks]
         total = sum(box_numel(box) * size for _, box, size in items)
-        budgets = levelled([loads[rank] for rank in who], total)
-        for rank, pieces in zip(who, _dealt(items, budgets), strict=True):
-            shares[rank] += [Piece(key, box) for key, box, _ in pieces]
+        budgets = balanced_budgets([loads[rank] for rank in holder_ranks], total)
+        for rank, pieces in zip(holder_ranks, _dealt(items, budgets), strict=True):
+            plan[rank] += [Piece(key, box) for key, box, _ in pieces]
             loads[rank] += sum(box_numel(box) * size for _, box, size in pieces)
-    return shares
+    return plan
 
 
-def levelled(loads: Sequence[int], total: int) -> list[int]:
+def balanced_budgets(loads: Sequence[int], total: int) -> list[int]:
     """How much of `total` each gets, so that the smallest loads rise to one level."""
     order = sorted(range(len(loads)), key=lambda i: loads[i])
     level, used = loads[order[0]], 1
@@ -71,41 +71,41 @@ def levelled(loads: Sequence[int], total: int) -> list[int]:
         used += 1
     result = [0] * len(loads)
     each, rest = divmod(left, used)
-    for place, index in enumerate(order[:used]):
-        result[index] = level - loads[index] + each + (place < rest)
+    for position, index in enumerate(order[:used]):
+        result[index] = level - loads[index] + each + (position < rest)
     return result
 
 
 def _dealt(items: Sequence[tuple[str, Box, int]], budgets: Sequence[int]) -> list[list[tuple[str, Box, int]]]:
     """The items in order, dealt to ranks in order; what goes over a budget is split, if it is worth it."""
-    hands: list[list[tuple[str, Box, int]]] = [[] for _ in budgets]
+    assigned: list[list[tuple[str, Box, int]]] = [[] for _ in budgets]
     rank, left = 0, budgets[0]
-    waiting = list(reversed(items))
-    while waiting:
-        key, box, size = waiting.pop()
+    todo = list(reversed(items))
+    while todo:
+        key, box, size = todo.pop()
         nbytes = box_numel(box) * size
         last = rank == len(budgets) - 1
         if last or nbytes <= left:
-            hands[rank].append((key, box, size))
+            assigned[rank].append((key, box, size))
             left -= nbytes
             continue
-        head, tail = split(box, size, left)
-        hands[rank] += [(key, part, size) for part in head]
+        head, tail = split_box(box, size, left)
+        assigned[rank] += [(key, part, size) for part in head]
         rank += 1
         left += budgets[rank] - sum(box_numel(part) * size for part in head)
-        waiting += [(key, part, size) for part in reversed(tail)]
-    return hands
+        todo += [(key, part, size) for part in reversed(tail)]
+    return assigned
 
 
-def split(box: Box, itemsize: int, wanted: int) -> tuple[list[Box], list[Box]]:
-    """`box` cut in two along memory, the first part of about `wanted` bytes; each part is one box or a few."""
+def split_box(box: Box, itemsize: int, head_nbytes: int) -> tuple[list[Box], list[Box]]:
+    """`box` cut in two along memory, the first part of about `head_nbytes` bytes; each part is one box or a few."""
     nbytes = box_numel(box) * itemsize
-    if wanted < MIN_SPLIT or nbytes - wanted < MIN_SPLIT:
-        return ([], [box]) if wanted * 2 < nbytes else ([box], [])
+    if head_nbytes < MIN_SPLIT or nbytes - head_nbytes < MIN_SPLIT:
+        return ([], [box]) if head_nbytes * 2 < nbytes else ([box], [])
     dim = next(d for d, (_, length) in enumerate(box) if length > 1)
     start, length = box[dim]
     row = nbytes // length
-    count, rest = divmod(wanted, row)
+    count, rest = divmod(head_nbytes, row)
 
     def rows(first: int, number: int) -> list[Box]:
         return [(*box[:dim], (start + first, number), *box[dim + 1 :])] if number else []
@@ -113,5 +113,5 @@ def split(box: Box, itemsize: int, wanted: int) -> tuple[list[Box], list[Box]]:
     if rest < MIN_SPLIT or row - rest < MIN_SPLIT:
         count += row - rest < rest
         return rows(0, count), rows(count, length - count)
-    head, tail = split(rows(count, 1)[0], itemsize, rest)
+    head, tail = split_box(rows(count, 1)[0], itemsize, rest)
     return rows(0, count) + head, tail + rows(count + 1, length - count - 1)

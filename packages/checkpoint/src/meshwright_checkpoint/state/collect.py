@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright_checkpoint._torch import is_extra_state, plain_name, unwrapped
 from meshwright_checkpoint.format.json_values import encode
-from meshwright_checkpoint.shards.local_shards import Held, held
+from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.stage_info import stages_of
@@ -39,7 +39,7 @@ def optimizer_given(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 
 
 @dataclass
-class Named:
+class NamedTensors:
     """Parameters and buffers of a model by name; what has several names appears under the first.
 
     tensors: the objects themselves.
@@ -54,49 +54,49 @@ class Named:
     extra_state: dict[str, Any] = field(default_factory=dict)
 
 
-def named(model: nn.Module) -> Named:
+def named_tensors(model: nn.Module) -> NamedTensors:
     """What is in the model's state dict, as the very tensors that the model uses."""
-    found = Named()
+    names = NamedTensors()
     inner = unwrapped(model)
-    division = stages_of(inner)
-    first = {} if division is None else division.aliases  # a stage may hold a tied one under another name
+    stages = stages_of(inner)
+    first = {} if stages is None else stages.aliases  # a stage may hold a tied one under another name
     for raw, value in inner.state_dict(keep_vars=True).items():
         name = plain_name(raw)
         if name in first:
-            found.aliases[name] = first[name]
+            names.aliases[name] = first[name]
             name = first[name]
-            if name in found.tensors:
+            if name in names.tensors:
                 continue
         if is_extra_state(name):
-            found.extra_state[name] = value
+            names.extra_state[name] = value
         elif not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"{name} in the model's state dict is of type {type(value).__name__}, no tensor; make it an extra state"
             )
-        elif id(value) in found.names:
-            found.aliases[name] = found.names[id(value)]
+        elif id(value) in names.names:
+            names.aliases[name] = names.names[id(value)]
         else:
-            found.names[id(value)] = name
-            found.tensors[name] = value
-    return found
+            names.names[id(value)] = name
+            names.tensors[name] = value
+    return names
 
 
 @dataclass
-class Collected:
+class CollectedState:
     """What this rank brings to a save.
 
-    held: key -> this rank's part.
+    shards: key -> this rank's part.
     about: what goes into the manifest beside tensors; equal on all ranks but for the optimizer's groups and values.
     """
 
-    held: dict[str, Held] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    shards: dict[str, LocalShards] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     def put(self, key: str, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> str:
         """Add a tensor."""
-        if key in self.held:
+        if key in self.shards:
             raise UsageError(f"two tensors would be saved as {key}; rename one of them")
-        self.held[key] = held(tensor, key, parameter)
+        self.shards[key] = local_shards(tensor, key, parameter)
         return key
 
 
@@ -107,22 +107,24 @@ def collect(
     rank: int,
     ranks: int,
     shared: set[str],
-) -> Collected:
+) -> CollectedState:
     """Everything that `save` saves. `shared`: random streams that are the same on all ranks; rank 0 brings those."""
-    collected = Collected()
+    collected = CollectedState()
     inner = unwrapped(model)
-    names = named(inner)
+    names = named_tensors(inner)
     for name, tensor in names.tensors.items():
         collected.put(MODEL + name, tensor)
     plan = getattr(inner, "parallel_plan", None)
-    putting = _putter(collected, "model_extra_state/")
-    collected.about = {
+    add_extra_state = _putter(collected, "model_extra_state/")
+    collected.metadata = {
         "plan": None if plan is None else json.loads(plan.to_json()),
         "model": {
             "cls": type(inner).__qualname__,
             "config": _config(inner),
             "aliases": names.aliases,
-            "extra_state": {name: encode(value, putting, name) for name, value in names.extra_state.items()},
+            "extra_state": {
+                name: encode(value, add_extra_state, name) for name, value in names.extra_state.items()
+            },
         },
         "optimizer": None if optimizer is None else collect_optimizer(optimizer, names, collected),
         "rng": {"streams": {}},
@@ -130,13 +132,13 @@ def collect(
     for name, state in rng.state().items():
         if rank == 0 or name not in shared:
             collected.put(f"rng/{rank}/{name}", state)
-            collected.about["rng"]["streams"][name] = 1 if name in shared else ranks
+            collected.metadata["rng"]["streams"][name] = 1 if name in shared else ranks
     if rank == 0:
-        collected.about["extra"] = encode(extra, _putter(collected, EXTRA), "extra")
+        collected.metadata["extra"] = encode(extra, _putter(collected, EXTRA), "extra")
     return collected
 
 
-def _putter(collected: Collected, prefix: str) -> Callable[[str, torch.Tensor], str]:
+def _putter(collected: CollectedState, prefix: str) -> Callable[[str, torch.Tensor], str]:
     def put(path: str, tensor: torch.Tensor) -> str:
         if hasattr(tensor, "device_mesh"):
             raise UsageError(f"{path} is a DTensor; give its full_tensor(), a value that every rank knows")
@@ -157,21 +159,23 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def parameter_names(optimizer: torch.optim.Optimizer, names: Named) -> list[list[str]]:
+def parameter_names(optimizer: torch.optim.Optimizer, names: NamedTensors) -> list[list[str]]:
     """The name of every parameter of every group. Raises UsageError for one that the model has not."""
     result = []
     for number, group in enumerate(optimizer.param_groups):
-        found = [names.names.get(id(p)) for p in group["params"]]
-        if None in found:
+        group_names = [names.names.get(id(p)) for p in group["params"]]
+        if None in group_names:
             raise UsageError(
-                f"parameter {found.index(None)} of the optimizer's group {number} is none of the model's; make the optimizer "
+                f"parameter {group_names.index(None)} of the optimizer's group {number} is none of the model's; make the optimizer "
                 "from model.parameters(), after the model was parallelized"
             )
-        result.append([name for name in found if name is not None])
+        result.append([name for name in group_names if name is not None])
     return result
 
 
-def collect_optimizer(optimizer: torch.optim.Optimizer, names: Named, collected: Collected) -> dict[str, Any]:
+def collect_optimizer(
+    optimizer: torch.optim.Optimizer, names: NamedTensors, collected: CollectedState
+) -> dict[str, Any]:
     """Class, groups and states that are no tensors; the tensors are put into `collected`."""
     groups, values = [], {}
     for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):

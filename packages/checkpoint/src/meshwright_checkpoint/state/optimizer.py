@@ -14,8 +14,8 @@ from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.format.manifest import OptimizerInfo
 from meshwright_checkpoint.read.wanted import Wanted
-from meshwright_checkpoint.shards.local_shards import held
-from meshwright_checkpoint.state.collect import OPTIMIZER, Named, parameter_names
+from meshwright_checkpoint.shards.local_shards import local_shards
+from meshwright_checkpoint.state.collect import OPTIMIZER, NamedTensors, parameter_names
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import slice_of
@@ -46,7 +46,7 @@ class OptimizerTargets:
         cls,
         checkpoint: Checkpoint,
         optimizer: torch.optim.Optimizer,
-        names: Named,
+        names: NamedTensors,
         mismatched: list[str],
         chosen: Callable[[str], bool],
     ) -> OptimizerTargets:
@@ -57,7 +57,7 @@ class OptimizerTargets:
         self = cls(optimizer)
         info = checkpoint.manifest.optimizer
         if info is None:
-            self.missing.append(f"the optimizer ({checkpoint.without_optimizer})")
+            self.missing.append(f"the optimizer ({checkpoint.no_optimizer_reason})")
             return self
         if info.cls and info.cls != type(optimizer).__qualname__:  # torch's own format does not say
             mismatched.append(f"the optimizer: {info.cls} was saved, this is {type(optimizer).__qualname__}")
@@ -74,22 +74,25 @@ class OptimizerTargets:
         group_of = {name: number for number, group in enumerate(info.groups) for name in group.params}
         for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
             numbers: set[int] = set()
-            left = False
+            partial = False
             for name, parameter in zip(params, group["params"], strict=True):
-                known = [name, *(other for other, first in names.aliases.items() if first == name)]
-                if not any(map(chosen, known)):
-                    left = True
+                aliases_of_parameter = [
+                    name,
+                    *(other for other, first in names.aliases.items() if first == name),
+                ]
+                if not any(map(chosen, aliases_of_parameter)):
+                    partial = True
                     continue
-                saved = next((a for n in known if (a := aliases.get(n, n)) in group_of), None)
+                saved = next((a for n in aliases_of_parameter if (a := aliases.get(n, n)) in group_of), None)
                 if saved is None:
                     self.missing.append(f"optimizer/{name}")
                     continue
                 numbers.add(group_of[saved])
                 entries = self._state(checkpoint, saved, stored.get(saved, []), parameter, group, mismatched)
                 for key, value in info.values.get(saved, {}).items():
-                    entries[key] = decode(value, no_tensor)
+                    entries[key] = decode(value, refuse_tensor)
                 self.states.append((parameter, entries))
-            self.groups.append(GroupTargets(tuple(sorted(numbers)), not left))
+            self.groups.append(GroupTargets(tuple(sorted(numbers)), not partial))
         return self
 
     def _state(
@@ -101,46 +104,48 @@ class OptimizerTargets:
         group: dict[str, Any],
         mismatched: list[str],
     ) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        there = self.optimizer.state.get(parameter, {})
+        entries: dict[str, Any] = {}
+        current = self.optimizer.state.get(parameter, {})
         for key in keys:
             full = f"{OPTIMIZER}{name}/{key}"
             source = checkpoint.tensors[full]
             self.used.add(full)
-            value = there.get(key)
+            value = current.get(key)
             if not (
                 isinstance(value, torch.Tensor)
                 and tuple(value.shape) == source.shape
                 and value.dtype == source.dtype
             ):
-                value = new_state(source.shape, source.dtype, key, parameter, group)
-            made[key] = value
-            part = held(value, full, parameter)
+                value = empty_state(source.shape, source.dtype, key, parameter, group)
+            entries[key] = value
+            part = local_shards(value, full, parameter)
             if part.shape != source.shape:
                 mismatched.append(
                     f"{full}: shape {list(source.shape)} is stored, {list(part.shape)} is needed"
                 )
                 continue
             self.wanted += [Wanted(full, there_, slice_of(part.local, here)) for there_, here in part.boxes]
-        return made
+        return entries
 
     def take_options(
-        self, info: OptimizerInfo, told: Sequence[Sequence[GroupTargets]], mismatched: list[str]
+        self, info: OptimizerInfo, gathered: Sequence[Sequence[GroupTargets]], mismatched: list[str]
     ) -> None:
         """Find the options of every group: those that its parameters were saved with, where it is loaded whole.
 
-        `told` are the groups of every rank, which may have a part of the parameters each: a group is loaded whole where it is
+        `gathered` are the groups of every rank, which may have a part of the parameters each: a group is loaded whole where it is
         so on all, and one without parameters here takes what it takes elsewhere.
         """
         for number, group in enumerate(self.groups):
-            same = [groups[number] for groups in told if number < len(groups)]
-            saved = group.saved_as or tuple(sorted({one for other in same for one in other.saved_as}))
-            options = [info.groups[one].options for one in saved]
+            same = [groups[number] for groups in gathered if number < len(groups)]
+            saved = group.saved_as or tuple(
+                sorted({number_saved for other in same for number_saved in other.saved_as})
+            )
+            options = [info.groups[number_saved].options for number_saved in saved]
             self.options.append({})
             if not options or not all(other.whole for other in same):
                 continue
-            if all(one == options[0] for one in options):
-                decoded = decode(options[0], number_of)
+            if all(number_saved == options[0] for number_saved in options):
+                decoded = decode(options[0], scalar_from_text)
                 self.options[-1] = decoded if isinstance(decoded, dict) else {}
             elif group.saved_as:
                 mismatched.append(
@@ -165,7 +170,7 @@ class OptimizerTargets:
                 self.optimizer.state.pop(parameter, None)
 
 
-def new_state(
+def empty_state(
     shape: tuple[int, ...], dtype: torch.dtype, key: str, parameter: torch.Tensor, group: dict[str, Any]
 ) -> torch.Tensor:
     """A state without its values yet, as the optimizer would have made it."""
@@ -182,7 +187,7 @@ def new_state(
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def number_of(text: str) -> torch.Tensor:
+def scalar_from_text(text: str) -> torch.Tensor:
     """A small tensor among the options of a group. Raises CorruptError."""
     name, _, number = text.partition(":")
     dtype = getattr(torch, name, None)
@@ -192,6 +197,6 @@ def number_of(text: str) -> torch.Tensor:
         raise CorruptError(f"an option of the optimizer is {ascii(text)[:60]}, no number") from None
 
 
-def no_tensor(key: str) -> torch.Tensor:
+def refuse_tensor(key: str) -> torch.Tensor:
     """There is none among states that are no tensors. Raises CorruptError."""
     raise CorruptError(f"an optimizer state refers to {ascii(key)[:60]}")

@@ -1,8 +1,8 @@
-"""Places: where a checkpoint lies, and how it comes to be there whole. Backends are found through `meshwright_checkpoint_backends`.
+"""Storage backends: where a checkpoint is kept, and how it is committed as a whole.
 
-A backend's target is a function of a path that returns a :class:`Place`, or a :class:`ForeignPlace` for a format of others.
-The first-party one, "safetensors", takes a path of the
-file system, or a URL that fsspec knows ("memory://", "s3://").
+Backends are plugins, found through the hook `meshwright_checkpoint_backends`. The target is a function of a path.
+It returns a :class:`CheckpointStorage`, or a :class:`ForeignStorage` for a format other than meshwright's.
+The built-in backend "safetensors" takes a path in the file system or a URL of fsspec ("memory://", "s3://").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.read.wanted import ReadFile, Store
-from meshwright_checkpoint.storage.filesystem import LocalPlace
+from meshwright_checkpoint.storage.filesystem import DirectoryStorage
 from meshwright_dtensor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class WriteFile(Protocol):
         """Close; `durable`: once it is stored. False gives it up."""
 
 
-class Place(Protocol):
+class CheckpointStorage(Protocol):
     """Where one checkpoint lies, or will.
 
     A save calls, in this order: `begin` (rank 0), `claim` (every rank, after it), and in the background `writer`, `mark` (every
@@ -56,10 +56,10 @@ class Place(Protocol):
     def writer(self, name: str) -> WriteFile:
         """A new file of the checkpoint."""
 
-    def mark(self, rank: int, data: bytes) -> None:
+    def write_note(self, rank: int, data: bytes) -> None:
         """Leave a note of this rank for rank 0."""
 
-    def marked(self, rank: int) -> bytes | None:
+    def read_note(self, rank: int) -> bytes | None:
         """The note of a rank, if it has left one. Raises CheckpointError where it has died without."""
 
     def commit(self, manifest: bytes) -> None:
@@ -83,10 +83,10 @@ class Place(Protocol):
     def nbytes(self, name: str) -> int | None:
         """Size of a file, None where it is missing."""
 
-    def inside(self) -> Sequence[Place]:
+    def children(self) -> Sequence[CheckpointStorage]:
         """The places in this one that have a manifest."""
 
-    def parent(self) -> Place:
+    def parent(self) -> CheckpointStorage:
         """Where its siblings are."""
 
     def remove(self, save_id: str) -> None:
@@ -96,7 +96,7 @@ class Place(Protocol):
         """Remove what killed saves have left among the siblings."""
 
 
-class ForeignPlace(ABC):
+class ForeignStorage(ABC):
     """A backend in the format of others, which opens and writes it itself. Saves are synchronous.
 
     Attributes:
@@ -108,7 +108,7 @@ class ForeignPlace(ABC):
     name: str
 
     @abstractmethod
-    def opened(self, model: nn.Module) -> Store:
+    def open_checkpoint(self, model: nn.Module) -> Store:
         """The checkpoint, open, with the names of `model`. Raises CheckpointError where there is none."""
 
     @abstractmethod
@@ -118,42 +118,44 @@ class ForeignPlace(ABC):
         """Save (a collective call); it appears whole or not at all."""
 
 
-def place_of_path(path: str | os.PathLike[str]) -> Place:
+def storage_of_path(path: str | os.PathLike[str]) -> CheckpointStorage:
     """The backend "safetensors": a directory, or a URL of fsspec."""
     text = os.fspath(path)
     if "://" not in text:
-        return LocalPlace(path)
-    from meshwright_checkpoint.storage.object_store import ObjectPlace
+        return DirectoryStorage(path)
+    from meshwright_checkpoint.storage.object_store import ObjectStorage
 
-    return ObjectPlace(text)
+    return ObjectStorage(text)
 
 
-def place_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> Place:
-    """The place of `path` in a backend that has this package's format; else as `any_place_of`.
+def storage_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> CheckpointStorage:
+    """The place of `path` in a backend that has this package's format; else as `any_storage_of`.
 
     Raises:
         PluginError: no plugin registers that name.
         UsageError: the backend has a format of its own.
     """
-    place = any_place_of(path, backend)
-    if isinstance(place, ForeignPlace):
+    storage = any_storage_of(path, backend)
+    if isinstance(storage, ForeignStorage):
         raise UsageError(
             f"backend {backend!r} has another format, for load() and save() only: load(path, backend={backend!r}), then save() "
             "without it"
         )
-    return place
+    return storage
 
 
-def any_place_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> Place | ForeignPlace:
+def any_storage_of(
+    path: str | os.PathLike[str], backend: str = DEFAULT
+) -> CheckpointStorage | ForeignStorage:
     """The place of `path` in the backend of that name. Raises PluginError for a name that no plugin registers."""
     if backend == DEFAULT:
-        return place_of_path(path)
+        return storage_of_path(path)
     from meshwright_dtensor.plugins import BackendSpec, discover
 
-    place: Place | ForeignPlace = discover().get(BackendSpec, backend).load()(path)
-    return place
+    storage: CheckpointStorage | ForeignStorage = discover().get(BackendSpec, backend).load()(path)
+    return storage
 
 
-def local_path(place: Place) -> Path | None:
+def local_path(storage: CheckpointStorage) -> Path | None:
     """Its directory, where it has one."""
-    return place.path if isinstance(place, LocalPlace) else None
+    return storage.path if isinstance(storage, DirectoryStorage) else None

@@ -6,10 +6,10 @@ from types import MappingProxyType
 
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.checksum import block_sums
-from meshwright_checkpoint.format.dtypes import BY_NAME
+from meshwright_checkpoint.format.dtypes import DTYPES
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
-from meshwright_checkpoint.storage.backend import Place
+from meshwright_checkpoint.storage.backend import CheckpointStorage
 
 
 class Checkpoint:
@@ -26,19 +26,19 @@ class Checkpoint:
         CorruptError: its manifest is damaged.
     """
 
-    without_optimizer: str = "none was saved"
+    no_optimizer_reason: str = "none was saved"
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self.where = place.where
-        self.manifest: Manifest = place.manifest()
+    def __init__(self, storage: CheckpointStorage) -> None:
+        self._storage = storage
+        self.where = storage.where
+        self.manifest: Manifest = storage.manifest()
         self._files: dict[str, ReadFile] = {}
         files = self.manifest.files
         self.tensors = MappingProxyType(
             {
                 key: Source(
                     stored.shape,
-                    BY_NAME[stored.dtype],
+                    DTYPES[stored.dtype],
                     tuple(Fragment(p.box, files[p.file].name, p.offset, p.sums) for p in stored.parts),
                 )
                 for key, stored in self.manifest.tensors.items()
@@ -48,24 +48,24 @@ class Checkpoint:
     def file(self, name: str) -> ReadFile:
         """See `Store`. Raises CorruptError where size or header are not those that were written."""
         if name not in self._files:
-            said = next(file for file in self.manifest.files if file.name == name)
-            opened = self._place.open(name)
+            written = next(file for file in self.manifest.files if file.name == name)
+            opened = self._storage.open(name)
             self._files[name] = opened
-            if opened.nbytes != said.nbytes:
+            if opened.nbytes != written.nbytes:
                 raise CorruptError(
-                    f"{opened.where} has {opened.nbytes} bytes, and {said.nbytes} were written{self._hit(name)}"
+                    f"{opened.where} has {opened.nbytes} bytes, and {written.nbytes} were written{self._tensors_in(name)}"
                 )
-            head = bytearray(said.header_nbytes)
+            head = bytearray(written.header_nbytes)
             opened.read_into(memoryview(head), 0)
-            if block_sums(memoryview(head)) != said.header_sums:
+            if block_sums(memoryview(head)) != written.header_sums:
                 raise CorruptError(
-                    f"{opened.where} is damaged, or is not the file that was saved here: its header differs{self._hit(name)}"
+                    f"{opened.where} is damaged, or is not the file that was saved here: its header differs{self._tensors_in(name)}"
                 )
         return self._files[name]
 
-    def _hit(self, name: str) -> str:
-        hit = [key for key, source in self.tensors.items() if any(f.file == name for f in source.fragments)]
-        return f"; it holds {', '.join(hit[:3])}{f' and {len(hit) - 3} more' if len(hit) > 3 else ''}"
+    def _tensors_in(self, name: str) -> str:
+        keys = [key for key, source in self.tensors.items() if any(f.file == name for f in source.fragments)]
+        return f"; it holds {', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
 
     def close(self) -> None:
         """Close its files."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import MAX_BYTES, NAME, Manifest
-from meshwright_checkpoint.io.direct_read import ALIGN, Around
+from meshwright_checkpoint.io.direct_read import ALIGN, DirectReader
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_dtensor.utils.names import did_you_mean
 
@@ -110,7 +110,7 @@ class Reader:
     """
 
     def __init__(self, path: Path, follow: bool = False) -> None:
-        """`follow`: it may be a symbolic link (as in a cache of downloads), and other programs read it too: through the cache."""
+        """`follow`: allow a symbolic link (download caches have them), and read through the page cache."""
         try:
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
             self._fd = os.open(path, flags)
@@ -123,17 +123,17 @@ class Reader:
         if not stat.S_ISREG(status.st_mode):
             os.close(self._fd)
             raise CorruptError(f"{path} cannot be read: it is no ordinary file")
-        self._around = None if follow else Around(self._fd)
+        self._direct = None if follow else DirectReader(self._fd)
 
-    def around(self, offset: int, nbytes: int) -> bool:
+    def prefers_direct(self, offset: int, nbytes: int) -> bool:
         """Whether `read_pages` is the faster way to these bytes."""
-        return self._around is not None and self._around.better(offset, nbytes)
+        return self._direct is not None and self._direct.worthwhile(offset, nbytes)
 
     def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
         """Read the pages that hold `nbytes` from `offset` on into `memory`, which starts with a page and has room for them."""
         start = offset // ALIGN * ALIGN
         try:
-            done = 0 if self._around is None else self._around.read(memory, offset, nbytes)
+            done = 0 if self._direct is None else self._direct.read(memory, offset, nbytes)
         except OSError as error:
             raise CorruptError(f"{self.where} cannot be read: {error.strerror}") from error
         if start + done < offset + nbytes:
@@ -162,7 +162,7 @@ class Reader:
         os.close(self._fd)
 
 
-class LocalPlace:
+class DirectoryStorage:
     """Where one checkpoint lies, or will: a directory.
 
     Attributes:
@@ -207,14 +207,14 @@ class LocalPlace:
             self._lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "id": save_id}))
             for left in self.path.parent.glob(f".{self.name}{PARTIAL}*"):
                 shutil.rmtree(left, ignore_errors=True)
-            self._staging_of(save_id).mkdir()
+            self._staging_path(save_id).mkdir()
         except BaseException:
             self._lock.release()
             raise
 
     def claim(self, save_id: str, rank: int) -> None:
         """Every rank, once rank 0 has begun: show that this rank is alive."""
-        self._staging = self._staging_of(save_id)
+        self._staging = self._staging_path(save_id)
         if not self._staging.is_dir():
             raise CheckpointError(
                 f"{self._staging} is not there on rank {rank}: all ranks must see one file system; save to a shared directory"
@@ -227,14 +227,14 @@ class LocalPlace:
         assert self._staging is not None
         return Writer(self._staging / name)
 
-    def mark(self, rank: int, data: bytes) -> None:
+    def write_note(self, rank: int, data: bytes) -> None:
         """Leave a note of this rank for rank 0."""
         assert self._staging is not None
         path = self._staging / f"done-{rank}"
         path.with_suffix(".new").write_bytes(data)
         os.rename(path.with_suffix(".new"), path)
 
-    def marked(self, rank: int) -> bytes | None:
+    def read_note(self, rank: int) -> bytes | None:
         """The note of a rank, if it has left one. Raises CheckpointError where it has died without."""
         assert self._staging is not None
         path = self._staging / f"done-{rank}"
@@ -272,7 +272,7 @@ class LocalPlace:
 
     def outcome(self, save_id: str) -> bool | None:
         """For other ranks: True once the save is committed, False once it has failed, None as long as it goes on."""
-        staging = self._staging_of(save_id)
+        staging = self._staging_path(save_id)
         going = staging.exists() and held_by_other(self._lock.path)
         if (self.path / NAME).exists():
             with suppress(CheckpointError):
@@ -280,7 +280,7 @@ class LocalPlace:
                     return True
         return None if going else False
 
-    def _staging_of(self, save_id: str) -> Path:
+    def _staging_path(self, save_id: str) -> Path:
         return self.path.parent / f".{self.name}{PARTIAL}{save_id}"
 
     def _holder(self) -> str:
@@ -295,7 +295,7 @@ class LocalPlace:
         """Read and check the manifest. Raises CheckpointError where there is none, CorruptError where it is damaged."""
         path = self.path / NAME
         if not self.path.exists():
-            near = did_you_mean(self.name, [place.name for place in self.parent().inside()])
+            near = did_you_mean(self.name, [storage.name for storage in self.parent().children()])
             hint = f"; did you mean {near!r}?" if near else "; give the path of a checkpoint"
             raise CheckpointError(f"{self.where} does not exist{hint}")
         if not self.path.is_dir():
@@ -305,7 +305,7 @@ class LocalPlace:
             )
             raise CheckpointError(f"{self.where} is a file, and a checkpoint is a directory; {hint}")
         if not path.exists():
-            raise CheckpointError(f"{self.where} is no checkpoint: it has no {NAME}{self._hint()}")
+            raise CheckpointError(f"{self.where} is no checkpoint: it has no {NAME}{self._content_hint()}")
         reader = Reader(path)
         try:
             data = bytearray(min(reader.nbytes, MAX_BYTES + 1))
@@ -324,17 +324,17 @@ class LocalPlace:
             return (self.path / name).stat().st_size
         return None
 
-    def inside(self) -> list[LocalPlace]:
+    def children(self) -> list[DirectoryStorage]:
         """Directories in this one that have a manifest."""
         try:
-            found = sorted(self.path.iterdir())
+            paths = sorted(self.path.iterdir())
         except OSError:
             return []
-        return [LocalPlace(p) for p in found if not p.name.startswith(".") and (p / NAME).is_file()]
+        return [DirectoryStorage(p) for p in paths if not p.name.startswith(".") and (p / NAME).is_file()]
 
-    def parent(self) -> LocalPlace:
+    def parent(self) -> DirectoryStorage:
         """Where its siblings are."""
-        return LocalPlace(self.path.parent)
+        return DirectoryStorage(self.path.parent)
 
     def remove(self, save_id: str) -> None:
         """Delete a whole checkpoint: out of sight first, so that nobody ever sees a part of it."""
@@ -348,22 +348,22 @@ class LocalPlace:
         for left in self.path.parent.glob(f".*{DELETED}*"):
             shutil.rmtree(left, ignore_errors=True)
         for left in self.path.parent.glob(f".*{PARTIAL}*"):
-            self._unless_locked(left.name.rpartition(PARTIAL)[0], left)
+            self._remove_if_unlocked(left.name.rpartition(PARTIAL)[0], left)
         for lock in self.path.parent.glob(f".*{LOCK}"):
-            self._unless_locked(lock.name.removesuffix(LOCK), None)
+            self._remove_if_unlocked(lock.name.removesuffix(LOCK), None)
 
-    def _unless_locked(self, hidden_name: str, left: Path | None) -> None:
+    def _remove_if_unlocked(self, hidden_name: str, left: Path | None) -> None:
         lock = FileLock(self.path.parent / f"{hidden_name}{LOCK}")
         if lock.path != self._lock.path and lock.take():
             if left is not None:
                 shutil.rmtree(left, ignore_errors=True)
             lock.release()
 
-    def _hint(self) -> str:
+    def _content_hint(self) -> str:
         """What lies there instead."""
-        found = [place.name for place in self.inside()]
-        if found:
-            return f"; it holds {', '.join(found[-3:])}: give one of them, or latest({self.where!r})"
+        names = [storage.name for storage in self.children()]
+        if names:
+            return f"; it holds {', '.join(names[-3:])}: give one of them, or latest({self.where!r})"
         for pattern, hint in _FOREIGN:
             if next(self.path.glob(pattern), None) is not None:
                 return f"; {hint}"

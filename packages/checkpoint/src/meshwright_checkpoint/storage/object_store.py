@@ -20,11 +20,11 @@ from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import MAX_BYTES, NAME, Manifest
 from meshwright_dtensor.errors import UsageError
 
-BEAT = 5.0
+RENEW_SECONDS = 5.0
 """Seconds between two signs of life."""
-LEASE = 60.0
+LEASE_SECONDS = 60.0
 """Seconds after the last one until a process counts as dead."""
-PAUSES = (0.05, 0.2, 1.0, 3.0)
+RETRY_SECONDS = (0.05, 0.2, 1.0, 3.0)
 """Seconds between looks at a sign of life that cannot be read."""
 WORK = ".saving"
 """What the objects of a save in progress begin with."""
@@ -36,17 +36,17 @@ class Heartbeat:
     def __init__(self, fs: Any, path: str, text: str) -> None:
         self._fs, self._path, self._text = fs, path, text
         self._stop = threading.Event()
-        self._beat()
+        self._renew()
         self._thread = threading.Thread(target=self._run, name="meshwright-heartbeat", daemon=True)
         self._thread.start()
 
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         self._fs.pipe_file(self._path, json.dumps({"time": time.time(), "by": self._text}).encode())
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT):
+        while not self._stop.wait(RENEW_SECONDS):
             with suppress(OSError):  # one that is missed is made up for by the next
-                self._beat()
+                self._renew()
 
     def stop(self) -> None:
         """Stop, and remove the object."""
@@ -56,12 +56,12 @@ class Heartbeat:
             self._fs.rm_file(self._path)
 
 
-def beats(fs: Any, path: str) -> str | None:
+def lease_holder(fs: Any, path: str) -> str | None:
     """Who renews the object, None where nobody does."""
-    for pause in (*PAUSES, None):
+    for pause in (*RETRY_SECONDS, None):
         try:
             data = json.loads(fs.cat_file(path))
-            return str(data["by"])[:100] if time.time() - float(data["time"]) < LEASE else None
+            return str(data["by"])[:100] if time.time() - float(data["time"]) < LEASE_SECONDS else None
         except FileNotFoundError:
             return None
         except (
@@ -121,7 +121,7 @@ class ObjectReader:
         """Nothing is open."""
 
 
-class ObjectPlace:
+class ObjectStorage:
     """A checkpoint under a URL; see `places.Place`. Processes that save together must see the same store."""
 
     def __init__(self, url: str, fs: Any = None) -> None:
@@ -139,47 +139,47 @@ class ObjectPlace:
         self.name = posixpath.basename(self._path)
         self._work = ""
         self._lock: Heartbeat | None = None
-        self._alive: Heartbeat | None = None
+        self._alive_lease: Heartbeat | None = None
 
     def begin(self, save_id: str) -> None:
         """See Place."""
-        lock = self._in(f"{WORK}-lock")
-        holder = beats(self._fs, lock)
+        lock = self._child_path(f"{WORK}-lock")
+        holder = lease_holder(self._fs, lock)
         if holder is not None:
             raise CheckpointError(
                 f"another job is saving to {self.where} ({holder}); save elsewhere, or wait for it"
             )
-        if self._fs.exists(self._in(NAME)):
+        if self._fs.exists(self._child_path(NAME)):
             raise CheckpointError(f"{self.where} exists already; save under another name, or remove it first")
         if self._fs.exists(self._path):
             self._fs.rm(self._path, recursive=True)  # of a killed save
         self._fs.makedirs(self._path, exist_ok=True)
         self._lock = Heartbeat(self._fs, lock, save_id)
-        if beats(self._fs, lock) != save_id:
+        if lease_holder(self._fs, lock) != save_id:
             raise CheckpointError(
                 f"another job has begun to save to {self.where}; save elsewhere, or wait for it"
             )
 
     def claim(self, save_id: str, rank: int) -> None:
         """See Place."""
-        if beats(self._fs, self._in(f"{WORK}-lock")) != save_id:
+        if lease_holder(self._fs, self._child_path(f"{WORK}-lock")) != save_id:
             raise CheckpointError(
                 f"rank {rank} does not see what rank 0 has written to {self.where}: use a store that all ranks see"
             )
-        self._work = self._in(f"{WORK}-{save_id}")
-        self._alive = Heartbeat(self._fs, f"{self._work}-alive-{rank}", save_id)
+        self._work = self._child_path(f"{WORK}-{save_id}")
+        self._alive_lease = Heartbeat(self._fs, f"{self._work}-alive-{rank}", save_id)
 
     def writer(self, name: str) -> ObjectWriter:
         """See Place."""
-        return ObjectWriter(self._fs, self._in(name))
+        return ObjectWriter(self._fs, self._child_path(name))
 
-    def mark(self, rank: int, data: bytes) -> None:
+    def write_note(self, rank: int, data: bytes) -> None:
         """See Place."""
         self._fs.pipe_file(f"{self._work}-done-{rank}", data)
 
-    def marked(self, rank: int) -> bytes | None:
+    def read_note(self, rank: int) -> bytes | None:
         """See Place."""
-        alive = beats(self._fs, f"{self._work}-alive-{rank}")  # asked first: it may be done in between
+        alive = lease_holder(self._fs, f"{self._work}-alive-{rank}")  # asked first: it may be done in between
         try:
             return bytes(self._fs.cat_file(f"{self._work}-done-{rank}"))
         except FileNotFoundError:
@@ -191,17 +191,17 @@ class ObjectPlace:
 
     def commit(self, manifest: bytes) -> None:
         """See Place."""
-        self._fs.pipe_file(self._in(NAME), manifest)
+        self._fs.pipe_file(self._child_path(NAME), manifest)
 
     def end(self) -> None:
         """See Place."""
-        if self._alive is not None:
-            self._alive.stop()
-            self._alive = None
+        if self._alive_lease is not None:
+            self._alive_lease.stop()
+            self._alive_lease = None
 
     def finish(self) -> None:
         """See Place."""
-        if self._fs.exists(self._in(NAME)):
+        if self._fs.exists(self._child_path(NAME)):
             for path in self._fs.ls(self._path, detail=False):
                 if posixpath.basename(path).startswith(f"{WORK}-") and "-done-" in path:
                     with suppress(OSError):
@@ -215,8 +215,8 @@ class ObjectPlace:
 
     def outcome(self, save_id: str) -> bool | None:
         """See Place."""
-        going = beats(self._fs, self._in(f"{WORK}-lock")) == save_id
-        if self._fs.exists(self._in(NAME)):
+        going = lease_holder(self._fs, self._child_path(f"{WORK}-lock")) == save_id
+        if self._fs.exists(self._child_path(NAME)):
             with suppress(CheckpointError):
                 if self.manifest().id == save_id:
                     return True
@@ -225,10 +225,10 @@ class ObjectPlace:
     def manifest(self) -> Manifest:
         """See Place."""
         try:
-            data = self._fs.cat_file(self._in(NAME), start=0, end=MAX_BYTES + 1)
+            data = self._fs.cat_file(self._child_path(NAME), start=0, end=MAX_BYTES + 1)
         except FileNotFoundError:
-            found = [place.name for place in self.inside()]
-            hint = f"; it holds {', '.join(found[-3:])}: give one of them" if found else ""
+            names = [storage.name for storage in self.children()]
+            hint = f"; it holds {', '.join(names[-3:])}: give one of them" if names else ""
             raise CheckpointError(f"{self.where} is no checkpoint: it has no {NAME}{hint}") from None
         except OSError as error:
             raise CheckpointError(f"{self.where} cannot be read: {error}") from error
@@ -236,35 +236,35 @@ class ObjectPlace:
 
     def open(self, name: str) -> ObjectReader:
         """See Place."""
-        return ObjectReader(self._fs, self._in(name))
+        return ObjectReader(self._fs, self._child_path(name))
 
     def nbytes(self, name: str) -> int | None:
         """See Place."""
         with suppress(OSError, TypeError):
-            return int(self._fs.size(self._in(name)))
+            return int(self._fs.size(self._child_path(name)))
         return None
 
-    def inside(self) -> Sequence[ObjectPlace]:
+    def children(self) -> Sequence[ObjectStorage]:
         """See Place."""
         try:
-            found = sorted(self._fs.ls(self._path, detail=False))
+            paths = sorted(self._fs.ls(self._path, detail=False))
         except OSError:
             return []
-        places = [ObjectPlace(path, self._fs) for path in found]
-        return [place for place in places if self._fs.exists(f"{place._path}/{NAME}")]
+        storages = [ObjectStorage(path, self._fs) for path in paths]
+        return [storage for storage in storages if self._fs.exists(f"{storage._path}/{NAME}")]
 
-    def parent(self) -> ObjectPlace:
+    def parent(self) -> ObjectStorage:
         """See Place."""
-        return ObjectPlace(posixpath.dirname(self._path), self._fs)
+        return ObjectStorage(posixpath.dirname(self._path), self._fs)
 
     def remove(self, save_id: str) -> None:
         """The manifest first: without it there is no checkpoint."""
         with suppress(FileNotFoundError):
-            self._fs.rm_file(self._in(NAME))
+            self._fs.rm_file(self._child_path(NAME))
             self._fs.rm(self._path, recursive=True)
 
     def clean(self) -> None:
         """Leftovers have the name of the save that left them, and go when that is saved again."""
 
-    def _in(self, name: str) -> str:
+    def _child_path(self, name: str) -> str:
         return f"{self._path}/{name}"

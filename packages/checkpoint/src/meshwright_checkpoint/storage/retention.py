@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.format.manifest import NAME, Manifest
-from meshwright_checkpoint.storage.backend import Place, local_path, place_of_path
+from meshwright_checkpoint.storage.backend import CheckpointStorage, local_path, storage_of_path
 from meshwright_dtensor.errors import UsageError
 
 
-def whole(place: Place) -> Manifest | None:
+def manifest_if_complete(storage: CheckpointStorage) -> Manifest | None:
     """The manifest of a checkpoint whose files are all there in full length; None where it is not whole."""
     try:
-        manifest = place.manifest()
+        manifest = storage.manifest()
     except CheckpointError:
         return None
-    return manifest if all(place.nbytes(file.name) == file.nbytes for file in manifest.files) else None
+    return manifest if all(storage.nbytes(file.name) == file.nbytes for file in manifest.files) else None
 
 
 def checkpoints(path: str | os.PathLike[str]) -> list[str]:
     """The whole checkpoints in the directory `path`, oldest first: by step, then by time of creation."""
-    return [place.where for place, _ in _sorted(place_of_path(path))]
+    return [storage.where for storage, _ in _sorted(storage_of_path(path))]
 
 
 def latest(path: str | os.PathLike[str]) -> str | None:
@@ -33,21 +33,26 @@ def latest(path: str | os.PathLike[str]) -> str | None:
     Raises:
         UsageError: the path is that of a checkpoint, or of a file: a run would begin anew, unseen.
     """
-    place = place_of_path(path)
-    directory = local_path(place)
+    storage = storage_of_path(path)
+    directory = local_path(storage)
     if directory is not None and (directory.is_file() or (directory / NAME).is_file()):
         what = "a file" if directory.is_file() else "a checkpoint itself"
         raise UsageError(
-            f"latest() looks in a directory of checkpoints, and {place.where} is {what}; give what it is in"
+            f"latest() looks in a directory of checkpoints, and {storage.where} is {what}; give what it is in"
         )
-    found = checkpoints(path)
-    return found[-1] if found else None
+    paths = checkpoints(path)
+    return paths[-1] if paths else None
 
 
-def _sorted(parent: Place) -> list[tuple[Place, Manifest]]:
-    found = [(place, manifest) for place in parent.inside() if (manifest := whole(place)) is not None]
+def _sorted(parent: CheckpointStorage) -> list[tuple[CheckpointStorage, Manifest]]:
+    complete = [
+        (storage, manifest)
+        for storage in parent.children()
+        if (manifest := manifest_if_complete(storage)) is not None
+    ]
     return sorted(
-        found, key=lambda pair: (-1 if pair[1].step is None else pair[1].step, pair[1].created, pair[0].name)
+        complete,
+        key=lambda pair: (-1 if pair[1].step is None else pair[1].step, pair[1].created, pair[0].name),
     )
 
 
@@ -72,16 +77,16 @@ class Retention:
             )
         return cls(keep_last, keep_every)
 
-    def apply(self, saved: Place) -> None:
-        """Remove what is not to be kept beside `saved`, which is committed. Checkpoints without a step are left alone."""
+    def apply(self, committed: CheckpointStorage) -> None:
+        """Remove what is not to be kept beside `committed`, which is committed. Checkpoints without a step are left alone."""
         if self.keep_last is None:
             return
-        steps = [(place, m) for place, m in _sorted(saved.parent()) if m.step is not None]
-        for place, manifest in steps[: -self.keep_last]:
+        steps = [(storage, m) for storage, m in _sorted(committed.parent()) if m.step is not None]
+        for storage, manifest in steps[: -self.keep_last]:
             kept = (
                 self.keep_every is not None
                 and manifest.step is not None
                 and manifest.step % self.keep_every == 0
             )
-            if not kept and place.where != saved.where:
-                place.remove(manifest.id)
+            if not kept and storage.where != committed.where:
+                storage.remove(manifest.id)
