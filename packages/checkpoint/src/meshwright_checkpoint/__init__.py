@@ -1,7 +1,7 @@
-"""Checkpoints: one state, any layout, whole or not there at all.
+"""Save, load and reshard checkpoints of any layout.
 
     handle = save("run/step-100", model=model, optimizer=optimizer, extra={"epoch": 3})     # writes in the background
-    extra = load(latest("run"), model=model, optimizer=optimizer)                           # at any other layout
+    extra = load(latest("run"), model=model, optimizer=optimizer)                           # in any other layout
 
 Names are loaded on first use (PEP 562), so that the plugin module imports without torch.
 """
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{module}", __name__), name)
-    globals()[name] = value  # found directly from now on
+    globals()[name] = value
     return value
 
 

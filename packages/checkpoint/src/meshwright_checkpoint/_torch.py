@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, in one place: the page to read when torch changes."""
+"""All private torch names that this package uses. Check this module when torch changes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or the tensor itself; the same memory, without autograd."""
+    """The local tensor of a DTensor, or the tensor itself, without autograd; shares memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, which it keeps alive.
+    """The memory of a contiguous host tensor. The view keeps the tensor alive.
 
-    Not by way of numpy: a storage that numpy has seen can never be resized again.
+    numpy() is not used, because it makes the storage non-resizable for ever.
     """
     if not tensor.numel():
         return memoryview(bytearray())
@@ -32,12 +32,12 @@ def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
 
 
 def free_memory(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor or of this rank's part of a DTensor, whoever refers to it."""
+    """Free the memory of a tensor or of the local tensor of a DTensor, even if others refer to it."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     storage = local.untyped_storage()
     if storage.resizable():
         storage.resize_(0)
-    else:  # numpy has seen it: its memory goes with the last tensor that lies in it
+    else:  # numpy() was called: the memory is freed with the last tensor that uses it
         local.data = local.new_empty(0)
 
 
@@ -48,12 +48,12 @@ def indices_of(
     shape: Sequence[int],
     dim: int,
 ) -> torch.Tensor:
-    """Which indices of `dim` a rank holds of a stock DTensor of `shape`, in local order.
+    """Indices of `dim` that a rank holds of a stock DTensor of `shape`, in local order.
 
-    Asks the placements themselves, so that torch's strided shards (FSDP over tensor parallelism) are right too.
+    Uses the placements' own split, so that strided shards (FSDP over tensor parallelism) are correct too.
 
     Args:
-        placements, sizes, coordinate: of each axis of its mesh.
+        placements, sizes, coordinate: per mesh axis.
         shape: of the global value.
         dim: not negative.
     """
@@ -72,12 +72,12 @@ def is_sharding(placement: Any) -> bool:
 
 
 def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor that is whole on every rank of `mesh`."""
+    """A DTensor that is replicated on `mesh`."""
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside DistributedDataParallel and torch.compile."""
+    """The user's module, without the wrappers of DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -88,7 +88,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """A name in a state dict without what torch.compile puts into it."""
+    """A state dict name without the prefix of torch.compile."""
     return name.replace("_orig_mod.", "")
 
 
@@ -98,5 +98,5 @@ def is_extra_state(name: str) -> bool:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Stands for the memory that a tensor lies in, as long as that lives."""
+    """Identifies the storage of a tensor while it lives."""
     return tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, as errors of this package."""
+"""Errors of this package."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageEr
 
 
 class CheckpointError(MeshwrightError):
-    """Base of every error about a checkpoint: it is not there, cannot be written, or another job writes it."""
+    """Base of all errors about a checkpoint: for example it is missing, cannot be written, or another job writes it."""
 
     exit_code = 2
 
 
 class CorruptError(CheckpointError):
-    """What is stored is not what was saved: a checksum, a size or the manifest itself is wrong."""
+    """The stored data are damaged: a checksum, a size or the manifest is wrong."""
 
     exit_code = 4
 
 
 def error_of_rank(rank: int, text: str) -> MeshwrightError:
-    """What the error of another rank, "Kind: text", is here: of its kind on every rank, so that all can go on alike."""
+    """The error of another rank, given as "Kind: text", with the same class on this rank."""
     kinds = {kind.__name__: kind for kind in (CorruptError, UnsupportedError, UsageError)}
     return kinds.get(text.partition(":")[0], CheckpointError)(f"rank {rank} failed: {text}")
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint is whole, but does not go with the model or optimizer.
+    """A sound checkpoint that does not fit the model or optimizer.
 
     Attributes: `missing` (names that the model has and the checkpoint lacks), `unexpected` (the other way round) and
     `mismatched` (name and reason). The message lists them all.
@@ -44,14 +44,14 @@ class MismatchError(CheckpointError):
         shapes = any(": shape " in text for text in mismatched)
         dtypes = any(" is stored, the model has " in text and ": shape " not in text for text in mismatched)
         fixes = [
-            ("leave out optimizer, or give one of the class and groups that were saved", optimizer),
+            ("leave out optimizer, or pass one of the saved class and groups", optimizer),
             (
-                "shapes have to be those that were saved: build that model, or give only=(patterns) of the rest",
+                "shapes must equal the saved ones: build that model, or load the other tensors with only=(patterns)",
                 shapes,
             ),
             ("cast=True changes dtypes", dtypes),
             (
-                "only=(patterns) loads a part, strict=False leaves what is missing or unexpected",
+                "only=(patterns) loads a part, strict=False ignores missing and unexpected names",
                 missing or unexpected,
             ),
         ]

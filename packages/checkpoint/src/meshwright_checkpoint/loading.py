@@ -1,14 +1,14 @@
-"""Load a checkpoint into a model and an optimizer, whatever their layout: ``extra = load(path, model=..., optimizer=...)``."""
+"""Load a checkpoint into a model and an optimizer of any layout: ``extra = load(path, model=..., optimizer=...)``."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,14 +20,16 @@ from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.hf.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.read.node_peers import connect_node_peers
+from meshwright_checkpoint.read.node_peers import NodePeers, connect_node_peers
 from meshwright_checkpoint.read.shared_read import slots_nbytes
 from meshwright_checkpoint.read.store import read, read_tensors
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.state.collect import (
+    EXTRA,
     MODEL,
+    OPTIMIZER,
     NamedTensors,
     check_model,
     named_tensors,
@@ -53,118 +55,128 @@ def load(
     random: bool = True,
     backend: str = DEFAULT,
 ) -> Any:
-    """Load a checkpoint in place (a collective call). Saved and present layouts, plans and numbers of ranks may differ.
+    """Load a checkpoint in place (a collective call). Layout, plan and number of ranks may differ from those of the save.
 
     Args:
         path: a checkpoint, the same on every rank, or a directory that `from_pretrained` reads (for the model only).
         model: as it was saved, in any layout; its tensors are overwritten.
         optimizer: over parameters of `model`, of the class that was saved.
-        strict: names that only the model or only the checkpoint has are an error; without it a warning names them. Other shapes
-            always are an error, and to have no name in common.
-        only: load the tensors of the model whose names match (one of) these patterns, "decoder.*", and the optimizer's states of
-            those. The rest is left as it is, and so are the options of a group that is not loaded whole.
-        cast: let a tensor of another dtype be converted to the model's; without it that is an error.
-        random: set the random streams as they were saved, unless only a part is loaded.
+        strict: raise if only the model or only the checkpoint has a name. With strict=False a warning lists such names.
+            Different shapes, or no common name at all, are always an error.
+        only: one or more patterns, such as "decoder.*". Load the model's tensors with matching names, and their optimizer
+            states. Everything else stays unchanged, and so do the options of a group that is not loaded completely.
+        cast: convert tensors to the model's dtypes. Without it a different dtype is an error.
+        random: restore the random streams, unless only a part is loaded.
         backend: name of a checkpoint backend; `meshwright plugins` lists them.
 
     Returns:
-        What was saved as `extra`; None from a directory of `from_pretrained`.
+        The value that was saved as `extra`; None for a `from_pretrained` directory.
 
     Raises:
-        UsageError: `path` is None, as `latest` gives where there is no checkpoint yet.
-        CheckpointError: there is no checkpoint at the path, or ranks have given different ones.
-        MismatchError: it does not fit; lists everything that is missing, unexpected or mismatched. Nothing was changed.
-        CorruptError: what is stored is damaged; the message names the tensor. Model and optimizer may be partly overwritten.
+        UsageError: `path` is None (`latest` returns None before the first save).
+        CheckpointError: there is no checkpoint at the path, or ranks load different ones.
+        MismatchError: the checkpoint does not fit. The message lists all missing, unexpected and mismatched names.
+            Nothing was changed.
+        CorruptError: stored data are damaged. The message names the tensor. Model and optimizer may be partly overwritten.
     """
     if path is None:
         raise UsageError(
-            "path=None names no checkpoint (latest() gives None where there is none yet): load only what is there, "
+            "load() needs a path, and path is None (latest() returns None before the first save). Test it first: "
             "`if (path := latest(directory)): load(path, ...)`"
         )
     check_model("load", model)
-    ranks = Ranks()
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
-    inner = unwrapped(model)
-    given = {"only": patterns, "strict": bool(strict), "cast": bool(cast), "random": bool(random)}
-    stores: list[Store] = []
+    options = _Options(patterns, bool(strict), bool(cast), bool(random))
+    ranks, inner = Ranks(), unwrapped(model)
     with ExitStack() as opened:
-
-        def begin() -> dict[str, Any]:
-            stores.append(_open(path, inner, backend))
-            opened.callback(stores[0].close)
-            which = stores[0].manifest.id if isinstance(stores[0], Checkpoint) else "from_pretrained"
-            arguments = {**given, "optimizer": optimizer_given(inner, optimizer)}
-            return {"arguments": arguments, "opened": [stores[0].where, which]}
-
-        told = ranks.gather_checked(begin)
-        _check_alike([one["arguments"] for one in told])
-        _check_same([one["opened"] for one in told])
-        optimizes = any(one["arguments"]["optimizer"] for one in told)
-        (store,) = stores
-        checkpoint = store if isinstance(store, Checkpoint) else None
-        if checkpoint is None and optimizes:
-            raise UsageError(f"{store.where} holds a model and no optimizer; leave out optimizer")
-        names = named_tensors(inner)
-        fit = _Fit()
-        wanted = ranks.run_checked(lambda: _model_targets(store, names, patterns, cast, fit))
-
-        def begin_states() -> list[GroupTargets]:
-            if optimizer is None or checkpoint is None:
-                return []
-            chosen = partial(_chosen, patterns)
-            fit.states = OptimizerTargets.of(checkpoint, optimizer, names, fit.mismatched, chosen)
-            return fit.states.groups
-
-        groups = [
-            [GroupTargets(tuple(saved), whole) for saved, whole in one]
-            for one in ranks.gather_checked(begin_states)
-        ]
-        states = fit.states
-        if states is not None and checkpoint is not None and checkpoint.manifest.optimizer is not None:
-            info = checkpoint.manifest.optimizer
-            ranks.run_checked(lambda: states.take_options(info, groups, fit.mismatched))
-        _check(ranks, store, fit, names, states, optimizes, strict, patterns)
-
-        what = f"{store.where} {checkpoint.manifest.id if checkpoint else ''}"
-        neighbours = connect_node_peers(ranks, what, slots_nbytes)
-
-        def fill() -> Any:
-            try:
-                read(store, [*wanted, *(states.wanted if states else ())], neighbours)
-            finally:
-                if neighbours is not None:
-                    neighbours.close()
-            touch(list(names.tensors.values()))
-            if checkpoint is None:
-                return None
-            if states is not None:
-                states.install()
-            _set_extra_states(inner, checkpoint, names, patterns)
-            if random and patterns is None:
-                _restore_random(checkpoint, ranks)
-            keys = [key for key in checkpoint.tensors if key.startswith("extra/")]
-            held_back = read_tensors(checkpoint, keys)
-            return decode(checkpoint.manifest.extra, lambda key: _known(held_back, key, checkpoint))
-
-        return ranks.run_checked(fill)
+        store, with_optimizer = _open_on_all(path, inner, optimizer, options, backend, ranks, opened)
+        fit = _Fit(store, named_tensors(inner), options)
+        wanted = ranks.run_checked(fit.match_model)
+        fit.match_optimizer(optimizer, ranks)
+        _check_fit(fit, ranks, with_optimizer)
+        what = f"{store.where} {fit.checkpoint.manifest.id if fit.checkpoint else ''}"
+        peers = connect_node_peers(ranks, what, slots_nbytes)
+        return ranks.run_checked(lambda: _fill(inner, fit, wanted, peers, ranks))
 
 
-def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UsageError, on every rank, where ranks have not been given the same."""
-    for rank, one in enumerate(told):
-        for name, value in one.items():
-            first = told[0][name]
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of `load` that are the same on all ranks. `patterns` is `only` as a tuple."""
+
+    patterns: tuple[str, ...] | None
+    strict: bool
+    cast: bool
+    random: bool
+
+    def selects(self, name: str) -> bool:
+        """Whether `only` matches the name."""
+        return self.patterns is None or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+def _open_on_all(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: _Options,
+    backend: str,
+    ranks: Ranks,
+    opened: ExitStack,
+) -> tuple[Store, bool]:
+    """Open the checkpoint on all ranks, and check that all ranks load the same one with the same arguments.
+
+    Returns the open checkpoint, and whether any rank gave an optimizer.
+    """
+    stores: list[Store] = []
+
+    def open_here() -> dict[str, Any]:
+        stores.append(_open(path, model, backend))
+        opened.callback(stores[0].close)
+        store_id = stores[0].manifest.id if isinstance(stores[0], Checkpoint) else "from_pretrained"
+        arguments = {
+            "only": options.patterns,
+            "strict": options.strict,
+            "cast": options.cast,
+            "random": options.random,
+            "optimizer": optimizer_given(model, optimizer),
+        }
+        return {"arguments": arguments, "opened": [stores[0].where, store_id]}
+
+    gathered = ranks.gather_checked(open_here)
+    _check_arguments([on_rank["arguments"] for on_rank in gathered])
+    _check_same_checkpoint([on_rank["opened"] for on_rank in gathered])
+    (store,) = stores
+    with_optimizer = any(on_rank["arguments"]["optimizer"] for on_rank in gathered)
+    if with_optimizer and not isinstance(store, Checkpoint):
+        raise UsageError(f"{store.where} holds a model and no optimizer; leave out optimizer")
+    return store, with_optimizer
+
+
+def _check_arguments(arguments_of_ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UsageError, on every rank, if ranks call `load` with different arguments."""
+    for rank, arguments in enumerate(arguments_of_ranks):
+        for name, value in arguments.items():
+            first = arguments_of_ranks[0][name]
             if value == first or (name == "optimizer" and None in (value, first)):
                 continue
             if name == "optimizer":
-                first, value = ("given" if there else "left out" for there in (first, value))
+                first, value = ("given" if given else "left out" for given in (first, value))
             raise UsageError(
-                f"load() is called with {name} {first} on rank 0 and {value} on rank {rank}; call it alike on all"
+                f"load() needs the same arguments on every rank: {name} is {first} on rank 0 and {value} on rank {rank}"
+            )
+
+
+def _check_same_checkpoint(opened: Sequence[tuple[str, str]]) -> None:
+    """Raise CheckpointError, on every rank, if ranks have opened different checkpoints. The model would mix both."""
+    (first, first_id), *_ = opened
+    for rank, (where, store_id) in enumerate(opened):
+        if store_id != first_id:
+            raise CheckpointError(
+                f"rank {rank} has opened {where}, and rank 0 {first}, which is another checkpoint; "
+                "call latest() on one rank and broadcast its result"
             )
 
 
 def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Store:
-    """What is to be loaded, open."""
     storage = any_storage_of(path, backend)
     if isinstance(storage, ForeignStorage):
         return storage.open_checkpoint(model)
@@ -174,120 +186,140 @@ def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Store
     return Checkpoint(storage)
 
 
-@dataclass
 class _Fit:
-    """How checkpoint and model fit on this rank."""
+    """How a checkpoint fits the model and optimizer of this rank.
 
-    missing: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)
-    states: OptimizerTargets | None = None
+    Attributes:
+        checkpoint: the store, if it is a checkpoint and not a from_pretrained directory.
+        missing, mismatched: for MismatchError.
+        used: keys of the checkpoint that the model takes, and keys it would take under other names.
+        states: the optimizer's part; None without an optimizer.
+    """
 
+    def __init__(self, store: Store, names: NamedTensors, options: _Options) -> None:
+        self.store, self.names, self.options = store, names, options
+        self.checkpoint = store if isinstance(store, Checkpoint) else None
+        self.missing: list[str] = []
+        self.mismatched: list[str] = []
+        self.used: set[str] = set()
+        self.states: OptimizerTargets | None = None
 
-def _model_targets(
-    store: Store, names: NamedTensors, patterns: tuple[str, ...] | None, cast: bool, fit: _Fit
-) -> list[Wanted]:
-    """What this rank reads into the model; `fit` is filled in."""
-    aliases: dict[str, list[str]] = {}
-    for other, first in names.aliases.items():
-        aliases.setdefault(first, []).append(other)
-    stored_aliases: Mapping[str, str] = store.manifest.model.aliases if isinstance(store, Checkpoint) else {}
-    wanted = []
-    for name, tensor in names.tensors.items():
-        known = [name, *aliases.get(name, ())]
-        if not any(_chosen(patterns, one) for one in known):
-            continue
-        found = next((k for one in known if (k := _stored_as(store, one, stored_aliases)) is not None), None)
-        fit.used.update(MODEL + one for one in known)
-        if found is None:
-            fit.missing.append(name)
-            continue
-        fit.used.add(found)
-        source, target = store.tensors[found], local_shards(tensor, name)
+    def match_model(self) -> list[Wanted]:
+        """The reads that fill the model's tensors; what does not fit is noted."""
+        aliases: dict[str, list[str]] = {}
+        for alias, first in self.names.aliases.items():
+            aliases.setdefault(first, []).append(alias)
+        stored_aliases = self.checkpoint.manifest.model.aliases if self.checkpoint else {}
+        wanted = []
+        for name, tensor in self.names.tensors.items():
+            tied = [name, *aliases.get(name, ())]
+            if not any(map(self.options.selects, tied)):
+                continue
+            self.used.update(MODEL + n for n in tied)
+            keys = (MODEL + stored_aliases.get(n, n) for n in tied)
+            key = next((k for k in keys if k in self.store.tensors), None)
+            if key is None:
+                self.missing.append(name)
+            else:
+                self.used.add(key)
+                wanted += self._match_tensor(key, name, local_shards(tensor, name))
+        return wanted
+
+    def _match_tensor(self, key: str, name: str, target: LocalShards) -> list[Wanted]:
+        source = self.store.tensors[key]
         if source.shape != target.shape:
-            fit.mismatched.append(
+            self.mismatched.append(
                 f"{name}: shape {list(source.shape)} is stored, the model has {list(target.shape)}"
             )
-        elif source.dtype != target.dtype and not cast:
-            fit.mismatched.append(
-                f"{name}: {_short(source.dtype)} is stored, the model has {_short(target.dtype)}"
-            )
+        elif source.dtype != target.dtype and not self.options.cast:
+            stored, needed = (str(dtype).removeprefix("torch.") for dtype in (source.dtype, target.dtype))
+            self.mismatched.append(f"{name}: {stored} is stored, the model has {needed}")
         else:
-            wanted += wanted_for(found, target)
-    return wanted
+            return [Wanted(key, box, slice_of(target.local, local)) for box, local in target.boxes]
+        return []
 
+    def match_optimizer(self, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> None:
+        """Match the optimizer's states and group options (a collective call)."""
+        checkpoint = self.checkpoint
 
-def _chosen(patterns: tuple[str, ...] | None, name: str) -> bool:
-    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
+        def match_states() -> list[GroupTargets]:
+            if optimizer is None or checkpoint is None:
+                return []
+            self.states = OptimizerTargets.of(
+                checkpoint, optimizer, self.names, self.mismatched, self.options.selects
+            )
+            return self.states.groups
 
-
-def _stored_as(store: Store, name: str, aliases: Mapping[str, str]) -> str | None:
-    key = MODEL + aliases.get(name, name)
-    return key if key in store.tensors else None
-
-
-def wanted_for(key: str, target: LocalShards) -> list[Wanted]:
-    """What this rank reads of a tensor that lies as `target`."""
-    return [Wanted(key, there, slice_of(target.local, here)) for there, here in target.boxes]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check(
-    ranks: Ranks,
-    store: Store,
-    fit: _Fit,
-    names: NamedTensors,
-    states: OptimizerTargets | None,
-    optimizes: bool,
-    strict: bool,
-    patterns: tuple[str, ...] | None,
-) -> None:
-    """Raise MismatchError on every rank where one is due on any."""
-    told = ranks.gather(
-        {
-            "missing": [*fit.missing, *(states.missing if states else ())],
-            "mismatched": fit.mismatched,
-            "used": sorted(fit.used | (states.used if states else set())),
-            "extra_state": sorted(names.extra_state),
-        }
-    )
-
-    def union(what: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(x for one in told for x in one[what]))
-
-    used = set(union("used"))
-    sections = [MODEL, "optimizer/"] if optimizes else [MODEL]
-    unexpected = [k for k in store.tensors if k.startswith(tuple(sections)) and k not in used]
-    missing = list(union("missing"))
-    if isinstance(store, Checkpoint):
-        stored = store.manifest.model.extra_state
-        missing += [n for n in union("extra_state") if n not in stored and patterns is None]
-        unexpected += [n for n in stored if n not in union("extra_state")]
-    if patterns is not None:
-        unexpected = []
-        if not used:
-            missing += [f"anything that matches {pattern}" for pattern in patterns]
-    if not strict:
-        nothing = (used or patterns) and not used.intersection(store.tensors)
-        left = [
-            f"{what} ({len(names)}): {listing(_plain(names), 8)}"
-            for what, names in (("not in the checkpoint", missing), ("not in the model", unexpected))
-            if names
+        groups = [
+            [GroupTargets(tuple(saved), whole) for saved, whole in on_rank]
+            for on_rank in ranks.gather_checked(match_states)
         ]
-        if left and not nothing:
-            text = f"{store.where} is loaded in part. {'; '.join(left)}"
-            ranks.run_checked(lambda: _warn(ranks, text))
-        missing, unexpected = ((missing if patterns else ["anything that it has"]) if nothing else []), []
-    mismatched = union("mismatched")
+        states = self.states
+        if states is not None and checkpoint is not None and checkpoint.manifest.optimizer is not None:
+            info = checkpoint.manifest.optimizer
+            ranks.run_checked(lambda: states.take_options(info, groups, self.mismatched))
+
+
+def _check_fit(fit: _Fit, ranks: Ranks, with_optimizer: bool) -> None:
+    """Raise MismatchError, on every rank, if the checkpoint does not fit on one of them (a collective call)."""
+    options, store = fit.options, fit.store
+    missing, mismatched, used, extra_state = _gather_fit(fit, ranks)
+    unexpected = _unexpected(fit, set(used), extra_state, with_optimizer)
+    if options.patterns is None and fit.checkpoint is not None:
+        stored = fit.checkpoint.manifest.model.extra_state
+        missing += [name for name in extra_state if name not in stored]
+    if options.patterns is not None and not used:
+        missing += [f"anything that matches {pattern}" for pattern in options.patterns]
+    if not options.strict:
+        nothing_loaded = (used or options.patterns) and not any(key in store.tensors for key in used)
+        if nothing_loaded:
+            missing = missing if options.patterns else ["all names of the model"]
+        else:
+            text = _partial_load_text(store.where, missing, unexpected)
+            if text:
+                ranks.run_checked(lambda: _warn(ranks, text))
+            missing = []
+        unexpected = []
     if missing or unexpected or mismatched:
-        raise MismatchError(store.where, _plain(missing), _plain(unexpected), mismatched)
+        raise MismatchError(store.where, _plain(missing), _plain(unexpected), tuple(mismatched))
+
+
+def _gather_fit(fit: _Fit, ranks: Ranks) -> Iterator[list[str]]:
+    """Missing, mismatched and used names and extra states, of all ranks together (a collective call)."""
+    states = fit.states
+    gathered = ranks.gather(
+        [
+            [*fit.missing, *(states.missing if states else ())],
+            fit.mismatched,
+            sorted(fit.used | (states.used if states else set())),
+            sorted(fit.names.extra_state),
+        ]
+    )
+    return (list(dict.fromkeys(chain.from_iterable(of_ranks))) for of_ranks in zip(*gathered, strict=True))
+
+
+def _unexpected(fit: _Fit, used: set[str], extra_state: list[str], with_optimizer: bool) -> list[str]:
+    """Names that the checkpoint has and no rank takes; none if only a part is loaded."""
+    if fit.options.patterns is not None:
+        return []
+    sections = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
+    unexpected = [key for key in fit.store.tensors if key.startswith(sections) and key not in used]
+    stored = fit.checkpoint.manifest.model.extra_state if fit.checkpoint else {}
+    return unexpected + [name for name in stored if name not in extra_state]
+
+
+def _partial_load_text(where: str, missing: list[str], unexpected: list[str]) -> str:
+    """The warning of a load with strict=False that leaves some names; "" if it leaves none."""
+    parts = [
+        f"{what} ({len(names)}): {listing(_plain(names), 8)}"
+        for what, names in (("not in the checkpoint", missing), ("not in the model", unexpected))
+        if names
+    ]
+    return f"{where} is loaded in part. {'; '.join(parts)}" if parts else ""
 
 
 def _warn(ranks: Ranks, text: str) -> None:
-    """A warning of rank 0 at the line of `load`, and an error that all ranks are told where warnings are errors."""
+    """Warn on rank 0, at the user's call of `load`. Where warnings are errors, all ranks raise."""
     if ranks.rank:
         return
     try:
@@ -296,55 +328,64 @@ def _warn(ranks: Ranks, text: str) -> None:
         raise CheckpointError(text) from error
 
 
-def _check_same(opened: Sequence[tuple[str, str]]) -> None:
-    """Raise CheckpointError, on every rank, where ranks have opened different checkpoints: a model would be made of both."""
-    (first, known), *_ = opened
-    for rank, (where, which) in enumerate(opened):
-        if which != known:
-            raise CheckpointError(
-                f"rank {rank} has opened {where}, and rank 0 {first}, which is another checkpoint; "
-                "let one rank choose (latest), and tell the others"
-            )
-
-
 def _plain(keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(key.removeprefix(MODEL) for key in keys)
 
 
-def _set_extra_states(
-    model: nn.Module, checkpoint: Checkpoint, names: NamedTensors, patterns: tuple[str, ...] | None
-) -> None:
+def _fill(model: nn.Module, fit: _Fit, wanted: list[Wanted], peers: NodePeers | None, ranks: Ranks) -> Any:
+    """Read all values into the model and the optimizer of this rank; what was saved as `extra`."""
+    states, checkpoint, options = fit.states, fit.checkpoint, fit.options
+    try:
+        read(fit.store, [*wanted, *(states.wanted if states else ())], peers)
+    finally:
+        if peers is not None:
+            peers.close()
+    touch(list(fit.names.tensors.values()))
+    if checkpoint is None:
+        return None
+    if states is not None:
+        states.install()
+    if options.patterns is None:
+        _set_extra_states(model, checkpoint, fit.names)
+        if options.random:
+            _restore_random(checkpoint, ranks)
+    keys = [key for key in checkpoint.tensors if key.startswith(EXTRA)]
+    return decode(checkpoint.manifest.extra, _getter(checkpoint, read_tensors(checkpoint, keys)))
+
+
+def _set_extra_states(model: nn.Module, checkpoint: Checkpoint, names: NamedTensors) -> None:
     stored = checkpoint.manifest.model.extra_state
-    if not stored or patterns is not None:
+    if not stored:
         return
     keys = [key for key in checkpoint.tensors if key.startswith("model_extra_state/")]
-    tensors = read_tensors(checkpoint, keys)
+    get = _getter(checkpoint, read_tensors(checkpoint, keys))
     modules = dict(model.named_modules())
     for name in names.extra_state:
         if name in stored:
-            value = decode(stored[name], lambda key: _known(tensors, key, checkpoint))
-            modules[name.rpartition(".")[0]].set_extra_state(value)
+            modules[name.rpartition(".")[0]].set_extra_state(decode(stored[name], get))
 
 
-def _known(tensors: dict[str, torch.Tensor], key: str, checkpoint: Checkpoint) -> torch.Tensor:
-    return tensors[key] if key in tensors else read_tensors(checkpoint, [key])[key]
+def _getter(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Key -> tensor, for `decode`: from `tensors`, or else read now."""
+    return lambda key: tensors[key] if key in tensors else read_tensors(checkpoint, [key])[key]
 
 
 def _restore_random(checkpoint: Checkpoint, ranks: Ranks) -> None:
     info = checkpoint.manifest.rng
     if info is None:
         return
-    differing = [s for s, count in info.streams.items() if count not in (1, ranks.size)]
-    if any(stream.startswith("torch") for stream in differing) and ranks.rank == 0:
+    per_rank = [stream for stream, count in info.streams.items() if count not in (1, ranks.size)]
+    if any(stream.startswith("torch") for stream in per_rank) and ranks.rank == 0:
+        saved_ranks = info.streams[per_rank[0]]
         warnings.warn(
-            f"the random streams {', '.join(differing)} of {checkpoint.where} differ between its ranks, of which this run has "
-            f"{ranks.size}: they are left as they are; seed them, or give random=False",
-            stacklevel=4,
+            f"the random streams {', '.join(per_rank)} of {checkpoint.where} were saved per rank, on {saved_ranks} ranks, and "
+            f"this run has {ranks.size}: they are not restored. Seed them yourself, or pass random=False.",
+            stacklevel=5,
         )
     keys = {}
     for stream, count in info.streams.items():
         key = f"rng/{0 if count == 1 else ranks.rank}/{stream}"
-        if stream not in differing and key in checkpoint.tensors:
+        if stream not in per_rank and key in checkpoint.tensors:
             keys[stream] = key
-    found = read_tensors(checkpoint, list(keys.values()))
-    rng.restore({stream: found[key] for stream, key in keys.items()})
+    tensors = read_tensors(checkpoint, list(keys.values()))
+    rng.restore({stream: tensors[key] for stream, key in keys.items()})

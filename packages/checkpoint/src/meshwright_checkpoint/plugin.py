@@ -1,4 +1,4 @@
-"""What this distribution registers with the plugin host. Imports without torch."""
+"""Plugin registration. Imports without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from meshwright_dtensor.plugins import BackendSpec, CommandSpec, hookimpl
 
 DEFAULT = "safetensors"
-"""The backend of a save or a load that names none."""
+"""The default backend of save and load."""
 
 
 @hookimpl
@@ -16,13 +16,13 @@ def meshwright_commands() -> Iterator[CommandSpec]:
     yield CommandSpec(
         name="checkpoint",
         target="meshwright_checkpoint.commands:command",
-        summary="inspect, verify, compare, export and rewrite checkpoints",
+        summary="inspect, verify, compare, export and reshard checkpoints",
     )
 
 
 @hookimpl
 def meshwright_checkpoint_backends() -> Iterator[BackendSpec]:
-    """Where checkpoints are kept."""
+    """Checkpoint backends."""
     yield BackendSpec(
         name=DEFAULT,
         target="meshwright_checkpoint.storage.backend:storage_of_path",
@@ -31,5 +31,5 @@ def meshwright_checkpoint_backends() -> Iterator[BackendSpec]:
     yield BackendSpec(
         name="dcp",
         target="meshwright_checkpoint.dcp.backend:DcpStorage",
-        summary="torch.distributed.checkpoint's own format, read without unpickling",
+        summary="the format of torch.distributed.checkpoint, read without unpickling",
     )

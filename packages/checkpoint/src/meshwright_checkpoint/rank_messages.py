@@ -1,4 +1,4 @@
-"""Small JSON messages between ranks, on the caller's thread; a world of one needs no process group."""
+"""Small JSON messages between ranks, on the caller's thread. A single rank needs no process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INLINE_NBYTES = 1016
 
 
 class Ranks:
-    """The ranks that save or load together: those of the default process group, or of `group`."""
+    """The ranks that save or load together: those of `group`, by default of the default process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         initialized = dist.is_available() and dist.is_initialized()
@@ -30,11 +30,11 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of collective calls live."""
+        """Device of the tensors of collectives."""
         return _device(self.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, in rank order, on every rank (one collective call, two where it is long). Values are JSON."""
+        """All-gather a JSON value, in rank order: one collective, or two for long values."""
         if self.size == 1:
             return [value]
         data = json.dumps(value).encode()
@@ -46,7 +46,7 @@ class Ranks:
         return [json.loads(row[8 : 8 + n]) for row, n in zip(rows, lengths, strict=True)]
 
     def _all(self, data: bytes, nbytes: int) -> list[bytes]:
-        """`data` of every rank, filled up to `nbytes`."""
+        """All-gather `data`, padded to `nbytes`."""
         device = self.device
         mine = torch.zeros(nbytes, dtype=torch.uint8)
         if data:
@@ -56,9 +56,7 @@ class Ranks:
         return [row.tobytes() for row in parts.cpu().view(self.size, nbytes).numpy()]
 
     def gather_checked(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work()` gives on every rank (JSON), once it has succeeded on every rank; else the first error, on every rank
-        (collective).
-        """
+        """Run `work` on every rank and gather its JSON results. If any rank fails, every rank raises (collective)."""
         value, error = None, None
         try:
             value = work()
@@ -75,14 +73,14 @@ class Ranks:
         return [value_of_rank for _, value_of_rank in gathered]
 
     def run_checked(self, work: Callable[[], T]) -> T:
-        """`work()` of this rank, once it has succeeded on every rank; else the first error, on every rank (collective)."""
+        """Run `work` on every rank and return this rank's result. If any rank fails, every rank raises (collective)."""
         results: list[T] = []
         self.gather_checked(lambda: results.append(work()))
         return results[0]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors of a group's collectives live."""
+    """Device of the tensors of a group's collectives."""
     if group is None:
         return torch.device("cpu")
     backends = str(dist.get_backend(group))

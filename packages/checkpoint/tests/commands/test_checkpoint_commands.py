@@ -78,9 +78,9 @@ def test_what_lies_there_instead_of_a_checkpoint(saved: Path, tmp_path: Path) ->
     assert "pickles, as torch.save writes them, are never read" in said(tmp_path / "model.pt")
     for name, hint in {
         ".metadata": 'backend="dcp"',
-        "model.safetensors.index.json": "which mw.load takes for a model alone",
-        "data-00000.safetensors": "their manifest is gone",
-        "pytorch_model.bin": "write it anew with save_pretrained",
+        "model.safetensors.index.json": "mw.load reads it for a model, without an optimizer",
+        "data-00000.safetensors": "without their manifest",
+        "pytorch_model.bin": "write them again with save_pretrained",
         "notes.txt": "has no manifest.json",
     }.items():
         folder = tmp_path / f"of {name}"

@@ -169,7 +169,7 @@ def test_a_hostile_pickle_is_never_run(where: str, tmp_path: Path) -> None:
             data.replace(b"ctorch._utils\n_rebuild_tensor_v2", b"ctorch.serialization\nload_______")
         )
     if where == "value":  # it is left out
-        with pytest.warns(UserWarning, match="no plain value, left out: note"):
+        with pytest.warns(UserWarning, match="not plain data, which are left out: note"):
             load(path, model=model, backend="dcp")
     else:
         with pytest.raises(CorruptError, match=r"refused|damaged"):

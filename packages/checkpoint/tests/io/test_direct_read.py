@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> tuple[Path, bytes]:
     (tmp_path / "x").write_bytes(data)
     forget(tmp_path / "x")
     reader = Reader(tmp_path / "x")
-    there = reader.around(0, NBYTES)
+    there = reader.prefers_direct(0, NBYTES)
     reader.close()
     if not there:
         pytest.skip("the file system of temporary files cannot")
@@ -115,7 +115,7 @@ def test_what_is_in_the_cache_is_read_from_there(file: tuple[Path, bytes]) -> No
     os.close(fd)
     followed = Reader(path, follow=True)  # other programs read it too
     forget(path)
-    assert not followed.around(0, NBYTES)
+    assert not followed.prefers_direct(0, NBYTES)
     followed.close()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright_checkpoint.format.checksum import BLOCK
-from meshwright_checkpoint.read.plan import Stored, boxes_in_range, flat_range, plan_reads, wanted_ranges
+from meshwright_checkpoint.read.plan import StoredRange, boxes_in_range, flat_range, plan_reads, wanted_ranges
 from meshwright_dtensor.sharding.boxes import Box
 
 STEP = 2 * BLOCK
@@ -52,7 +52,7 @@ def test_every_block_is_read_once(shape: list[int], data: st.DataObject) -> None
         boxes.append(
             tuple((at, data.draw(st.integers(1, n - at))) for at, n in zip(starts, shape, strict=True))
         )
-    stored = Stored("f", 4096, prod(shape) * itemsize)
+    stored = StoredRange("f", 4096, prod(shape) * itemsize)
     plan = plan_reads([{stored: list(wanted_ranges(shape, itemsize, box, STEP))} for box in boxes], STEP)
     ranges = sorted((p.start, p.start + p.nbytes) for p in plan)
     assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
@@ -70,7 +70,7 @@ def test_every_block_is_read_once(shape: list[int], data: st.DataObject) -> None
 
 
 def test_what_several_want_is_dealt_evenly() -> None:
-    stored = [Stored("f", at * 40 * BLOCK, 40 * BLOCK) for at in range(3)]
+    stored = [StoredRange("f", at * 40 * BLOCK, 40 * BLOCK) for at in range(3)]
     all_of_it = [(at * STEP, (at + 1) * STEP) for at in range(20)]
     wants = [{stored[0]: all_of_it, stored[1]: all_of_it}, {stored[1]: all_of_it}, {stored[1]: all_of_it}]
     loads = [0, 0, 0]

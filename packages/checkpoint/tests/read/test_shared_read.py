@@ -234,13 +234,13 @@ class Paged(Memory):
         self.asked: list[int] = []
         self.pages = 0
 
-    def around(self, offset: int, nbytes: int) -> bool:
-        """See PagedFile."""
+    def prefers_direct(self, offset: int, nbytes: int) -> bool:
+        """See DirectFile."""
         self.asked.append(nbytes)
         return True
 
     def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
-        """See PagedFile."""
+        """See DirectFile."""
         self.pages += nbytes
         self.read_into(memory[offset % ALIGN :][:nbytes], offset)
 

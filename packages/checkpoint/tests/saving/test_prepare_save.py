@@ -40,17 +40,17 @@ def test_nothing_touches_it_once_it_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_first_save_uses_it(wait: bool, saver: saving.Saver, tmp_path: Path) -> None:
     model = model_of(1.0)
     prepare_save(model, wait=wait)
-    reserved = saver._snapshots._reserved
+    reserved = saver._buffer._reserved
     assert reserved is not None
     save(tmp_path / "step-1", model=model, extra={"more": torch.ones(1 << 18)}).wait()
     memory = reserved._memory
-    assert memory is not None and saver._snapshots._buffer.data_ptr() == memory.data_ptr()
+    assert memory is not None and saver._buffer._buffer.data_ptr() == memory.data_ptr()
     other = model_of(-1.0)
     extra = load(tmp_path / "step-1", model=other)
     assert all(torch.equal(other[name], value) for name, value in model.items())
     assert torch.equal(extra["more"], torch.ones(1 << 18))
     prepare_save(model)  # there is enough
-    assert saver._snapshots._reserved is None
+    assert saver._buffer._reserved is None
 
 
 def test_it_does_not_take_what_a_save_still_writes(saver: saving.Saver, tmp_path: Path) -> None:

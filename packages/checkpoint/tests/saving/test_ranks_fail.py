@@ -159,8 +159,8 @@ def test_ranks_are_asked_for_the_same(rank_pool: RankPool, tmp_path: Path) -> No
             "optimizer is given on ranks 1 of 2 only",
             "optimizer is given on ranks 1 of 2 only",
             "extra is given on rank 1 and not on rank 0",
-            "optimizer given on rank 0 and left out on rank 1",
-            "only None on rank 0 and ['first.*'] on rank 1",
+            "optimizer is given on rank 0 and left out on rank 1",
+            "only is None on rank 0 and ['first.*'] on rank 1",
         ),
         strict=True,
     ):

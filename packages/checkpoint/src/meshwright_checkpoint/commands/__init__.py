@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: look at checkpoints, check them, compare them, and write them in other forms."""
+"""`meshwright checkpoint`: inspect, verify, compare, export and reshard checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright_checkpoint.plugin import DEFAULT
 
 @click.group("checkpoint")
 def command() -> None:
-    """Inspect, verify, compare, export and rewrite checkpoints; none of it needs the model."""
+    """Inspect, verify, compare, export and reshard checkpoints, without the model."""
 
 
 _PATH = click.Path(path_type=Path)
@@ -24,7 +24,7 @@ _BACKEND = click.option(
     "--backend",
     default=DEFAULT,
     show_default=True,
-    help="Where checkpoints lie; `meshwright plugins` lists backends.",
+    help="Checkpoint backend; `meshwright plugins` lists them.",
 )
 
 
@@ -34,7 +34,7 @@ _BACKEND = click.option(
 @_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
-    """Say what a checkpoint holds: tensors, sizes, layout, plan, step. Reads the manifest only."""
+    """Show the tensors, sizes, layout, plan and step of a checkpoint. Reads only the manifest."""
     from meshwright_checkpoint.storage.backend import storage_of
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.utils.names import suggestion
@@ -46,7 +46,9 @@ def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
         key = next((k for k in wanted if k in manifest.tensors), None)
         if key is None:
             hint = suggestion(tensor, [k.removeprefix("model/") for k in manifest.tensors])
-            raise UsageError(f"--tensor {tensor} is not in {path}; inspect {path} lists the tensors{hint}")
+            raise UsageError(
+                f"--tensor {tensor} is not in {path}; `meshwright checkpoint inspect {path}` lists the tensors{hint}"
+            )
         tensor_entry = manifest.tensors[key]
         click.echo(
             json.dumps({"key": key, **tensor_entry.model_dump(mode="json")})
@@ -74,7 +76,7 @@ def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
 @_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(path: str, backend: str, as_json: bool) -> int:
-    """Read all of a checkpoint and compare every checksum. Exit code 4 where something is damaged."""
+    """Read a checkpoint and verify all checksums. Exit code 4 if something is damaged."""
     from meshwright_checkpoint.convert.verify import verify as check
     from meshwright_checkpoint.storage.backend import storage_of
     from meshwright_checkpoint.storage.checkpoint import Checkpoint
@@ -99,10 +101,9 @@ def verify(path: str, backend: str, as_json: bool) -> int:
 @_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(a: str, b: str, backend: str, as_json: bool) -> int:
-    """Say what differs between two checkpoints, whatever their layouts; values are compared bit for bit.
+    """Show the differences of two checkpoints of any layout. Values are compared bit for bit.
 
-    Exit codes are those of diff(1): 0 where they hold the same, 1 where something differs, 2 where they could not be compared
-    (one is not there, or is damaged).
+    Exit codes as diff(1): 0 if they are equal, 1 if they differ, 2 if they could not be compared (one is missing or damaged).
     """
     from meshwright_checkpoint.convert.verify import compare
     from meshwright_checkpoint.errors import CheckpointError
@@ -119,9 +120,9 @@ def diff(a: str, b: str, backend: str, as_json: bool) -> int:
             lines = [f"{d.kind:9} {d.name}{f': {d.detail}' if d.detail else ''}" for d in differences]
             click.echo("\n".join(lines) or "the checkpoints hold the same")
     except MeshwrightError as error:
-        error.exit_code = 2  # 4 of damage elsewhere; whoever asks for a difference has not been told of one
+        error.exit_code = 2  # also for damage, which has exit code 4 in other commands
         raise
-    except Exception as error:  # whatever it is, 1 would say that something differs
+    except Exception as error:  # exit code 1 would mean a difference
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{a} and {b} could not be compared: {kind}{error}") from error
     return 1 if differences else 0
@@ -133,7 +134,7 @@ def diff(a: str, b: str, backend: str, as_json: bool) -> int:
 @_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def export(path: str, target: str, backend: str, as_json: bool) -> None:
-    """Write the model of a checkpoint as a directory that transformers' from_pretrained reads."""
+    """Export the model of a checkpoint to a directory for transformers' from_pretrained."""
     from meshwright_checkpoint.convert.export import export_checkpoint
 
     export_checkpoint(path, target, backend)
@@ -144,16 +145,18 @@ def export(path: str, target: str, backend: str, as_json: bool) -> None:
 @command.command("reshard")
 @click.argument("path")
 @click.argument("target")
-@click.option("--ranks", type=click.IntRange(1, 1 << 20), default=None, help="How many ranks will read it.")
-@click.option("--plan", "plan_file", type=_PATH, default=None, help="The plan of those ranks.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 1 << 20), default=None, help="Number of ranks that will load it."
+)
+@click.option("--plan", "plan_file", type=_PATH, default=None, help="Plan of the ranks that will load it.")
 @_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def reshard(
     path: str, target: str, ranks: int | None, plan_file: Path | None, backend: str, as_json: bool
 ) -> None:
-    """Write a checkpoint anew for other ranks, so that each finds its part in one place.
+    """Rewrite a checkpoint for other ranks, so that each finds its shards in one file.
 
-    Loading never needs this: any layout reads any checkpoint. It makes later loads faster.
+    It is never needed, because any layout loads any checkpoint, but it makes later loads faster.
     """
     from meshwright_checkpoint.convert.reshard_offline import rewrite
     from meshwright_checkpoint.storage.backend import storage_of
@@ -163,7 +166,9 @@ def reshard(
 
     plan = None if plan_file is None else ParallelPlan.load(plan_file)
     if (ranks is None) == (plan is None):
-        raise UsageError("reshard needs to know for whom: give either --ranks or --plan")
+        raise UsageError(
+            "reshard needs the ranks that will load the checkpoint: pass either --ranks or --plan"
+        )
     count = plan.world_size if plan is not None else ranks or 1
     with Checkpoint(storage_of(path, backend)) as checkpoint:
         total = sum(stored.nbytes for stored in checkpoint.manifest.tensors.values())
@@ -178,7 +183,7 @@ def reshard(
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal, told bytes as they are done."""
+    """A progress bar on stderr, if it is a terminal. Yields a function of the bytes done."""
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return

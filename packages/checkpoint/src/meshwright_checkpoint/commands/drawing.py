@@ -1,18 +1,18 @@
-"""A manifest for people."""
+"""Show a manifest as text."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 
-from meshwright_checkpoint.format.manifest import Manifest, Stored
+from meshwright_checkpoint.format.manifest import Manifest, StoredTensor
 from meshwright_dtensor.utils.names import listing
 
 WIDEST = 16
 
 
 def overview(manifest: Manifest) -> str:
-    """What the checkpoint holds, repeated layers as one line."""
+    """Summary of a checkpoint; repeated layers are one line."""
     about = [f"step {manifest.step}" if manifest.step is not None else "no step", manifest.created]
     about.append(f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}")
     lines = [f"{manifest.model.cls or 'state'}: {', '.join(about)}"]
@@ -57,8 +57,8 @@ def _size(nbytes: int) -> str:
     return f"{size:.4g} {unit}"
 
 
-def draw(key: str, stored: Stored) -> str:
-    """Which file holds which part: the first two dims as a grid of files, with the index at which each part begins."""
+def draw(key: str, stored: StoredTensor) -> str:
+    """Which file holds which part: a grid of file numbers over the first two dims, with the start index of each part."""
     count = len(stored.parts)
     lines = [f"{key}: {stored.dtype} {list(stored.shape)}, {count} part{'s' * (count != 1)}"]
     cuts = [

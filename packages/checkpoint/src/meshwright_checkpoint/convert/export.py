@@ -1,4 +1,4 @@
-"""Write a model as a directory that transformers' `from_pretrained` reads: safetensors, their index, and the config."""
+"""Export a model to a directory for transformers' `from_pretrained`: safetensors, index and config."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ FILE_NBYTES = 5 << 30
 
 
 def export(path: str | os.PathLike[str], *, model: nn.Module) -> None:
-    """Write `model` as a directory that `from_pretrained` reads (a collective call); of other models only the weights.
+    """Export `model` for `from_pretrained` (a collective call). Models without a transformers config get only weights.
 
-    Ranks write a checkpoint beside it first, each what it holds, and then share the files: no rank holds more than a small
-    part of the model beyond its own.
+    Ranks first save a temporary checkpoint next to the path, and then each converts some of the files. So no rank holds much
+    more than its own shards.
 
     Args:
         path: a directory that does not exist yet; every rank sees it.
 
     Raises:
-        CheckpointError: the path is taken, or cannot be written.
+        CheckpointError: the path exists, or cannot be written.
         UsageError: the path is a URL.
     """
     ranks = Ranks()
@@ -65,7 +65,7 @@ def export(path: str | os.PathLike[str], *, model: nn.Module) -> None:
 def export_checkpoint(
     source: str | os.PathLike[str], path: str | os.PathLike[str], backend: str = DEFAULT
 ) -> None:
-    """The same from a checkpoint, in one process that needs no model. Raises CheckpointError, CorruptError."""
+    """Export a checkpoint in one process, without the model. Raises CheckpointError, CorruptError."""
     target = _directory(path).path
     _free(target)
     with Checkpoint(storage_of(source, backend)) as checkpoint:
@@ -75,7 +75,7 @@ def export_checkpoint(
 def _directory(path: str | os.PathLike[str]) -> DirectoryStorage:
     if "://" in os.fspath(path):
         raise UsageError(
-            f"{os.fspath(path)} is a URL, and from_pretrained reads directories; export to a path on disk, and copy it from there"
+            f"{os.fspath(path)} is a URL, and from_pretrained reads directories; export to a local path, and copy it from there"
         )
     return DirectoryStorage(path)
 
@@ -89,7 +89,9 @@ def convert(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
     """Write the model of `checkpoint` to `path`; every rank writes some of the files."""
     names = [key.removeprefix(MODEL) for key in checkpoint.tensors if key.startswith(MODEL)]
     if not names:
-        raise UsageError(f"{checkpoint.where} holds no model; export needs one")
+        raise UsageError(
+            f"{checkpoint.where} has no model to export; pass a checkpoint that was saved with model="
+        )
     sources = {name: checkpoint.tensors[MODEL + name] for name in names}
     files = _files(names, sources)
     staging = path.parent / f".{path.name}.partial-{checkpoint.manifest.id}"

@@ -1,4 +1,4 @@
-"""Write a checkpoint anew, for another number of ranks or another plan, in one process and little memory."""
+"""Offline reshard: rewrite a checkpoint for other ranks or another plan, in one process and little memory."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def rewrite(
     """Write the same state to `storage` in `ranks` files, as a save by so many ranks would.
 
     Args:
-        plan: the layout of those ranks, which each then find their part in one file, in a few long runs, as its strategies
-            would store it (ZeRO's shards too), or, where those are not installed, as its rules say. What the stages of a pipeline
-            hold is not told apart: their ranks share each tensor evenly. Without a plan the bytes are divided evenly. It is kept
-            as the checkpoint's plan.
-        progress: is told bytes as they are written.
+        plan: the layout of those ranks. Each rank then finds its shards in one file. The layout follows the plan's strategies
+            (with ZeRO shards), or the plan's rules if strategies are not installed. Pipeline stages are not distinguished:
+            their ranks share each tensor evenly. The plan is stored in the checkpoint. Without a plan the bytes are divided
+            evenly.
+        progress: called with the number of bytes after each write.
 
     Raises:
-        CheckpointError: the path is taken.
+        CheckpointError: the path exists.
         CorruptError: the checkpoint is damaged.
-        PlanError: a rule of the plan speaks of no parameter of the checkpoint, or the plan is unsound.
-        PluginError: the strategy that the plan names for an axis is not installed, and another is.
+        PlanError: a rule of the plan matches no parameter of the checkpoint, or the plan is invalid.
+        PluginError: a strategy that the plan names is not installed, but another for its axis is.
     """
     named = _names(checkpoint)
     layout = None
     if plan is not None:
         _check_patterns(plan, [name for names in named.values() for name in names])
-        layout = _Layout(plan, _strategies(plan), named, checkpoint.tensors)
-    tensors = {key: _catalogued(key, source, ranks, layout) for key, source in checkpoint.tensors.items()}
+        layout = _PlanLayout(plan, _strategies(plan), named, checkpoint.tensors)
+    tensors = {key: _tensor_layout(key, source, ranks, layout) for key, source in checkpoint.tensors.items()}
     shapes = {key: (source.shape, source.dtype) for key, source in checkpoint.tensors.items()}
     save_id = uuid.uuid4().hex
     old = checkpoint.manifest
@@ -105,7 +105,7 @@ def rewrite(
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """Name of every tensor of the model -> all names that it has there."""
+    """Name of each tensor of the model -> all its names, including aliases."""
     names: dict[str, tuple[str, ...]] = {
         key.removeprefix(MODEL): (key.removeprefix(MODEL),)
         for key in checkpoint.tensors
@@ -119,26 +119,26 @@ def _names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
 def _check_patterns(plan: ParallelPlan, names: list[str]) -> None:
     for index, rule in enumerate(plan.parameters):
         if not any(rule.matches(name) for name in names):
-            text = f"no parameter of the checkpoint matches; they are {listing(names, 4)}; give the plan of its model"
+            text = f"no parameter of the checkpoint matches; its parameters are {listing(names, 4)}; pass a plan of this model"
             raise PlanError(
                 f"parameters[{index}].pattern", rule.pattern, text, did_you_mean(rule.pattern, names)
             )
 
 
 def _strategies(plan: ParallelPlan) -> tuple[Strategy, ...]:
-    """Those of the plan; none where not all of its axes have one, and the plan's own rules are all that is known."""
+    """The strategies of the plan; none if an axis has no installed strategy. Then only the plan's rules apply."""
     host = discover()
     axes = {registered.record.axis for registered in host.strategies().values()}
     return resolve_strategies(plan, host, plan.world_size) if axes.issuperset(plan.degrees) else ()
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _PlanLayout:
     """How the ranks of a plan store the tensors of a checkpoint.
 
     Attributes:
-        names: of every tensor of the model, all that it has there.
-        tensors: what is stored.
+        names: see `_names`.
+        tensors: the stored tensors.
     """
 
     plan: ParallelPlan
@@ -147,7 +147,7 @@ class _Layout:
     tensors: Mapping[str, Source]
 
     def boxes(self, key: str) -> list[tuple[Box, ...]] | None:
-        """What each rank holds of a tensor, as boxes; None for what every rank holds whole."""
+        """The boxes of a tensor that each rank holds; None if every rank holds all of it."""
         if not key.startswith((MODEL, OPTIMIZER)):
             return None
         state_of, name = key.startswith(OPTIMIZER), key.removeprefix(MODEL)
@@ -165,13 +165,13 @@ class _Layout:
         return [tuple(there for there, _ in region_boxes(r) if box_numel(there)) for r in regions]
 
     def _states(self, name: str, shape: tuple[int, ...]) -> tuple[State, ...]:
-        ruled = next((one for one in self.names.get(name, ()) if self.plan.parameter_rule(one)), name)
+        ruled = next((n for n in self.names.get(name, ()) if self.plan.parameter_rule(n)), name)
         if self.strategies:
             return parameter_states(ruled, shape, self.plan, self.strategies)
         return tuple(self.plan.parameter_states(ruled).values())
 
 
-def _catalogued(key: str, source: Source, ranks: int, layout: _Layout | None) -> TensorLayout:
+def _tensor_layout(key: str, source: Source, ranks: int, layout: _PlanLayout | None) -> TensorLayout:
     boxes = None if layout is None else layout.boxes(key)
     if boxes is None:
         boxes = [(whole_box(source.shape),) if 0 not in source.shape else ()] * ranks
@@ -185,7 +185,7 @@ def _write(
     body: FileLayout,
     progress: Callable[[int], None],
 ) -> list[str]:
-    """One file; the checksums of its pieces."""
+    """Write one file; returns the checksums of its pieces."""
     writer = storage.writer(name)
     sums = []
     try:

@@ -1,4 +1,4 @@
-"""Check every byte of a checkpoint, and compare two."""
+"""Verify all checksums of a checkpoint; compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP_NBYTES = 64 << 20
 
 
 def row_blocks(source: Source, nbytes: int = STEP_NBYTES) -> Iterator[Box]:
-    """The tensor in boxes of whole rows, in the order of memory, each of about `nbytes` or one row."""
+    """Boxes of whole rows that tile a tensor in memory order, each of about `nbytes` or one row."""
     if not source.shape or not prod(source.shape):
         if not source.shape:
             yield ()
@@ -34,7 +34,7 @@ def row_blocks(source: Source, nbytes: int = STEP_NBYTES) -> Iterator[Box]:
 
 
 def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
-    """Read all and compare every checksum; what is damaged, a line each. `progress` is told bytes as they are done."""
+    """Read everything and verify all checksums. Returns one line per damage. `progress` is called with byte counts."""
     problems: list[str] = []
 
     def check(key: str, source: Source, fragment: Fragment) -> str | None:
@@ -53,7 +53,7 @@ def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbyt
             return f"{key}: {error}"
         return None
 
-    for file in checkpoint.manifest.files:  # also one that holds nothing
+    for file in checkpoint.manifest.files:  # including files without tensors
         try:
             checkpoint.file(file.name)
         except CorruptError as error:
@@ -72,7 +72,7 @@ def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbyt
 
 @dataclass(frozen=True)
 class Difference:
-    """How two checkpoints differ in one place: `kind` is "only in A", "only in B", "shape", "dtype", "values" or "about"."""
+    """One difference of two checkpoints; `kind` is "only in A", "only in B", "shape", "dtype", "values" or "about"."""
 
     name: str
     kind: str
@@ -84,7 +84,7 @@ class Difference:
 
 
 def compare(a: Checkpoint, b: Checkpoint) -> list[Difference]:
-    """What differs, values bit for bit; how they are laid out (files, plans) makes no difference. Raises CorruptError."""
+    """Compare two checkpoints, values bit for bit. Layouts (files, plans) are ignored. Raises CorruptError."""
     differences: list[Difference] = []
     for field in ("step", "optimizer", "extra", "model"):
         mine, theirs = (_about(c, field) for c in (a, b))

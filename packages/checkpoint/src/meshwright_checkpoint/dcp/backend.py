@@ -1,7 +1,7 @@
-"""The backend "dcp": torch.distributed.checkpoint's own format, in and out.
+"""The backend "dcp": load and save the format of torch.distributed.checkpoint.
 
-Loading finds the model and the optimizer in it by names; saving lays them out as torch's ``get_state_dict`` does, under "model"
-and "optim", through torch's own writer, so that stock FSDP2 and everyone else reads them.
+A load finds the model and the optimizer by their names. A save uses torch's own writer and the structure of
+``get_state_dict``, under "model" and "optim", so that stock FSDP2 reads it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from meshwright_dtensor.stored.permuted import canonical
 
 
 class DcpStorage(ForeignStorage):
-    """A directory in torch's format, there or to be."""
+    """Storage of a directory in DCP format, which may not exist yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(os.fspath(path)))
@@ -56,13 +56,13 @@ class DcpStorage(ForeignStorage):
         self.name = self.path.name
 
     def open_checkpoint(self, model: nn.Module) -> Checkpoint:
-        """See ForeignPlace."""
+        """See ForeignStorage."""
         return DcpCheckpoint(self.path, model)
 
     def write(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
     ) -> None:
-        """See ForeignPlace. A directory beside it is written and then renamed."""
+        """See ForeignStorage. Writes a staging directory next to the path and renames it."""
         tokens = ranks.gather(uuid.uuid4().hex)
         staging = self.path.parent / f".{self.name}.partial-{tokens[0]}"
 
@@ -84,7 +84,7 @@ class DcpStorage(ForeignStorage):
         try:
             state = _state(model, optimizer, extra, ranks)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's own about a single process
+                warnings.simplefilter("ignore")  # torch warns about a single process
                 ranks.run_checked(lambda: _save(state, staging))
             ranks.run_checked(finish)
         except BaseException:
@@ -135,7 +135,7 @@ def _state(
 
 
 def _stock(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """As stock DTensor or plain tensor in true order, without autograd (a collective call where it lies in runs)."""
+    """As stock DTensor or plain tensor, without autograd. A collective call for permuted layouts."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     canonical_tensor = canonical(tensor, parameter)
@@ -151,11 +151,11 @@ def _stock(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 
 class DcpCheckpoint(Checkpoint):
-    """A DCP directory with the names that `model` has.
+    """An open DCP directory, with the names of `model`.
 
     Raises:
-        CheckpointError: there is none.
-        CorruptError: it is damaged.
+        CheckpointError: there is no checkpoint.
+        CorruptError: the checkpoint is damaged.
     """
 
     def __init__(self, path: Path, model: nn.Module) -> None:
@@ -168,8 +168,8 @@ class DcpCheckpoint(Checkpoint):
             numbered = (re.search(r"(?:^|\.)(state\.\d+\.\w+)$", name) for name in self._dcp.tensors)
             if optim is None and any(match and match[1] not in model_names for match in numbered):
                 self.no_optimizer_reason = (
-                    "its states have numbers for names, which mean other parameters in another model; save what "
-                    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
+                    "its states have numbers for names, which depend on the model; save the result of "
+                    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict instead"
                 )
             prefix = _model_prefix(self._dcp, model_names, optim)
             tensors: dict[str, Source] = {}
@@ -201,7 +201,7 @@ class DcpCheckpoint(Checkpoint):
         return self._dcp.paths.get(name, (name,))
 
     def _optimizer(self, prefix: str) -> OptimizerInfo:
-        """Groups, by number or (where torch has flattened them) by parameter."""
+        """Parameter groups. Flattened state dicts have options per parameter, others per group number."""
         options: dict[str, dict[str, Any]] = {}
         values: dict[str, dict[str, Any]] = {}
         for name in sorted(self._dcp.values):
@@ -210,23 +210,23 @@ class DcpCheckpoint(Checkpoint):
                 options.setdefault(group, {})[option] = self._dcp.value(name)
             elif name.startswith(f"{prefix}state."):
                 parameter, _, key = name[len(prefix) + 6 :].rpartition(".")
-                values.setdefault(parameter, {})[key] = encode(self._dcp.value(name), _none, name)
+                values.setdefault(parameter, {})[key] = encode(self._dcp.value(name), _refuse_tensor, name)
         groups: dict[str, tuple[list[str], Any]] = {}
         for group, group_options in options.items():
             params = group_options.pop("params", [group])
             group_options.pop("param_names", None)
             if not isinstance(params, list) or not all(isinstance(p, str) for p in params):
                 raise CorruptError(
-                    f"{self.where}: parameters of the optimizer are no names; save it with torch's get_state_dict"
+                    f"{self.where}: parameters of the optimizer are not names; save it with torch's get_state_dict"
                 )
-            encoded = encode(group_options, _none, "options")
+            encoded = encode(group_options, _refuse_tensor, "options")
             group_key = group if group.isdigit() else repr(encoded)
             groups.setdefault(group_key, ([], encoded))[0].extend(params)
         made = tuple(Group(params=tuple(params), options=encoded) for params, encoded in groups.values())
         return OptimizerInfo(cls="", groups=made, values=values)
 
     def _extra(self, tensors: list[str], optim: str | None) -> Any:
-        """What belongs neither to the model nor to the optimizer, nested as it was."""
+        """All other values, nested as they were saved."""
         extra: dict[Any, Any] = {}
         skipped = []
         for name in [*tensors, *sorted(self._dcp.values)]:
@@ -236,7 +236,7 @@ class DcpCheckpoint(Checkpoint):
                 value = (
                     {"$tensor": EXTRA + name}
                     if name in tensors
-                    else encode(self._dcp.value(name), _none, name)
+                    else encode(self._dcp.value(name), _refuse_tensor, name)
                 )
             except (CorruptError, UnsupportedError):
                 skipped.append(name)
@@ -248,7 +248,7 @@ class DcpCheckpoint(Checkpoint):
             parent[str(last)] = value
         if skipped:
             warnings.warn(
-                f"{self.where} holds what is no plain value, left out: {', '.join(skipped)[:200]}",
+                f"{self.where} has values that are not plain data, which are left out: {', '.join(skipped)[:200]}",
                 stacklevel=2,
             )
         return extra.get("extra", extra) if set(extra) <= {"extra"} else extra
@@ -262,12 +262,12 @@ class DcpCheckpoint(Checkpoint):
         self._dcp.close()
 
 
-def _none(path: str, tensor: torch.Tensor) -> str:
-    raise UnsupportedError(f"{path} is a tensor inside of another value")
+def _refuse_tensor(path: str, tensor: torch.Tensor) -> str:
+    raise UnsupportedError(f"{path} is a tensor inside another value")
 
 
 def _optimizer_prefix(files: DcpFiles, model_names: set[str]) -> str | None:
-    """What comes before "state." in the names of the optimizer's states."""
+    """The prefix before "state." in the names of optimizer states; None if there are none."""
     for name in files.tensors:
         match = re.fullmatch(r"(|.*?\.)state\.(.+)\.\w+", name)
         if match and match[2] in model_names:
@@ -276,7 +276,7 @@ def _optimizer_prefix(files: DcpFiles, model_names: set[str]) -> str | None:
 
 
 def _model_prefix(files: DcpFiles, model_names: set[str], optim: str | None) -> str:
-    """What comes before the names of the model: what most of them have in common."""
+    """The most common prefix before the names of the model."""
     count: dict[str, int] = {}
     for name in files.tensors:
         if optim is not None and name.startswith(f"{optim}state."):

@@ -1,7 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP) as something to load from, straight into shards.
+"""Read checkpoints of torch.distributed.checkpoint (DCP) directly into shards, without unpickling.
 
-A directory of ``.metadata``, a pickle, and files of chunks, each of which is a zip that `torch.save` has written: another
-small pickle, and the bytes of a tensor, uncompressed. Pickles are read inertly (:mod:`safe_loads`), the bytes where they lie.
+A DCP directory has the pickle ``.metadata`` and files of chunks. Each chunk is a zip written by `torch.save`: a small pickle
+and the uncompressed bytes of a tensor. Pickles go through the restricted unpickler of :mod:`safe_unpickle`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from meshwright_dtensor.sharding.boxes import Box
 METADATA = ".metadata"
 MAX_VALUE_NBYTES = 64 << 20
 _DAMAGE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, OverflowError)
-"""What zipfile raises for a damaged archive."""
+"""Errors of zipfile for a damaged archive."""
 
 
 class FileWindow(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A range of a file as a file object, for zipfile."""
 
     def __init__(self, file: ReadFile, start: int, length: int) -> None:
         super().__init__()
         self.file, self.start, self.length, self.at = file, start, length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
@@ -64,7 +64,7 @@ class FileWindow(io.RawIOBase):
 
 
 class OffsetFile:
-    """A file from an offset on, as a file that parts are read of; it is closed by who opened it."""
+    """A range of a file as a ReadFile. `close` does nothing, because DcpFiles owns the file."""
 
     def __init__(self, file: ReadFile, start: int, nbytes: int) -> None:
         self.file, self.start, self.nbytes, self.where = file, start, nbytes, file.where
@@ -81,12 +81,12 @@ class DcpFiles:
     """Tensors and values of a DCP directory, by the names that it gives them.
 
     Attributes:
-        tensors: name -> where the values lie; files are called "<file>:<offset>:<length>".
-        paths: name -> keys of the nested dicts that the name was made of.
+        tensors: name -> stored tensor; its files are named "<file>:<offset>:<length>".
+        paths: name -> keys of the nested dicts that were joined to the name.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
-        CorruptError: its metadata are damaged, or are a pickle of something else.
+        CheckpointError: there is no DCP checkpoint.
+        CorruptError: the metadata are damaged, or are a pickle of something else.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,9 +94,9 @@ class DcpFiles:
         self.where = str(path)
         self._files: dict[str, Reader] = {}
         if not (path / METADATA).is_file():
-            hint = "; it is one of meshwright: leave out backend" if (path / NAME).is_file() else ""
+            hint = "; it is a checkpoint of meshwright: leave out backend" if (path / NAME).is_file() else ""
             raise CheckpointError(
-                f"{path} is no checkpoint of torch.distributed.checkpoint: it has no {METADATA}{hint}"
+                f"{path} is not a checkpoint of torch.distributed.checkpoint: it has no {METADATA}{hint}"
             )
         metadata = safe_loads((path / METADATA).read_bytes(), str(path / METADATA))
         try:
@@ -110,28 +110,28 @@ class DcpFiles:
 
     @property
     def values(self) -> frozenset[str]:
-        """Names of what is no tensor."""
+        """Names of values that are not tensors."""
         return frozenset(self._values)
 
     def value(self, name: str) -> Any:
-        """What is stored under a name and is no tensor. Raises CorruptError for what is no plain value."""
+        """The value of a name that is not a tensor. Raises CorruptError if it is not a plain value."""
         with self._archive(*self._values[name], what=name) as archive:
             return safe_loads(_read(archive, "data.pkl", MAX_VALUE_NBYTES, name), f"{name} in {self.where}")
 
     def file(self, name: str) -> ReadFile:
-        """The bytes of a chunk. Raises CorruptError where they are not those of a contiguous tensor."""
+        """The bytes of a chunk. Raises CorruptError if it is not one contiguous tensor."""
         file, offset, length = name.rsplit(":", 2)
         with self._archive(file, int(offset), int(length), what=name) as archive:
             rebuilt = safe_loads(_read(archive, "data.pkl", 1 << 16, name), f"{name} in {self.where}")
             members = [m for m in archive.infolist() if m.filename.endswith("/data/0")]
             if _read(archive, "byteorder", 16, name, default=b"little") != b"little" or len(members) != 1:
-                raise CorruptError(f"{self.where}: {name} holds no single tensor of little-endian numbers")
+                raise CorruptError(f"{self.where}: {name} is not a single tensor of little-endian numbers")
             _check_contiguous(rebuilt, f"{self.where}: {name}")
             member = members[0]
             if member.compress_type != zipfile.ZIP_STORED:
                 raise CorruptError(f"{self.where}: {name} is compressed")
             opened = self._open(file)
-            # the name and extra field of the entry itself may be longer than in the directory at the end
+            # the local header may have a longer name and extra field than the central directory
             head = bytearray(30)
             opened.read_into(memoryview(head), int(offset) + member.header_offset)
             skip = 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
@@ -151,7 +151,7 @@ class DcpFiles:
     def _open(self, name: str) -> Reader:
         if Path(name).name != name or name.startswith("."):
             raise CorruptError(
-                f"{self.where} names the file {ascii(name)[:80]}; files lie beside the metadata"
+                f"{self.where} names the file {ascii(name)[:80]}; files must be next to the metadata"
             )
         if name not in self._files:
             self._files[name] = Reader(self.path / name)
@@ -169,7 +169,7 @@ def _read(archive: zipfile.ZipFile, name: str, limit: int, what: str, default: b
     if not members and default is not None:
         return default
     if len(members) != 1 or members[0].compress_type != zipfile.ZIP_STORED or members[0].file_size > limit:
-        raise CorruptError(f"{what} has no sound {name}")
+        raise CorruptError(f"{what} has no valid {name}")
     try:
         return archive.read(members[0])
     except _DAMAGE as error:
@@ -177,9 +177,9 @@ def _read(archive: zipfile.ZipFile, name: str, limit: int, what: str, default: b
 
 
 def _check_contiguous(rebuilt: Any, where: str) -> None:
-    """`torch._utils._rebuild_tensor_v2(storage, offset, size, stride, ...)` of a tensor that fills its storage in order."""
+    """Check `_rebuild_tensor_v2(storage, offset, size, stride, ...)`: the tensor must fill its storage contiguously."""
     if not isinstance(rebuilt, Record) or not rebuilt.kind.startswith("_rebuild_tensor"):
-        raise CorruptError(f"{where} holds no tensor")
+        raise CorruptError(f"{where} is not a tensor")
     _, offset, size, stride = rebuilt.args[:4]
     expected: list[int] = []
     step = 1

@@ -1,8 +1,7 @@
-"""Read pickles of torch.distributed.checkpoint without ever running what they say.
+"""Restricted unpickler for pickles of torch.distributed.checkpoint: it never runs code from the file.
 
-Only names in a list are known, and they stand for inert records; only opcodes that such files need are allowed. Everything
-else, a call of any other function above all, is refused before anything is built. Used where the backend "dcp" was asked for
-by name, and nowhere else.
+Names in a fixed list become plain records. Only opcodes that such files need are allowed. All other names and opcodes are
+rejected before anything is built. It is used only if the backend "dcp" is given by name.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _RECORDS = frozenset(
 
 
 class Record:
-    """What a class or function of a list stands for: its name, what it was called with, and its state."""
+    """Placeholder for a class or function of the list: its name, arguments and state."""
 
     kind = ""
 
@@ -75,7 +74,7 @@ class Record:
         return hash((self.kind, _key(self)))
 
     def get(self, name: str) -> Any:
-        """An attribute. Raises CorruptError where there is none."""
+        """An attribute of the state. Raises CorruptError if it is missing."""
         state = self.__dict__.get("state", {})
         if name not in state:
             raise CorruptError(f"a {self.kind} of the metadata has no {name}")
@@ -86,7 +85,7 @@ def _key(record: Record) -> str:
     return repr(sorted((str(k), repr(v)) for k, v in record.__dict__.get("state", {}).items()))
 
 
-class _Reader(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
             return type(name, (Record,), {"kind": name})
@@ -99,17 +98,19 @@ class _Reader(pickle.Unpickler):
         torch_constant = getattr(torch, name, None) if module == "torch" else None
         if isinstance(torch_constant, (torch.dtype, torch.layout, torch.memory_format)):
             return torch_constant
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints of torch do not need")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which is not allowed in checkpoints of torch"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
 
 
 def safe_loads(data: bytes, where: str) -> Any:
-    """What a pickle holds, as plain values and records.
+    """Load a pickle as plain values and records.
 
     Raises:
-        CorruptError: it is damaged, or asks for anything that these files do not need; nothing of it has been run.
+        CorruptError: the pickle is damaged, or uses names or opcodes that are not allowed. Nothing was run.
     """
     try:
         if len(data) > MAX_NBYTES:
@@ -118,8 +119,9 @@ def safe_loads(data: bytes, where: str) -> Any:
             if opcode.name not in _OPCODES:
                 raise ValueError(f"opcode {opcode.name}")
             if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(data):
-                raise ValueError("a place beyond the end")  # the table of places would be as long
-        return _Reader(io.BytesIO(data)).load()
+                # the memo table would get this length
+                raise ValueError("memo index beyond the end")
+        return _RestrictedUnpickler(io.BytesIO(data)).load()
     except (
         pickle.UnpicklingError,
         ValueError,

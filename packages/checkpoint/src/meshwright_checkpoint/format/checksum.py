@@ -1,13 +1,13 @@
-"""The checksum of blocks: sums of the rows and columns of a table, then a digest of those; at the speed of memory.
+"""Block checksums: a digest of the row and column sums of a table of words. Runs at memory speed.
 
 A block is at most one MiB, seen as little-endian 64-bit words, the last one padded with zero bytes, in rows of 2053 words, the
 last of which may be short.  Its checksum is the BLAKE2b digest of 16 bytes of the sums of all columns, then of all rows,
 modulo 2**64, as little-endian words.
 
-What changed goes unseen only where it adds up to nothing in every row and in every column: never where one, two or three words
-changed, nor where all of them lie in one row.  A row is longer than a block has sectors of 512 bytes, and 2053 is a prime: no two
-sectors or pages begin in the same column, so what was written to the wrong place is seen in the columns.  zlib's CRC-32 is
-twelve times slower here and would cost more than the disk does.
+A change is missed only if it cancels in every row and every column. So one, two or three changed words are always
+detected, and so are changes within one row. A row is longer than the number of 512-byte sectors of a block, and 2053 is a
+prime. So no two sectors or pages begin in the same column, and swapped sectors are detected by the columns. zlib's CRC-32
+is 12 times slower here, slower than the disk.
 
 Source: product codes (Elias, "Error-free coding", 1954), with sums in place of parities; RFC 7693 (BLAKE2).
 """
@@ -37,7 +37,7 @@ def block_sum(data: memoryview | bytes) -> str:
     rows, rest = divmod(words.size, COLUMNS)
     table, tail = words[: rows * COLUMNS].reshape(rows, COLUMNS), words[rows * COLUMNS :]
     sums = np.zeros(COLUMNS + rows + (rest > 0), dtype="<u8")
-    np.add.reduce(table, axis=1, out=sums[COLUMNS : COLUMNS + rows])  # first: it is the faster on cold memory
+    np.add.reduce(table, axis=1, out=sums[COLUMNS : COLUMNS + rows])  # rows first: faster on cold memory
     np.add.reduce(table, axis=0, out=sums[:COLUMNS])
     if rest:
         sums[:rest] += tail

@@ -32,7 +32,7 @@ _NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 def dtype_name(dtype: torch.dtype, of: str) -> str:
-    """The name of a dtype; `of` is the tensor, for the message of UnsupportedError."""
+    """The safetensors name of a dtype; `of` names the tensor in the error. Raises UnsupportedError."""
     name = _NAMES.get(dtype)
     if name is None:
         raise UnsupportedError(

@@ -1,7 +1,6 @@
-"""User's values as JSON and tensors, and back: exactly, or refused. Nothing is ever unpickled.
+"""User values <-> JSON and tensors: exact, or an error. Nothing is unpickled.
 
-JSON has neither tuples, infinities nor keys that are no text; those, and tensors, become an object with one key that starts
-with "$".
+JSON has no tuples, infinities, tensors, or keys that are not text. They become an object with one key that starts with "$".
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ MAX_DEPTH = 64
 
 
 def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str, depth: int = 0) -> Any:
-    """`value` as JSON. Tensors are handed to `put(path, tensor)`, which returns the key that stands for them.
+    """`value` as JSON. `put(path, tensor)` stores a tensor and returns its key.
 
     Raises:
-        UnsupportedError: a value that has no exact form; the message has its path.
+        UnsupportedError: a value cannot be stored exactly; the message has its path.
     """
     if depth > MAX_DEPTH:
-        raise UnsupportedError(f"{path} is nested more than {MAX_DEPTH} deep; keep less in it")
+        raise UnsupportedError(f"{path} is nested more than {MAX_DEPTH} levels deep; flatten it")
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -37,64 +36,68 @@ def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str, depth
     if type(value) is tuple:
         return {"$tuple": [encode(x, put, f"{path}.{i}", depth + 1) for i, x in enumerate(value)]}
     if isinstance(value, Mapping):
-        if all(type(k) is str and not k.startswith("$") for k in value):
-            return {k: encode(x, put, f"{path}.{k}", depth + 1) for k, x in value.items()}
-        pairs = [
-            [encode(k, put, f"{path} key", depth + 1), encode(x, put, f"{path}.{k}", depth + 1)]
-            for k, x in value.items()
-        ]
-        return {"$items": pairs}
+        return _encode_mapping(value, put, path, depth)
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-    for kind in (
-        bool,
-        int,
-        float,
-        str,
-    ):  # an enum of text, a numpy float: not told apart from the plain value
+    # subclasses, such as enums of text and numpy floats, are stored as the plain value
+    for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return encode(kind(value), put, path, depth)
     if hasattr(value, "__array__") and not isinstance(value, type):
-        raise UnsupportedError(
-            f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold; give torch.as_tensor({path})"
-        )
-    raise UnsupportedError(
-        f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold; use numbers, text, lists, tuples, dicts and "
-        "tensors, such as the state_dict() of the object"
-    )
+        fix = f"pass torch.as_tensor({path})"
+    else:
+        fix = "use numbers, text, lists, tuples, dicts and tensors, such as the state_dict() of the object"
+    raise UnsupportedError(f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold; {fix}")
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], put: Callable[[str, torch.Tensor], str], path: str, depth: int
+) -> dict[str, Any]:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(x, put, f"{path}.{key}", depth + 1) for key, x in value.items()}
+    pairs = [
+        [encode(key, put, f"{path} key", depth + 1), encode(x, put, f"{path}.{key}", depth + 1)]
+        for key, x in value.items()
+    ]
+    return {"$items": pairs}
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor], depth: int = 0) -> Any:
-    """What :func:`encode` was given. Raises CorruptError for what it never writes."""
+    """Inverse of :func:`encode`; `get` returns the tensor of a key. Raises CorruptError for any other JSON."""
     if depth > 2 * MAX_DEPTH + 2:
         raise CorruptError("a value in the checkpoint is nested too deep")
+
+    def nested(x: Any) -> Any:
+        return decode(x, get, depth + 1)
+
     if isinstance(value, list):
-        return [decode(x, get, depth + 1) for x in value]
+        return [nested(x) for x in value]
     if not isinstance(value, dict):
         return value
     if not any(k.startswith("$") for k in value):
-        return {k: decode(x, get, depth + 1) for k, x in value.items()}
+        return {k: nested(x) for k, x in value.items()}
     if len(value) == 1:
         ((kind, inner),) = value.items()
         if kind == "$tensor" and isinstance(inner, str):
             return get(inner)
         if kind == "$tuple" and isinstance(inner, list):
-            return tuple(decode(x, get, depth + 1) for x in inner)
-        if kind == "$float" and inner in ("inf", "-inf", "nan"):
-            return float(inner)
-        if (
-            kind == "$dtype"
-            and isinstance(inner, str)
-            and isinstance(getattr(torch, inner, None), torch.dtype)
-        ):
-            return getattr(torch, inner)
-        if (
-            kind == "$items"
-            and isinstance(inner, list)
-            and all(isinstance(p, list) and len(p) == 2 for p in inner)
-        ):
+            return tuple(map(nested, inner))
+        if kind == "$items" and _is_pairs(inner):
             try:
-                return {decode(k, get, depth + 1): decode(x, get, depth + 1) for k, x in inner}
+                return {nested(k): nested(x) for k, x in inner}
             except TypeError:
                 raise CorruptError("a key in the checkpoint is a list or dict") from None
+        if (scalar := _decode_scalar(kind, inner)) is not None:
+            return scalar
     raise CorruptError(f"a value in the checkpoint has unknown form {ascii(value)[:100]}")
+
+
+def _is_pairs(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+
+
+def _decode_scalar(kind: str, text: Any) -> float | torch.dtype | None:
+    if kind == "$float" and text in ("inf", "-inf", "nan"):
+        return float(text)
+    dtype = getattr(torch, text, None) if kind == "$dtype" and isinstance(text, str) else None
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds and where. Every field is checked before anything is believed.
+"""The manifest of a checkpoint: its schema and checks. Every field is checked before use.
 
 The file is JSON whose first line is ``{"sha256": "<digest of all bytes after this line>",``.  docs/checkpoints.md has the
 whole format.
@@ -36,7 +36,7 @@ class _Model(BaseModel):
 
 
 class DataFile(_Model):
-    """One safetensors file: its size, and size and checksum of its header (the eight bytes of its length included)."""
+    """One safetensors file: its size, and the size and checksum of its header, including the 8 length bytes."""
 
     name: FileName
     nbytes: Count
@@ -57,8 +57,8 @@ class Part(_Model):
         return prod(length for _, length in self.box) * itemsize
 
 
-class Stored(_Model):
-    """One tensor: global shape, dtype as in safetensors, and the parts that make it up."""
+class StoredTensor(_Model):
+    """One tensor: global shape, dtype as in safetensors, and the parts that tile it."""
 
     shape: tuple[Count, ...]
     dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
@@ -66,12 +66,12 @@ class Stored(_Model):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the tensor."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class ModelInfo(_Model):
-    """The model: its class, its config where it has one, aliases of tied names, and extra states of modules."""
+    """The model: class, config (transformers), aliases of tied names, and extra states of modules."""
 
     cls: StrictStr = ""
     config: dict[StrictStr, Any] | None = None
@@ -87,7 +87,7 @@ class Group(_Model):
 
 
 class OptimizerInfo(_Model):
-    """The optimizer: class, groups, and the states that are no tensors, by parameter name and key."""
+    """The optimizer: class, groups, and states that are not tensors, by parameter name and key."""
 
     cls: StrictStr
     groups: tuple[Group, ...]
@@ -95,13 +95,13 @@ class OptimizerInfo(_Model):
 
 
 class RandomInfo(_Model):
-    """Random streams, kept as tensors rng/<rank>/<stream>; on how many ranks they differ, 1 where every rank had the same."""
+    """Random streams, stored as tensors rng/<rank>/<stream>. Value: 1 if all ranks had the same, else the number of ranks."""
 
     streams: dict[StrictStr, Annotated[StrictInt, Field(ge=1, le=1 << 20)]]
 
 
 class Manifest(_Model):
-    """See docs/checkpoints.md."""
+    """The manifest; docs/checkpoints.md has the format."""
 
     sha256: Digest = ""
     format: Literal["meshwright-checkpoint"] = FORMAT  # type: ignore[assignment]
@@ -117,7 +117,7 @@ class Manifest(_Model):
     rng: RandomInfo | None = None
     extra: Any = None
     files: tuple[DataFile, ...] = ()
-    tensors: dict[StrictStr, Stored] = Field(default_factory=dict)
+    tensors: dict[StrictStr, StoredTensor] = Field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The file."""
@@ -140,25 +140,25 @@ class Manifest(_Model):
         """Read and check the file.
 
         Raises:
-            CorruptError: it is not what `to_bytes` wrote, or contradicts itself.
-            CheckpointError: it is of a later version.
+            CorruptError: the manifest is damaged or inconsistent.
+            CheckpointError: it has another version.
         """
         if len(data) > MAX_BYTES:
             raise CorruptError(f"{where} has {len(data)} bytes; a manifest has at most {MAX_BYTES}")
         first = _FIRST.match(data)
         if first is None:
-            raise CorruptError(f"{where} is damaged: its first line is no checksum")
+            raise CorruptError(f"{where} is damaged: its first line is not a checksum")
         if hashlib.sha256(memoryview(data)[first.end() :]).hexdigest().encode() != first[1]:
-            raise CorruptError(f"{where} is damaged: its checksum is not the one it names")
+            raise CorruptError(f"{where} is damaged: its checksum does not match")
         return cls.checked(_json(data, where), where)
 
     @classmethod
     def checked(cls, data: Any, where: str) -> Manifest:
-        """The manifest that plain JSON values describe. Raises as `from_bytes`."""
+        """Check JSON values. Raises as `from_bytes`."""
         if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") != VERSION:
             raise CheckpointError(
                 f"{where} has version {ascii(data.get('version'))[:40]}; this meshwright-checkpoint reads version {VERSION}: "
-                "use the one that wrote it, or a later one"
+                "use the release that wrote it, or a later one"
             )
         try:
             manifest = cls.model_validate(data)
@@ -180,13 +180,13 @@ def _json(data: bytes, where: str) -> Any:
         raise CorruptError(f"{where} is damaged: {ascii(str(error))[:120]}") from None
 
 
-def _check_tensor(manifest: Manifest, name: str, tensor: Stored, where: str) -> None:
+def _check_tensor(manifest: Manifest, name: str, tensor: StoredTensor, where: str) -> None:
     itemsize = DTYPES[tensor.dtype].itemsize
     boxes: list[Box] = []
     for part in tensor.parts:
         if part.file >= len(manifest.files):
             raise CorruptError(
-                f"{where} is damaged: {name!a} lies in file {part.file}, of {len(manifest.files)}"
+                f"{where} is damaged: {name!a} refers to file {part.file}, of {len(manifest.files)}"
             )
         file = manifest.files[part.file]
         nbytes = part.nbytes(itemsize)

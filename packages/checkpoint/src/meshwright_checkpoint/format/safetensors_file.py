@@ -1,4 +1,4 @@
-"""The header of a safetensors file: written from pieces, read with suspicion.
+"""Write and read the header of a safetensors file.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -26,7 +26,7 @@ MAX_HEADER = 100 << 20
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The pieces of one file in the order of their bytes, each with its offset in the file; and the file's size."""
+    """Header, pieces with their file offsets in byte order, and size of one file."""
 
     header: bytes
     pieces: tuple[tuple[Piece, int], ...]
@@ -38,8 +38,9 @@ def lay_out_file(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     metadata: Mapping[str, str],
 ) -> FileLayout:
-    """Header and offsets of a file that holds `pieces`: in the order of the power of two that divides their size, so that every
-    tensor is aligned to its elements, and those of whole pages to pages (they are read and written around the system's cache).
+    """Lay out a file of `pieces`, in descending order of the power of two that divides their size.
+
+    So every tensor is aligned to its element size, and tensors of whole pages to pages, for direct reads and writes.
 
     A piece that is a whole tensor is stored under its key, others under key and box: "model/w[0:4, 0:8]".
     """
@@ -48,7 +49,7 @@ def lay_out_file(
         nbytes = box_nbytes(piece.box, shapes[piece.key][1])
         return min(nbytes & -nbytes or ALIGN, ALIGN)
 
-    ordered = sorted(pieces, key=alignment, reverse=True)  # stable: else the given order
+    ordered = sorted(pieces, key=alignment, reverse=True)  # the sort is stable
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at, placed = 0, []
     for piece in ordered:
@@ -81,7 +82,7 @@ class Entry:
 
 def read_header(head: bytes, nbytes: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
     """Tensors and metadata of a file of `nbytes` that starts with `head` (length and header). Raises CorruptError."""
-    problem = f"{where} is no sound safetensors file"
+    problem = f"{where} is not a valid safetensors file"
     try:
         data = json.loads(head[8:])
         metadata = data.pop("__metadata__", {})
@@ -104,6 +105,6 @@ def header_length(first: bytes, nbytes: int, where: str) -> int:
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(MAX_HEADER, nbytes - 8):
         raise CorruptError(
-            f"{where} is no sound safetensors file: its header would have {length} bytes, the file has {nbytes}"
+            f"{where} is not a valid safetensors file: its header would have {length} bytes, the file has {nbytes}"
         )
     return length

@@ -1,1 +1,1 @@
-"""from_pretrained directories as sources."""
+"""Read from_pretrained directories."""

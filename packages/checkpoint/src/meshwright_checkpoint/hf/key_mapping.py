@@ -1,7 +1,7 @@
-"""Names of `from_pretrained` directories: a base model inside another, and tensors that the model holds fused.
+"""Key mapping of `from_pretrained` directories: prefixes of base models, and fused parameters.
 
-transformers itself says which stored tensors a model keeps stacked or side by side in one parameter (experts above all).
-Where that is all that happens to them, they are boxes of the parameter, and are read straight into shards.
+transformers says which stored tensors a model stacks or concatenates in one parameter (mostly experts). If nothing else
+happens to them, they are boxes of the parameter, and are read directly into shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def match_prefix(sources: Mapping[str, Source], wanted: Collection[str], prefix: str) -> dict[str, Source]:
-    """The sources under the names of a model whose base model is called `prefix`, or that is itself a base model."""
+    """Add or remove the `prefix` of the base model, so that the names match those of the model."""
     if not prefix or any(name in wanted for name in sources):
         return dict(sources)
     dot = prefix + "."
@@ -32,7 +32,7 @@ def match_prefix(sources: Mapping[str, Source], wanted: Collection[str], prefix:
 
 @dataclass
 class _Fusion:
-    """What is known of one parameter: its parts as (number of the pattern, place in the stack, source, stored name)."""
+    """A fused parameter: its parts as (index of the pattern, index in the stack, source, stored name)."""
 
     operations: tuple[Any, ...]
     parts: list[tuple[int, int, Source, str]]
@@ -41,14 +41,14 @@ class _Fusion:
 def fuse(
     sources: Mapping[str, Source], wanted: Shapes, model: nn.Module, elsewhere: Collection[str] = ()
 ) -> dict[str, Source]:
-    """The sources with those put together that `model` holds as one parameter; what cannot be stays as it is.
+    """Join sources that `model` holds as one parameter. Sources that cannot be joined stay as they are.
 
     `elsewhere`: names of parameters that other stages of a pipeline hold.
     """
     model_names = wanted.keys() | set(elsewhere)
     result = {name: source for name, source in sources.items() if name in model_names}
     fusions: dict[str, _Fusion] = {}
-    transforms = _transforms(model)
+    transforms = _conversions(model)
     for stored, source in sources.items():
         if stored in model_names:
             continue
@@ -57,7 +57,7 @@ def fuse(
             if operations is None:
                 name = re.sub(patterns[0], targets[0], name)
                 continue
-            match = _matched(name, patterns)
+            match = _match(name, patterns)
             if match is not None and len(targets) == 1:
                 pattern_index, stack_index, start, end = match
                 target = name[:start] + targets[0] + name[end:]
@@ -68,7 +68,7 @@ def fuse(
         else:
             result[name] = source
     for name, fusion in fusions.items():
-        whole = _put_together(fusion)
+        whole = _fused_source(fusion)
         if whole is not None and (wanted.get(name) == whole.shape or name in elsewhere):
             result[name] = whole
         else:
@@ -76,8 +76,8 @@ def fuse(
     return result
 
 
-def _transforms(model: nn.Module) -> list[tuple[list[str], list[str], tuple[Any, ...] | None]]:
-    """(source patterns, target patterns, operations; None for a plain renaming) that transformers has for this model."""
+def _conversions(model: nn.Module) -> list[tuple[list[str], list[str], tuple[Any, ...] | None]]:
+    """Conversions of transformers for this model: source patterns, target patterns, operations (None: only a renaming)."""
     if not hasattr(model, "base_model_prefix"):
         return []
     try:
@@ -96,8 +96,8 @@ def _transforms(model: nn.Module) -> list[tuple[list[str], list[str], tuple[Any,
     ]
 
 
-def _matched(name: str, patterns: list[str]) -> tuple[int, int, int, int] | None:
-    """(number of the pattern, the number that its star stands for, start and end of the match), or None."""
+def _match(name: str, patterns: list[str]) -> tuple[int, int, int, int] | None:
+    """(index of the pattern, number that matches its star, start, end), or None."""
     for index, pattern in enumerate(patterns):
         text = re.escape(pattern).replace(r"\*", r"(\d{1,9})") + r"(?!\w)"
         match = re.search(text, name)
@@ -106,8 +106,8 @@ def _matched(name: str, patterns: list[str]) -> tuple[int, int, int, int] | None
     return None
 
 
-def _put_together(fusion: _Fusion) -> Source | None:
-    """The parameter as a source whose fragments are the stored tensors; None where more is done to them than laying out."""
+def _fused_source(fusion: _Fusion) -> Source | None:
+    """The parameter as a source whose fragments are the stored tensors. None if the operations are more than stacking."""
     kinds = [type(operation).__name__ for operation in fusion.operations]
     if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]):
         return None

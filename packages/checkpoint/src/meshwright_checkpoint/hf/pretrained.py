@@ -1,4 +1,4 @@
-"""Directories that transformers' `from_pretrained` reads, as something to load from: straight into shards."""
+"""Load directories of transformers' `from_pretrained` directly into shards."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def is_pretrained(path: Path) -> bool:
-    """Whether `path` looks like such a directory, and is no checkpoint of ours."""
+    """Whether `path` is a from_pretrained directory, and not a checkpoint of meshwright."""
     return not (path / NAME).exists() and any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
 class Pretrained:
-    """Such a directory, its names and tensors as `model` has them. Files have no checksums; sizes are checked.
+    """An open from_pretrained directory, with the names and fused tensors of `model`. Sizes are checked; there are no checksums.
 
     Raises:
         CorruptError: the index or a header is damaged.
@@ -69,16 +69,16 @@ class Pretrained:
                 names = sorted(set(index["weight_map"].values()))
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CorruptError(
-                    f"{self._path / INDEX} is no sound index: {ascii(str(error))[:100]}"
+                    f"{self._path / INDEX} is not a valid index: {ascii(str(error))[:100]}"
                 ) from None
         entries_by_name: dict[str, tuple[str, Entry]] = {}
         for name in names:
             if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
                 raise CorruptError(
-                    f"{self._path / INDEX} names the file {ascii(name)[:80]}; files lie beside it"
+                    f"{self._path / INDEX} names the file {ascii(name)[:80]}; files must be next to it"
                 )
             if not (self._path / name).is_file():
-                raise CheckpointError(f"{self._path / name} is missing, though the index names it")
+                raise CheckpointError(f"{self._path / name} is missing, but the index names it")
             file = self.file(name)
             first = bytearray(min(8, file.nbytes))
             file.read_into(memoryview(first), 0)
@@ -91,7 +91,7 @@ class Pretrained:
     def file(self, name: str) -> ReadFile:
         """See `Store`."""
         if name not in self._files:
-            self._files[name] = Reader(self._path / name, follow=True)  # a cache of downloads holds links
+            self._files[name] = Reader(self._path / name, follow=True)  # download caches have links
         return self._files[name]
 
     def close(self) -> None:

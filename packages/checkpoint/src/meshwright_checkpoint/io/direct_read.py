@@ -1,7 +1,7 @@
-"""Read a file around the system's page cache (O_DIRECT), where that is the faster way.
+"""Direct reads: bypass the page cache (O_DIRECT) if that is faster.
 
-Through the cache every byte is copied once more, into memory that the system has to find first: on a busy machine that costs more
-than the disk does.  What is in the cache already is read from there.
+Through the cache, each byte is copied once more, into pages that the system must allocate first. On a busy machine this
+takes longer than the disk. Data that are already in the cache are read from there.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 ALIGN = 4096
-"""What addresses, offsets and lengths have to be multiples of: no disk has larger blocks."""
+"""Alignment of addresses, offsets and lengths. No disk has larger blocks."""
 LARGE = 1 << 20
-"""Bytes from which it is worth it."""
+"""Smallest number of bytes for a direct read."""
 SAMPLES = 16
-"""Pages of a stretch that are looked up in the cache."""
+"""Pages of a range that are looked up in the cache."""
 REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
-"""What systems say of reads and writes that cannot go around the cache (memory that a driver has pinned, larger blocks)."""
+"""Errors of direct reads and writes that the system does not support (driver-pinned memory, larger blocks)."""
 
 
 def pages_nbytes(offset: int, nbytes: int) -> int:
-    """Bytes of the pages that hold `nbytes` from `offset` on."""
+    """Size of the pages that contain `nbytes` from `offset` on."""
     return -(-(offset + nbytes) // ALIGN) * ALIGN - offset // ALIGN * ALIGN
 
 
 class DirectReader:
-    """The way around the cache to a file that is open as `fd`, which stays the caller's."""
+    """Direct reads of a file that is open as `fd`. The caller keeps and closes `fd`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._refused = not hasattr(os, "O_DIRECT")
 
     def worthwhile(self, offset: int, nbytes: int) -> bool:
-        """Whether to go around the cache for these bytes: they are many, and not in it."""
+        """Whether to read these bytes directly: they are many, and not in the cache."""
         return not self._refused and nbytes >= LARGE and not is_cached(self._fd, offset, nbytes)
 
     def read(self, memory: memoryview, offset: int, nbytes: int) -> int:
-        """Read the pages that hold `nbytes` from `offset` on into `memory`, which starts with a page.
+        """Read the pages that contain `nbytes` from `offset` on into page-aligned `memory`.
 
         Returns:
-            How many bytes of `memory` are filled; fewer than needed where the rest has to come through the cache (at the end of
-            the file, or from a file system that refuses).
+            Number of bytes read. It is less than needed at the end of the file, or if the file system has no direct
+            reads. Read the rest through the cache.
 
         Raises:
-            OSError: the disk has failed.
+            OSError: the disk failed.
         """
         start, room = offset // ALIGN * ALIGN, pages_nbytes(offset, nbytes)
         done = 0
-        # for this read alone: a checkpoint may have more files than two descriptors each allow
+        # opened per read: with two descriptors per file, a large checkpoint could exceed the limit
         fd = self._opened()
         if fd is None:
             return 0
@@ -72,7 +72,7 @@ class DirectReader:
         return done
 
     def _opened(self) -> int | None:
-        """The same file once more, whatever its name means by now; None where its file system cannot."""
+        """Open the same file for direct reads, independent of its name. None if the file system does not support it."""
         if not self._refused:
             try:
                 return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -82,10 +82,7 @@ class DirectReader:
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Whether most of these bytes of a file are in the system's cache, by up to SAMPLES pages of them, or it does not tell.
-
-    Nothing is read.
-    """
+    """Whether most of these bytes are in the page cache, by up to SAMPLES pages. True if the system cannot tell."""
     page = mmap.PAGESIZE
     start = offset // page * page
     length = offset + nbytes - start
@@ -97,13 +94,12 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
         with mapped:
             address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
             sampled = sorted({pages * (2 * number + 1) // (2 * SAMPLES) for number in range(SAMPLES)})
-            for (
-                page_index
-            ) in sampled:  # asked for all of them the system looks each up: a tenth of what the load takes
+            # samples only: to look up every page takes a tenth of the load's time
+            for page_index in sampled:
                 if _mincore()(address + page_index * page, 1, resident.ctypes.data):
                     return True
                 cached_pages += int(resident[0]) & 1
-    except (OSError, ValueError, AttributeError):  # the file is shorter, or the system has no such call
+    except (OSError, ValueError, AttributeError):  # the file is shorter, or there is no mincore
         return True
     return cached_pages * 2 > len(sampled)
 
@@ -117,10 +113,10 @@ def _mincore() -> Any:
 
 @runtime_checkable
 class DirectFile(Protocol):
-    """A file that can also be read around the system's cache, in whole pages."""
+    """A file with direct reads, in whole pages."""
 
     def prefers_direct(self, offset: int, nbytes: int) -> bool:
-        """Whether that is the faster way to these bytes."""
+        """Whether a direct read is faster for these bytes."""
 
     def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
-        """Read the pages that hold these bytes into `memory`, which starts with a page; CorruptError where it is not possible."""
+        """Read the pages that contain these bytes into page-aligned `memory`. Raises CorruptError if not possible."""

@@ -1,8 +1,8 @@
-"""Memory of the host: in large pages, and there before it is needed.
+"""Host buffers in large pages, and pre-faulted buffers.
 
-A disk that is handed 8 MiB in pages of 4 KiB gets thousands of addresses, and many take only so many at a time: here reads into
-pages of 2 MiB were three times as fast, writes 1.4 times.  The system finds memory on the first touch, page by page, which takes
-several times as long as to copy into what is there.
+For 8 MiB in pages of 4 KiB a disk gets thousands of addresses, and many disks take few at a time. With pages of 2 MiB
+reads were 3 times as fast, and writes 1.4 times. The system allocates a page on its first touch, which takes several times
+as long as a copy into an existing page.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from meshwright_checkpoint.io.worker import yield_to_training
 HUGE = 2 << 20
 """Bytes of a large page of most systems."""
 PART = HUGE
-"""Bytes that are touched at a time: so long may a save have to wait."""
-_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25  # Linux; not in the module mmap
+"""Bytes that are touched at a time. A save may have to wait for one part."""
+_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25  # of Linux; Python's mmap module has none
 SLACK = 64 << 20
-"""Bytes more than asked for, where what is not touched costs nothing: what else is saved (`extra`) may grow."""
+"""Extra bytes of a buffer, because `extra` may grow. Pages that are not touched cost nothing."""
 
 
 def aligned_memory(nbytes: int) -> torch.Tensor:
-    """New memory that starts with a page, a large one where it is as long; what is not touched costs nothing."""
+    """New page-aligned memory, in large pages if it is long enough. Pages that are not touched cost nothing."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     if nbytes < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1), **private), dtype=torch.uint8)[:nbytes]
     mapped = mmap.mmap(-1, nbytes + HUGE, **private)
-    with suppress(OSError):  # a system built without
+    with suppress(OSError):  # a kernel without large pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE
@@ -41,14 +41,14 @@ def aligned_memory(nbytes: int) -> torch.Tensor:
 
 
 def shared_memory(fd: int, nbytes: int) -> torch.Tensor:
-    """Memory of a file without a name that other processes map too; it starts with a large page where it is as long."""
+    """Map an anonymous file (memfd) that other processes map too, aligned to a large page if it is long enough."""
     if nbytes < HUGE:
         return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
     room = torch.frombuffer(
         mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
     )
     memory = room[-room.data_ptr() % HUGE :][:nbytes]
-    # over a part of the room, which is given back with it; mmap of Python's takes no address
+    # map over a part of the reserved range; Python's mmap takes no address
     address = _libc().mmap(
         memory.data_ptr(), nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0
     )
@@ -58,11 +58,11 @@ def shared_memory(fd: int, nbytes: int) -> torch.Tensor:
 
 
 def collapse_to_large_pages(memory: torch.Tensor) -> bool:
-    """Turn memory that nobody has used, and that starts with a large page, into large pages; False where the system does not."""
+    """Turn unused, aligned memory into large pages. False if the system does not support it."""
     whole = memory.numel() // HUGE * HUGE
     if not whole or memory.data_ptr() % HUGE:
         return False
-    memory[:whole:HUGE] = 0  # what is not there at all is not collapsed
+    memory[:whole:HUGE] = 0  # only pages that exist are collapsed
     return _libc().madvise(memory.data_ptr(), whole, _MADV_COLLAPSE) == 0 and whole == memory.numel()
 
 
@@ -76,7 +76,7 @@ def _libc() -> Any:
 
 
 def new_memory(nbytes: int, pinned_for: int | None) -> torch.Tensor:
-    """Bytes; pinned for the GPU of that number, else page-aligned (it is written to files from where it is)."""
+    """A new buffer: pinned for that GPU, or else page-aligned, so that direct writes need no copy."""
     if pinned_for is None:
         return aligned_memory(nbytes + SLACK)
     with torch.cuda.device(pinned_for):
@@ -84,7 +84,7 @@ def new_memory(nbytes: int, pinned_for: int | None) -> torch.Tensor:
 
 
 class ReservedMemory:
-    """At least `nbytes` of memory that a thread of low priority touches, until they are taken."""
+    """A buffer of at least `nbytes` that a low-priority thread pre-faults until it is taken."""
 
     def __init__(self, nbytes: int, pinned_for: int | None) -> None:
         self._nbytes, self._pinned_for = nbytes, pinned_for
@@ -94,21 +94,21 @@ class ReservedMemory:
         self._thread.start()
 
     def take(self) -> torch.Tensor | None:
-        """The memory, touched or not; None where there was none. Nothing touches it afterwards."""
+        """Stop the thread and return the buffer, None if the allocation failed."""
         self._wanted = True
         self._thread.join()
         return self._memory
 
     def ready(self) -> None:
-        """Return once all is touched."""
+        """Wait until all pages are touched."""
         self._thread.join()
 
     def _run(self) -> None:
-        if self._pinned_for is None:  # pinning cannot be cut short, and a save may wait for it
+        if self._pinned_for is None:  # pinning cannot be interrupted, and a save may wait for it
             yield_to_training()
         try:
             self._memory = new_memory(self._nbytes, self._pinned_for)
-        except (MemoryError, RuntimeError, OSError):  # the save itself will say so
+        except (MemoryError, RuntimeError, OSError):  # the save will raise it
             return
         if self._pinned_for is not None:
             return

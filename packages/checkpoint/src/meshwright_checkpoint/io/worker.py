@@ -1,4 +1,4 @@
-"""A thread that does what it is given, one after the other; and how threads stay out of training's way."""
+"""A background thread that runs tasks one after the other, and low thread priority for background saves."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 NICE = 19
-"""How much lower the priority of a save behind training is: a processor that is busy gives each of its threads 1.5%. When the
-next save waits for it, the processor is free.
-"""
+"""Priority (niceness) of a background save. On a busy core each of its threads gets about 1.5% of the time."""
 
 
 class Worker(Generic[T]):
-    """One thread. Close it.
+    """One worker thread. Close it.
 
-    An executor refuses work once the main thread has ended, and a save goes on then.
+    Unlike an executor it accepts tasks after the main thread has ended, when a save may still run.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,13 +28,13 @@ class Worker(Generic[T]):
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do `work` when all before it is done."""
+        """Run `work` after all earlier tasks."""
         future: Future[T] = Future()
         self._queue.put((future, work))
         return future
 
     def close(self) -> None:
-        """Return once all is done."""
+        """Wait for all tasks and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -47,14 +45,14 @@ class Worker(Generic[T]):
                 continue
             try:
                 result = work()
-            except BaseException as error:  # whoever asks for the result gets it
+            except BaseException as error:  # raised by future.result()
                 future.set_exception(error)
             else:
                 future.set_result(result)
 
 
 def yield_to_training() -> None:
-    """Let this thread, and those that it starts, have what is left of the processor (on Linux a thread has a priority)."""
+    """Lower the priority of this thread and of threads that it starts (Linux)."""
     if sys.platform == "linux":
         with suppress(OSError):
             here = threading.get_native_id()

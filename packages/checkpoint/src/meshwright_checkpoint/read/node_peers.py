@@ -1,7 +1,7 @@
-"""The ranks of one machine, joined by sockets and shared memory, so that one of them reads what several want.
+"""Connections between the ranks of one machine: sockets for messages, shared memory for the bytes that one rank reads for others.
 
-The memory has no name and the sockets are abstract: nothing is left behind, however a process ends, and a rank that dies is told
-to the others by its socket.  Where a machine has neither (this needs Linux), every rank is alone, and reads for itself.
+The memory has no name and the sockets are abstract, so nothing remains after a process ends. If a rank dies, the others
+see its socket close. This needs Linux. Elsewhere each rank reads alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from meshwright_checkpoint.io.host_memory import shared_memory
 from meshwright_checkpoint.rank_messages import Ranks
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds until a rank that has said that it is there counts as unreachable."""
+"""Seconds to wait for a connection to a rank of the same machine."""
 _HEAD = struct.Struct("<cIQ")
 READY, FREE, FAILED, DRAINED, BYE, WANTS = b"r", b"f", b"x", b"o", b"b", b"w"
-"""Kinds of messages: a portion lies in a slot; a slot has been used; the sender has failed; all that it has read has been used;
-it is done with all; what it wants.
+"""Kinds of messages: a chunk is in a slot; the receiver has copied a slot; the sender failed; all chunks that the sender read
+were copied; the sender needs nothing more; the byte ranges that the sender wants.
 """
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank tells another: a kind, two numbers (of them the second is the length of `data`, where there is any)."""
+    """A message to another rank: a kind and two numbers. With `data` the second number is its length."""
 
     kind: bytes
     first: int
@@ -42,20 +42,20 @@ class Message:
 
 
 class PeerSocket:
-    """A socket to another rank of this machine. Any thread may send, one receives."""
+    """A socket to another rank of this machine. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
 
     def send(self, kind: bytes, first: int = 0, second: int = 0, data: bytes = b"") -> None:
-        """Send a message. One that is gone need not be told: who receives on this line will hear why."""
+        """Send a message. A closed socket is ignored here: the receiving thread reports it."""
         head = _HEAD.pack(kind, first, len(data) or second)
         with suppress(OSError), self._sending:
             self._socket.sendall(head + data)
 
     def receive(self) -> Message | None:
-        """The next message; None where the other one is gone."""
+        """The next message; None if the other rank closed the socket."""
         head = self._receive_exactly(_HEAD.size)
         if head is None:
             return None
@@ -64,7 +64,7 @@ class PeerSocket:
         return None if data is None else Message(kind, first, second, data)
 
     def shut_down(self) -> None:
-        """End the line; who receives on it, here or there, is told."""
+        """End the connection. Receivers on both sides get None."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -86,13 +86,13 @@ class PeerSocket:
 
 
 class NodePeers:
-    """The ranks of this machine, as members 0 to n-1 in the order of ranks.
+    """The ranks of this machine, numbered as members 0 to n-1 in rank order.
 
     Attributes:
-        ranks: of each member, its rank.
-        me: which member this is.
-        lines: to the others.
-        memories: of each member, the memory in which it hands out what it has read; bytes.
+        ranks: the rank of each member.
+        me: the member number of this rank.
+        sockets: connections to the other members.
+        memories: shared memory of each member, as bytes. It puts chunks there for the others.
     """
 
     def __init__(
@@ -101,29 +101,29 @@ class NodePeers:
         self.ranks, self.me, self.sockets, self.memories = ranks, me, lines, memories
 
     def close(self) -> None:
-        """Close all lines."""
-        for line in self.sockets.values():
-            line.shut_down()
-            line.close()
+        """Close all connections."""
+        for peer in self.sockets.values():
+            peer.shut_down()
+            peer.close()
 
 
 def connect_node_peers(ranks: Ranks, what: str, nbytes: Callable[[int], int]) -> NodePeers | None:
-    """Join the ranks of this machine (a collective call); None on all of them where a rank cannot be joined, or is alone here.
+    """Connect the ranks of this machine (a collective call). None if there is only one, or if any connection fails.
 
     Args:
-        what: they load; only ranks that load the same are joined.
-        nbytes: number of ranks of a machine -> size of the memory that each hands things out in.
+        what: identifies the checkpoint. Only ranks that load the same one are connected.
+        nbytes: number of ranks of a machine -> size of each rank's shared memory.
     """
     if ranks.size == 1:
         return None
-    listener, address = _door(what) if sys.platform == "linux" else (None, None)
+    listener, address = _listen(what) if sys.platform == "linux" else (None, None)
     try:
         addresses = ranks.gather(address)
         node_ranks = [r for r, other in enumerate(addresses) if address and other and other[0] == address[0]]
         peers = None
         if listener is not None and len(node_ranks) > 1:
             with suppress(OSError, ValueError):
-                peers = _joined(
+                peers = _connect(
                     listener,
                     node_ranks,
                     ranks.rank,
@@ -140,8 +140,8 @@ def connect_node_peers(ranks: Ranks, what: str, nbytes: Callable[[int], int]) ->
     return peers
 
 
-def _door(what: str) -> tuple[socket.socket | None, list[str] | None]:
-    """A socket that listens; text that is equal for `what` on one machine, and the socket's name, which nobody guesses."""
+def _listen(what: str) -> tuple[socket.socket | None, list[str] | None]:
+    """A listening socket; a text that is equal on ranks of one machine that load `what`; and the socket's random name."""
     name = f"meshwright-{uuid.uuid4().hex}"
     with suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -154,10 +154,10 @@ def _door(what: str) -> tuple[socket.socket | None, list[str] | None]:
     return None, None
 
 
-def _joined(
+def _connect(
     listener: socket.socket, node_ranks: list[int], rank: int, names: list[str], nbytes: int
 ) -> NodePeers:
-    """Lines to all others; each sends the other its memory. Raises OSError or ValueError where that fails."""
+    """Connect to all other members and exchange shared memory. Raises OSError or ValueError."""
     me = node_ranks.index(rank)
     memory = os.memfd_create("meshwright-load", os.MFD_CLOEXEC)
     sockets: dict[int, socket.socket] = {}
@@ -170,14 +170,14 @@ def _joined(
             sock.settimeout(CONNECT_TIMEOUT)
             sock.connect(b"\0" + names[member].encode())
             socket.send_fds(sock, [hello], [memory])
-            memories[member] = _received(sock, nbytes, names, member)[1]
+            memories[member] = _receive_memory(sock, nbytes, names, member)[1]
         listener.settimeout(CONNECT_TIMEOUT)
         while len(sockets) < len(node_ranks) - 1:
             sock, _ = listener.accept()
             sock.settimeout(CONNECT_TIMEOUT)
             try:
-                member, peer_memory = _received(sock, nbytes, names, None)
-            except ValueError:  # of another user, or no rank of this run
+                member, peer_memory = _receive_memory(sock, nbytes, names, None)
+            except ValueError:  # a process of another user, or of another run
                 sock.close()
                 continue
             sockets[member], memories[member] = sock, peer_memory
@@ -195,10 +195,10 @@ def _joined(
         os.close(memory)
 
 
-def _received(
+def _receive_memory(
     sock: socket.socket, nbytes: int, names: list[str], member: int | None
 ) -> tuple[int, torch.Tensor]:
-    """Who is there, and its memory. Raises ValueError for one that does not belong here."""
+    """Member number and memory of the other side. Raises ValueError for a process of another user or run."""
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     data, fds, _, _ = socket.recv_fds(sock, 1 << 12, 1)
     try:
@@ -209,10 +209,10 @@ def _received(
             or (member is not None and who != member)
             or names[who] != name
         ):
-            raise ValueError("a stranger")
+            raise ValueError("not a rank of this run")
         return who, shared_memory(fds[0], nbytes)
     except (TypeError, IndexError) as error:
-        raise ValueError("a stranger") from error
+        raise ValueError("not a rank of this run") from error
     finally:
         for fd in fds:
             os.close(fd)

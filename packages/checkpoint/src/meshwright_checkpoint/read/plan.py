@@ -1,6 +1,6 @@
-"""What the ranks of one machine read of stored tensors, in which portions, and who reads which: every block once.
+"""Read plan of the ranks of one machine: which rank reads which bytes, every block once.
 
-All of them work this out from what each of them wants, and find the same.
+Every rank computes the same plan from the byte ranges that all of them want.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from meshwright_dtensor.sharding.boxes import Box
 
 
 @dataclass(frozen=True, order=True)
-class Stored:
-    """Where a part of a tensor lies: `nbytes` in `file` from `offset` on. Blocks count from there."""
+class StoredRange:
+    """Bytes of a part of a tensor: `nbytes` of `file` from `offset` on. Checksum blocks count from there."""
 
     file: str
     offset: int
@@ -27,15 +27,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class ReadChunk:
-    """Bytes that are read and checked at once.
+    """Bytes that are read and verified at once.
 
     stored: the part that they belong to.
-    start, nbytes: in that. A portion starts with a block, and ends with one or with the part.
-    takers: members of the machine that want something of it, ascending.
-    reader: the one of them that reads it.
+    start, nbytes: range in the part. It starts with a block, and ends with a block or with the part.
+    consumers: members of the machine that need some of these bytes, ascending.
+    reader: the consumer that reads them.
     """
 
-    stored: Stored
+    stored: StoredRange
     start: int
     nbytes: int
     consumers: tuple[int, ...]
@@ -43,16 +43,16 @@ class ReadChunk:
 
     @property
     def at(self) -> int:
-        """Where it starts in the file."""
+        """Offset in the file."""
         return self.stored.offset + self.start
 
 
-WantedRanges: TypeAlias = Mapping[Stored, Sequence[tuple[int, int]]]
-"""Of each part the bytes (start, end) that somebody wants."""
+WantedRanges: TypeAlias = Mapping[StoredRange, Sequence[tuple[int, int]]]
+"""Per part, the byte ranges (start, end) that a member wants."""
 
 
 def boxes_in_range(shape: Sequence[int], box: Box, low: int, high: int) -> list[Box]:
-    """What of `box` lies from element `low` to before element `high` of a row-major array of `shape`, as boxes in its order."""
+    """The elements of `box` with flat index in [low, high) of a row-major array of `shape`, as boxes in order."""
     if not shape:
         return [()] if low <= 0 < high else []
     row = prod(shape[1:])
@@ -82,7 +82,7 @@ def boxes_in_range(shape: Sequence[int], box: Box, low: int, high: int) -> list[
 
 
 def flat_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """The first element of `box` in a row-major array of `shape`, and the one after the last."""
+    """Flat indices of the first element of `box` in a row-major array of `shape`, and after the last."""
     first = last = 0
     for size, (start, length) in zip(shape, box, strict=True):
         first, last = first * size + start, last * size + start + length - 1
@@ -90,9 +90,7 @@ def flat_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
 
 
 def wanted_ranges(shape: Sequence[int], itemsize: int, box: Box, step: int) -> Iterator[tuple[int, int]]:
-    """Bytes (start, end), whole blocks, to read for `box` of a row-major array of `shape`: at most one run in every `step`
-    bytes of the array.
-    """
+    """Byte ranges (start, end) to read for `box` of a row-major array of `shape`: whole blocks, one range per `step` bytes."""
     low, high = flat_range(shape, box)
     nbytes = prod(shape) * itemsize
     for at in range(low * itemsize // step * step, high * itemsize, step):
@@ -103,13 +101,13 @@ def wanted_ranges(shape: Sequence[int], itemsize: int, box: Box, step: int) -> I
 
 
 def plan_reads(wants: Sequence[WantedRanges], step: int) -> list[ReadChunk]:
-    """What has to be read, in the order of files.
+    """All chunks to read, in file order.
 
     Args:
-        wants: per member what it wants, as `wanted_ranges` gives it for the same `step`.
-        step: most bytes of a portion; a multiple of BLOCK.
+        wants: per member the ranges from `wanted_ranges`, for the same `step`.
+        step: most bytes of a chunk; a multiple of BLOCK.
     """
-    needed: dict[tuple[Stored, int], list[tuple[int, int, int]]] = defaultdict(list)
+    needed: dict[tuple[StoredRange, int], list[tuple[int, int, int]]] = defaultdict(list)
     for member, parts in enumerate(wants):
         for stored, pieces in parts.items():
             for start, end in pieces:
@@ -117,13 +115,13 @@ def plan_reads(wants: Sequence[WantedRanges], step: int) -> list[ReadChunk]:
     chunks = [
         ReadChunk(stored, start, end - start, consumers, consumers[0])
         for (stored, _), pieces in sorted(needed.items(), key=lambda item: item[0])
-        for start, end, consumers in _merged(pieces)
+        for start, end, consumers in _merge(pieces)
     ]
-    return _dealt(chunks, len(wants))
+    return _assign_readers(chunks, len(wants))
 
 
-def _merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(start, end, member) that overlap, as one run and all its members."""
+def _merge(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Join overlapping ranges (start, end, member), each with all its members."""
     result: list[tuple[int, int, set[int]]] = []
     for start, end, member in sorted(pieces):
         if result and start < result[-1][1]:
@@ -134,10 +132,10 @@ def _merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, tuple[in
     return [(start, end, tuple(sorted(members))) for start, end, members in result]
 
 
-def _dealt(chunks: Sequence[ReadChunk], members: int) -> list[ReadChunk]:
-    """What several want is shared among them, most of it by who has least to read; each reads a stretch of the files.
+def _assign_readers(chunks: Sequence[ReadChunk], members: int) -> list[ReadChunk]:
+    """Assign readers: shared chunks go mostly to the members that have least to read.
 
-    A stretch, not every other portion: systems read ahead of one that reads on.
+    Each member gets consecutive chunks, because the system prefetches for sequential readers.
     """
     loads = [0] * members
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -156,7 +154,7 @@ def _dealt(chunks: Sequence[ReadChunk], members: int) -> list[ReadChunk]:
             nbytes = chunks[number].nbytes
             while position < len(consumers) - 1 and budgets[position] * 2 < nbytes:
                 position += 1
-                budgets[position] += budgets[position - 1]  # what it has had too much, or too little
+                budgets[position] += budgets[position - 1]  # carry over the rest of its budget
             budgets[position] -= nbytes
             loads[consumers[position]] += nbytes
             assigned[number] = replace(chunks[number], reader=consumers[position])

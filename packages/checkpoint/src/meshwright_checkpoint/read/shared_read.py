@@ -1,7 +1,7 @@
-"""Fill what the ranks of one machine want from what is stored: each portion is read and checked by one of them, and handed on.
+"""Shared read: each chunk is read and verified by one rank of a machine, and the others copy it from shared memory.
 
-A rank reads its portions into slots of its memory, takes from there what it wants itself, and tells the others which portion lies
-where; they take theirs and give the slot back.  Taking waits for nothing, so slots always come back, and nothing can lock up.
+A rank reads its chunks into slots of its shared memory and tells the ranks that need a chunk in which slot it is. They
+copy their part and free the slot. Copying waits for nothing, so slots are always freed and there is no deadlock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright_checkpoint.errors import CheckpointError, CorruptError, error_of
 from meshwright_checkpoint.format.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.io.direct_read import ALIGN, DirectFile
 from meshwright_checkpoint.io.host_memory import HUGE, aligned_memory, collapse_to_large_pages
-from meshwright_checkpoint.read.destinations import Part, destinations_of
+from meshwright_checkpoint.read.destinations import StoredPart, destinations_of
 from meshwright_checkpoint.read.node_peers import (
     BYE,
     DRAINED,
@@ -31,50 +31,50 @@ from meshwright_checkpoint.read.node_peers import (
     NodePeers,
     PeerSocket,
 )
-from meshwright_checkpoint.read.plan import ReadChunk, Stored, WantedRanges, plan_reads, wanted_ranges
+from meshwright_checkpoint.read.plan import ReadChunk, StoredRange, WantedRanges, plan_reads, wanted_ranges
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.errors import MeshwrightError
 
 CHUNK = 8 * BLOCK
-"""Most bytes read at a time: what threads of two ranks have read, and not yet copied, stays in a processor's cache."""
+"""Most bytes read at a time. With two ranks, the bytes read and not yet copied fit in the CPU cache."""
 SLOTS = 6
-"""Portions of one rank that are in memory at a time."""
+"""Chunks of one rank that are in memory at a time."""
 PRIVATE_READ_FACTOR = 2
-"""Times as many threads where most of what a rank reads is for itself alone: none waits for a slot or for another rank, so disks
-have more to do at a time (loads took a tenth less); where it is handed on, they only stand in the way of those who take."""
+"""More threads if a rank reads mostly for itself: they wait for no slot and no other rank, and the disk gets more
+requests at a time (loads took 10% less time). In a shared read, more threads only slow down the copying ones."""
 LARGE_PAGES_NBYTES = 64 * BLOCK
-"""Bytes that a rank hands on from which it is worth having its slots in large pages: disks then read right into them."""
+"""Bytes read for other ranks from which the slots are put into large pages. Disks then read directly into them."""
 CACHE_PROBE_NBYTES = 64 * BLOCK
-"""Bytes of a file that are read in the same way: to ask for every portion takes a tenth of what the load does."""
+"""Bytes of a file that share one look-up in the page cache: one per chunk takes a tenth of the load's time."""
 
 
 def chunk_nbytes(members: int) -> int:
-    """Most bytes of a portion where so many ranks share a machine: all slots together are as large as those of one alone."""
+    """Most bytes of a chunk with so many ranks on a machine: all their slots together are as large as those of one."""
     return max(CHUNK // members // BLOCK, 2) * BLOCK
 
 
 def slot_nbytes(members: int) -> int:
-    """Bytes of a slot: a portion, and the rest of the pages in which it begins and ends."""
+    """Bytes of a slot: a chunk, and the rest of its first and last page."""
     return chunk_nbytes(members) + 2 * ALIGN
 
 
 def slots_nbytes(members: int) -> int:
-    """Bytes of all slots of one rank: whole large pages."""
+    """Bytes of all slots of one rank, in whole large pages."""
     return -(-SLOTS * slot_nbytes(members) // HUGE) * HUGE
 
 
 class StoppedError(CheckpointError):
-    """Something else has failed, and been noted, already."""
+    """Stops a thread after another error, which is already recorded."""
 
 
 class SharedRead:
-    """One load of one rank.
+    """The reads of one load on one rank.
 
     Args:
-        store: what is read.
-        wanted: what this rank wants of it.
-        neighbours: the ranks of this machine that fill theirs at the same time; None reads alone.
-        threads: that read at a time.
+        store: the open checkpoint.
+        wanted: boxes that this rank needs.
+        peers: the other ranks of this machine, which read at the same time; None reads alone.
+        threads: number of reading threads.
     """
 
     def __init__(self, store: Store, wanted: Sequence[Wanted], peers: NodePeers | None, threads: int) -> None:
@@ -83,19 +83,16 @@ class SharedRead:
         self._peer_ranks = peers.ranks if peers else [0]
         self._sockets: dict[int, PeerSocket] = peers.sockets if peers else {}
         self._threads = min(threads, SLOTS)
-        self._chunk_nbytes, self._slot_nbytes = (
-            chunk_nbytes(len(self._peer_ranks)),
-            slot_nbytes(len(self._peer_ranks)),
-        )
-        self._large_pages = False  # the slots of this rank lie in large pages
+        self._chunk_nbytes = chunk_nbytes(len(self._peer_ranks))
+        self._slot_nbytes = slot_nbytes(len(self._peer_ranks))
+        self._large_pages = False  # whether the slots of this rank are in large pages
         self._memories = dict(peers.memories) if peers else {}
         self._parts = destinations_of(store, wanted)
         self._wants: dict[int, WantedRanges] = {}
         self._plan: list[ReadChunk] | None = None
         self._todo: list[int] = []
-        self._direct_ranges: dict[
-            tuple[str, int], bool
-        ] = {}  # around the system's cache, by file and stretch
+        # (file, number of the CACHE_PROBE_NBYTES range) -> whether to bypass the page cache
+        self._direct_ranges: dict[tuple[str, int], bool] = {}
         self._slot_users: list[set[int]] = [set() for _ in range(SLOTS)]
         self._changed = threading.Condition()
         self._drained: set[int] = set()
@@ -103,7 +100,7 @@ class SharedRead:
         self._failed_rank, self._failure = 0, b""
 
     def run(self) -> None:
-        """Fill all targets. Raises what one rank of this machine has failed with on all: CorruptError, else CheckpointError."""
+        """Fill all targets. If one rank of this machine fails, all raise: CorruptError, or else CheckpointError."""
         receivers = [
             threading.Thread(
                 target=self._run_guarded, args=(self._receive_from, *both), name="meshwright-take"
@@ -113,28 +110,28 @@ class SharedRead:
         for thread in receivers:
             thread.start()
         try:
-            self._run_guarded(self._work)
+            self._run_guarded(self._read_all)
         finally:
             if self._error is not None:
                 self._abort_peers()
             for thread in receivers:
                 thread.join()
-            if self._error is not None:  # it may have come from a line, after the work
+            # a receiver may have failed after the work
+            if self._error is not None:
                 self._abort_peers()
         if self._error is not None:
             raise self._error
 
-    # --- failing ------------------------------------------------------------------------------------------------------
+    # --- failures --------------------
 
     def _run_guarded(self, work: Callable[..., None], *args: object) -> None:
-        """`work`; the first error of all threads is kept, and ends the work of all."""
+        """Run `work`. The first error of all threads is recorded and stops all of them."""
         try:
             work(*args)
         except StoppedError:
             pass
-        except (
-            Exception
-        ) as error:  # storage libraries raise what they like, and other ranks wait to hear of it
+        # storage libraries may raise anything, and the other ranks must be told
+        except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if not isinstance(error, (MeshwrightError, OSError)):
                 cause, error = error, CheckpointError(text)
@@ -157,16 +154,16 @@ class SharedRead:
             peer.send(FAILED, self._failed_rank, data=self._failure)
             peer.shut_down()
 
-    def _wait_until(self, there: Callable[[], bool]) -> None:
-        """With the condition held: wait. Raises StoppedError once something has failed."""
-        self._changed.wait_for(lambda: self._error is not None or there())
+    def _wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait, with the condition held. Raises StoppedError after a failure."""
+        self._changed.wait_for(lambda: self._error is not None or reached())
         if self._error is not None:
             raise StoppedError("stopped")
 
-    # --- reading ------------------------------------------------------------------------------------------------------
+    # --- reading --------------------
 
-    def _work(self) -> None:
-        mine = {stored: self._runs_of(stored, part) for stored, part in self._parts.items()}
+    def _read_all(self) -> None:
+        mine = {stored: self._ranges_of(stored, part) for stored, part in self._parts.items()}
         data = json.dumps([[s.file, s.offset, s.nbytes, pieces] for s, pieces in mine.items()]).encode()
         for peer in self._sockets.values():
             peer.send(WANTS, data=data)
@@ -180,29 +177,34 @@ class SharedRead:
             self._plan = plan
             self._changed.notify_all()
         for number in self._todo:
-            self._store.file(plan[number].stored.file)  # opened, and its header checked, by one thread
+            # open files, and check their headers, in one thread
+            self._store.file(plan[number].stored.file)
         private_nbytes = sum(p.nbytes for p in plan if p.consumers == (self._me,))
         shared_nbytes = sum(p.nbytes for p in plan if p.reader == self._me) - private_nbytes
         if self._me not in self._memories:
-            self._memories[self._me] = _alone(SLOTS * self._slot_nbytes)
+            # pages that are not touched cost nothing
+            self._memories[self._me] = torch.frombuffer(
+                mmap.mmap(-1, SLOTS * self._slot_nbytes), dtype=torch.uint8
+            )
         elif shared_nbytes >= LARGE_PAGES_NBYTES:
             self._large_pages = collapse_to_large_pages(self._memories[self._me])
         threads = self._threads * PRIVATE_READ_FACTOR if private_nbytes > shared_nbytes else self._threads
         with ThreadPoolExecutor(threads, thread_name_prefix="meshwright-load") as pool:
             for _ in range(min(threads, len(self._todo))):
-                pool.submit(self._run_guarded, self._read)
+                pool.submit(self._run_guarded, self._read_chunks)
         with self._changed:
             self._wait_until(lambda: not any(self._slot_users))
         for peer in self._sockets.values():
             peer.send(DRAINED)
         with self._changed:
             self._wait_until(lambda: len(self._drained) == len(self._sockets))
-        for peer in self._sockets.values():  # both have used all, so nothing more can come
+        # all ranks have copied everything, so no message follows
+        for peer in self._sockets.values():
             peer.send(BYE)
 
-    def _runs_of(self, stored: Stored, part: Part) -> list[tuple[int, int]]:
+    def _ranges_of(self, stored: StoredRange, part: StoredPart) -> list[tuple[int, int]]:
         ranges: set[tuple[int, int]] = set()
-        for destination in part.targets:
+        for destination in part.destinations:
             ranges.update(
                 wanted_ranges(
                     destination.shape, destination.dtype.itemsize, destination.box, self._chunk_nbytes
@@ -210,20 +212,22 @@ class SharedRead:
             )
         return sorted(ranges)
 
-    def _read(self) -> None:
-        """Read what is left, one portion after the other."""
+    def _read_chunks(self) -> None:
+        """Read the remaining chunks, one after the other."""
         assert self._plan is not None
-        pages: torch.Tensor | None = None  # of this thread, to read into around the system's cache
+        pages: torch.Tensor | None = None  # buffer of this thread for reads that bypass the page cache
         while True:
             with self._changed:
                 if self._error is not None or not self._todo:
                     return
                 number = self._todo.pop()
                 chunk = self._plan[number]
-            direct_file = self._direct(chunk)
+            direct_file = self._direct_file(chunk)
             if chunk.consumers == (self._me,):
                 target = (
-                    None if direct_file else self._parts[chunk.stored].straight(chunk.start, chunk.nbytes)
+                    None
+                    if direct_file
+                    else self._parts[chunk.stored].contiguous_view(chunk.start, chunk.nbytes)
                 )
                 if target is not None:
                     self._fetch(chunk, target)
@@ -253,33 +257,33 @@ class SharedRead:
             self._copy_out(chunk, slot_data if data is None else data)
             self._release_slot(slot, self._me)
 
-    def _direct(self, chunk: ReadChunk) -> DirectFile | None:
-        """The file of a portion, where it is to be read around the system's cache."""
+    def _direct_file(self, chunk: ReadChunk) -> DirectFile | None:
+        """The file of a chunk, if it should be read directly, without the page cache."""
         file = self._store.file(chunk.stored.file)
         if not isinstance(file, DirectFile):
             return None
         if chunk.nbytes < self._chunk_nbytes:
             return file if file.prefers_direct(chunk.at, chunk.nbytes) else None
-        place = (chunk.stored.file, chunk.at // CACHE_PROBE_NBYTES)
-        if place not in self._direct_ranges:  # two threads may both ask
-            self._direct_ranges[place] = file.prefers_direct(chunk.at, chunk.nbytes)
-        return file if self._direct_ranges[place] else None
+        probe_key = (chunk.stored.file, chunk.at // CACHE_PROBE_NBYTES)
+        if probe_key not in self._direct_ranges:  # two threads may look it up
+            self._direct_ranges[probe_key] = file.prefers_direct(chunk.at, chunk.nbytes)
+        return file if self._direct_ranges[probe_key] else None
 
     def _slot_pages(self, member: int, slot: int) -> torch.Tensor:
-        """A slot of a member's memory; it starts with a page."""
+        """A slot of a member's memory; page-aligned."""
         return self._memories[member][slot * self._slot_nbytes :][: self._slot_nbytes]
 
     def _slot_data(self, chunk: ReadChunk, member: int, slot: int) -> torch.Tensor:
-        """Where a portion lies in a slot of a member's memory: as far from the start of a page as in its file."""
+        """The bytes of a chunk in a slot of a member: at the same offset in a page as in the file."""
         return self._slot_pages(member, slot)[chunk.at % ALIGN :][: chunk.nbytes]
 
     def _fetch(self, chunk: ReadChunk, data: torch.Tensor) -> None:
-        """Read a portion through the system's cache, and check it."""
+        """Read a chunk through the page cache, and verify it."""
         self._store.file(chunk.stored.file).read_into(bytes_of_tensor(data), chunk.at)
         self._check(chunk, data)
 
     def _fetch_direct(self, chunk: ReadChunk, file: DirectFile, pages: torch.Tensor) -> torch.Tensor:
-        """Read a portion around the cache, into memory that starts with a page, and check it; where in there it lies."""
+        """Read a chunk directly into page-aligned memory, and verify it. Returns its bytes in that memory."""
         file.read_pages(bytes_of_tensor(pages), chunk.at, chunk.nbytes)
         data = pages[chunk.at % ALIGN :][: chunk.nbytes]
         self._check(chunk, data)
@@ -299,23 +303,23 @@ class SharedRead:
                 )
 
     def _copy_out(self, chunk: ReadChunk, data: torch.Tensor) -> None:
-        """Copy what is wanted here out of the bytes of a portion."""
-        for target in self._parts[chunk.stored].targets:
-            target.take(chunk.start, data)
+        """Copy the parts of a chunk that this rank wants."""
+        for destination in self._parts[chunk.stored].destinations:
+            destination.copy_from(chunk.start, data)
 
     def _release_slot(self, slot: int, member: int) -> None:
         with self._changed:
             self._slot_users[slot].discard(member)
             self._changed.notify_all()
 
-    # --- others -------------------------------------------------------------------------------------------------------
+    # --- other ranks of the machine --------------------
 
     def _receive_from(self, member: int, peer: PeerSocket) -> None:
-        """What another rank of this machine says, until it needs nothing more."""
+        """Handle the messages of another rank of this machine until it says BYE."""
         while True:
             message = peer.receive()
             if message is None:
-                text = b"it died while it loaded"
+                text = b"the process died during the load"
                 self._fail(_failed(self._peer_ranks[member], text), self._peer_ranks[member], text)
                 return
             if message.kind == BYE:
@@ -329,7 +333,7 @@ class SharedRead:
             elif message.kind == READY:
                 self._take_from_peer(member, peer, message)
             elif message.kind == WANTS:
-                ranges = {Stored(*where): pieces for *where, pieces in json.loads(message.data)}
+                ranges = {StoredRange(*where): pieces for *where, pieces in json.loads(message.data)}
                 with self._changed:
                     self._wants[member] = ranges
                     self._changed.notify_all()
@@ -348,8 +352,3 @@ class SharedRead:
 
 def _failed(rank: int, text: bytes) -> MeshwrightError:
     return error_of_rank(rank, text.decode(errors="replace"))
-
-
-def _alone(nbytes: int) -> torch.Tensor:
-    """Memory for a rank that reads for itself; what it does not touch costs nothing."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)

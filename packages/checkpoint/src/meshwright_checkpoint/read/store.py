@@ -1,4 +1,4 @@
-"""Read any box of any tensor of a checkpoint into memory: only the blocks that are needed, each one checked."""
+"""Read boxes of the tensors of a checkpoint: only the blocks that are needed, each verified by its checksum."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from meshwright_dtensor.utils.cpu import usable_cores
 
 
 def _local_ranks() -> int:
-    """How many ranks a launcher says it has started on this machine."""
+    """Number of ranks on this machine, from the launcher's LOCAL_WORLD_SIZE."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(text), 1) if text.isdigit() else 1
 
 
 def reader_threads(ranks: int) -> int:
-    """How many threads read at once: as many as so many ranks of this machine leave cores to each, and enough that the disk has
-    something to do while what it has brought is checked.
+    """Number of reading threads of one of `ranks` ranks on this machine: its share of the cores, but at least 3.
+
+    Three keep the disk busy while earlier blocks are verified.
     """
     return max(3, min(4, usable_cores() // ranks))
 
@@ -31,30 +32,30 @@ def read(store: Store, wanted: Sequence[Wanted], peers: NodePeers | None = None)
     """Fill every target.
 
     Args:
-        store: what is read.
-        wanted: what this rank wants.
-        peers: the ranks of this machine, which all call this at once; what several of them want is read by one.
+        store: the open checkpoint.
+        wanted: the boxes that this rank needs.
+        peers: the other ranks of this machine. All call this at the same time; shared bytes are read by one of them.
 
-    Extra memory: the slots of `filling`, 52 MiB for two ranks of a machine together, 14 MiB a rank from four on, and in each
-    thread that reads around the system's cache one more portion.
+    Extra memory: the slots of `SharedRead`, 52 MiB for two ranks of a machine together, 14 MiB per rank from four on, and one
+    chunk in each thread that bypasses the page cache.
 
     Raises:
-        CorruptError: what is stored is not what was saved; the message names the tensor.
-        CheckpointError: another rank of this machine has failed.
+        CorruptError: stored values are damaged; the message names the tensor.
+        CheckpointError: another rank of this machine failed.
     """
     SharedRead(store, wanted, peers, reader_threads(len(peers.ranks) if peers else _local_ranks())).run()
 
 
 def new_tensor(source: Source) -> torch.Tensor:
-    """An empty tensor for all of it."""
+    """An empty tensor of the stored shape and dtype."""
     return torch.empty(source.shape, dtype=source.dtype)
 
 
 def read_tensors(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-    """These tensors, whole. Raises CorruptError, also for a key that is not there."""
+    """Read whole tensors. Raises CorruptError, also for a missing key."""
     missing = [key for key in keys if key not in store.tensors]
     if missing:
-        raise CorruptError(f"{store.where} refers to {missing[0]}, which it does not hold")
+        raise CorruptError(f"{store.where} refers to {missing[0]}, which is not in the checkpoint")
     tensors = {key: new_tensor(store.tensors[key]) for key in keys}
     read(store, [Wanted(key, tuple((0, n) for n in t.shape), t) for key, t in tensors.items()])
     return tensors

@@ -12,13 +12,13 @@ from meshwright_dtensor.sharding.boxes import Box
 
 
 class ReadFile(Protocol):
-    """A file that parts are read of, from several threads at once."""
+    """A file that several threads read from."""
 
     where: str
     nbytes: int
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset`; CorruptError where that is not possible."""
+        """Fill `buffer` from `offset` on. Raises CorruptError if that is not possible."""
 
     def close(self) -> None:
         """Close."""
@@ -26,12 +26,12 @@ class ReadFile(Protocol):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Bytes in a file that are a box of a tensor, row-major.
+    """A box of a tensor as row-major bytes in a file.
 
-    box: of the whole tensor.
+    box: in the global tensor.
     file: name of the file.
     offset: in bytes.
-    sums: checksums of its blocks; "" where there are none (files of others).
+    sums: checksums of its blocks; "" if there are none (from_pretrained and DCP files).
     """
 
     box: Box
@@ -50,7 +50,7 @@ class Source:
 
 
 class Store(Protocol):
-    """What tensors are read from: a checkpoint of ours, or a directory of `from_pretrained`."""
+    """An open checkpoint or from_pretrained directory: stored tensors and their files."""
 
     where: str
 
@@ -59,7 +59,7 @@ class Store(Protocol):
         """By key."""
 
     def file(self, name: str) -> ReadFile:
-        """An open file, whose header has been checked."""
+        """An open file with a verified header."""
 
     def close(self) -> None:
         """Close all files."""
@@ -67,7 +67,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A box of tensor `key` that shall be written to `target`, a view of its shape; a dtype of its own means a cast."""
+    """A box of tensor `key` to read into `target`, a view of its shape. If the dtypes differ, values are cast."""
 
     key: str
     box: Box

@@ -1,8 +1,8 @@
-"""Hand the state of a run over from one layout to another, in memory: parameters, buffers and optimizer states.
+"""Reshard a running model in memory: parameters, buffers and optimizer states go from one layout to another.
 
-brought = Belongings.of(model, optimizer)      # before the model is laid out anew; a rank that joins brings nothing
-...                                            # the same model in its new layout, without values
-brought.into(model, optimizer)                 # what is held where it is, what is not is sent
+state = LiveState.of(model, optimizer)    # before the layout changes; a rank that joins starts with LiveState()
+...                                       # put the same model into its new layout, without values
+state.move_into(model, optimizer)         # fill it: local boxes are copied, others are sent
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ BUFFER = "buffer/"
 
 @dataclass
 class LiveState:
-    """What this rank brings.
+    """Model and optimizer state of this rank, before the reshard.
 
     Attributes:
-        collected: its tensors, by key.
-        free: tensors whose memory is given up once they have been handed over.
-        optimizer: class, groups by name and states that are no tensors; None without one, or on a rank that brings nothing.
+        collected: the tensors, by key.
+        free: tensors whose memory is freed after the transfer.
+        optimizer: class, groups by name, and states that are not tensors; None without an optimizer, or on a rank that joins.
         trained: parameter -> requires_grad.
     """
 
@@ -62,10 +62,10 @@ class LiveState:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> LiveState:
-        """All that belongs to a model and its optimizer here. Nothing is copied.
+        """The state of a model and its optimizer on this rank. Nothing is copied.
 
         Raises:
-            UsageError: a parameter of the optimizer is none of the model's, or a gradient is there, which would be lost.
+            UsageError: the optimizer has a parameter that the model does not have, or a parameter has a gradient.
         """
         self = cls()
         inner = unwrapped(model)
@@ -73,7 +73,7 @@ class LiveState:
         for name, tensor in _tensors(inner, names).items():
             if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
                 raise UsageError(
-                    f"parameter {name.removeprefix(MODEL)} has a gradient, which does not go along; call optimizer.step() and "
+                    f"parameter {name.removeprefix(MODEL)} has a gradient, which resharding would lose; call optimizer.step() and "
                     "optimizer.zero_grad() first"
                 )
             self._put(name, tensor)
@@ -103,7 +103,7 @@ class LiveState:
         ranks: Ranks | None = None,
         here: bool = True,
     ) -> TransferStats:
-        """Fill `model`, and make `optimizer` that of its parameters: `check` and `PlannedReshard.fill` in one."""
+        """Fill `model`, and point `optimizer` to its parameters: `check` and `PlannedReshard.fill`."""
         return self.check(model, optimizer, ranks=ranks, here=here).fill()
 
     def check(
@@ -114,17 +114,17 @@ class LiveState:
         ranks: Ranks | None = None,
         here: bool = True,
     ) -> PlannedReshard:
-        """Whatever can be refused is refused here, and nothing has been changed yet (a collective call).
+        """Plan the reshard and raise all errors, before anything changes (a collective call).
 
         Args:
-            model: in its new layout; parameters without memory get it in turn.
-            optimizer: the one that belonged to the old layout, or a new one of the same class and groups on a rank that joins.
-            ranks: all that bring or take something.
-            here: False on a rank that keeps nothing.
+            model: in its new layout; parameters without memory are allocated one after the other.
+            optimizer: the optimizer of the old layout. On a rank that joins, a new one of the same class and groups.
+            ranks: all ranks of the old or the new layout.
+            here: False on a rank that leaves.
 
         Raises:
             UsageError: optimizers differ between ranks.
-            MismatchError: nobody brings something that the model needs.
+            MismatchError: no rank has a tensor that the model needs.
         """
         ranks = ranks or Ranks()
         names, want, mine = ranks.run_checked(lambda: self._offer(model, optimizer, here))
@@ -142,7 +142,7 @@ class LiveState:
     def _offer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, here: bool
     ) -> tuple[NamedTensors, CollectedState, list[Any]]:
-        """What this rank wants, and what it tells the others."""
+        """Names and wanted tensors of this rank, and its description for the other ranks."""
         inner = unwrapped(model)
         names = named_tensors(inner) if here else NamedTensors()
         want = CollectedState()
@@ -154,7 +154,7 @@ class LiveState:
 
 @dataclass
 class PlannedReshard:
-    """What all ranks have agreed to."""
+    """A reshard that all ranks have checked."""
 
     state: LiveState
     optimizer: torch.optim.Optimizer | None
@@ -165,7 +165,7 @@ class PlannedReshard:
     plan: list[Round]
 
     def fill(self) -> TransferStats:
-        """Fill the model, and make the optimizer that of its parameters (a collective call)."""
+        """Fill the model, and point the optimizer to its parameters (a collective call)."""
         moved = run_rounds(
             self.plan, self.state.collected.shards, self.want.shards, self.state.free, self.ranks
         )
@@ -180,7 +180,7 @@ def _form(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _tensors(model: nn.Module, names: NamedTensors) -> dict[str, torch.Tensor]:
-    """Key -> parameters and buffers, those too that no state dict has."""
+    """Key -> parameters and buffers, including non-persistent buffers."""
     tensors = {MODEL + name: tensor for name, tensor in names.tensors.items()}
     for name, buffer in model.named_buffers():
         if id(buffer) not in names.names:
@@ -190,7 +190,7 @@ def _tensors(model: nn.Module, names: NamedTensors) -> dict[str, torch.Tensor]:
 
 @dataclass
 class _NewOptimizer:
-    """Groups and states of an optimizer for the new parameters."""
+    """Groups and states of the optimizer for the new parameters."""
 
     groups: list[list[torch.Tensor]]
     options: list[dict[str, Any]]
@@ -205,54 +205,55 @@ class _NewOptimizer:
         names: NamedTensors,
         want: CollectedState,
     ) -> _NewOptimizer:
-        """New states, in `want` too. Raises UsageError where ranks have different optimizers."""
-        brought = [one for one, _ in gathered if one is not None]
+        """New states, also added to `want`. Raises UsageError if ranks have different optimizers."""
+        optimizers = [state for state, _ in gathered if state is not None]
         if any(form != kinds[0] for form in kinds):
             raise UsageError(
-                f"ranks have different optimizers ({kinds}); make the same one with the same groups on every rank"
+                f"ranks have different optimizers ({kinds}); create the same class with the same groups on every rank"
             )
         group_of: dict[str, int] = {}
-        for one in brought:
-            for number, group in enumerate(one["groups"]):
-                if group["options"] != brought[0]["groups"][number]["options"]:
+        for saved in optimizers:
+            for number, group in enumerate(saved["groups"]):
+                if group["options"] != optimizers[0]["groups"][number]["options"]:
                     raise UsageError(
-                        f"group {number} of the optimizer has other options on other ranks ({group['options']}); set them alike"
+                        f"group {number} of the optimizer has different options on different ranks ({group['options']}); set the "
+                        "same options on all ranks"
                     )
                 for name in group["params"]:
                     if group_of.setdefault(name, number) != number:
                         raise UsageError(f"{name} is in different groups of the optimizer on different ranks")
         keys: dict[str, dict[str, list[Any]]] = {}
         values: dict[str, dict[str, Any]] = {}
-        for one, held_there in gathered:
-            for key, kind in held_there.items():
+        for saved, shards in gathered:
+            for key, kind in shards.items():
                 if key.startswith(OPTIMIZER):
                     name, _, state = key.removeprefix(OPTIMIZER).rpartition("/")
                     keys.setdefault(name, {})[state] = kind
-            if one is not None:
-                values.update(one["values"])
+            if saved is not None:
+                values.update(saved["values"])
         self = cls([[] for _ in optimizer.param_groups], [], [])
-        self.options = [decode(group["options"], scalar_from_text) for group in brought[0]["groups"]]
+        self.options = [decode(group["options"], scalar_from_text) for group in optimizers[0]["groups"]]
         for name, parameter in names.tensors.items():
             if name not in group_of:
-                continue  # a buffer, or a parameter that is not optimized
+                continue  # a buffer, or a parameter without optimizer
             number = group_of[name]
             self.groups[number].append(parameter)
-            made: dict[str, Any] = {}
+            entries: dict[str, Any] = {}
             for state, (shape, dtype, _) in keys.get(name, {}).items():
                 options = {**optimizer.defaults, **self.options[number]}
                 value = empty_state(tuple(shape), DTYPES[dtype], state, parameter, options)
                 deallocate(local_of(value))
                 key = f"{OPTIMIZER}{name}/{state}"
                 want.shards[key] = local_shards(value, key, parameter)
-                made[state] = value
+                entries[state] = value
             for state, value in values.get(name, {}).items():
-                made[state] = decode(value, refuse_tensor)
-            if made:
-                self.states.append((parameter, made))
+                entries[state] = decode(value, refuse_tensor)
+            if entries:
+                self.states.append((parameter, entries))
         return self
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer is that of the new parameters; schedulers that refer to it need not know."""
+        """Point the optimizer to the new parameters. It stays the same object, so schedulers go on."""
         for group, parameters, options in zip(optimizer.param_groups, self.groups, self.options, strict=True):
             group["params"] = list(parameters)
             for key, value in options.items():
@@ -264,5 +265,5 @@ class _NewOptimizer:
 
 
 def trained_parameters(gathered: Sequence[Mapping[str, bool]]) -> dict[str, bool]:
-    """Which parameters are trained, from what each rank says of those that it holds."""
+    """Parameter -> requires_grad, merged from all ranks."""
     return {name: flag for flags in gathered for name, flag in flags.items()}

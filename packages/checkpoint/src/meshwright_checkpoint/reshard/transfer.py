@@ -1,8 +1,8 @@
-"""Bring boxes of tensors from the ranks that hold them to the ranks that want them, in memory.
+"""Transfer boxes of tensors between ranks, in memory.
 
-Every rank tells what it holds and wants; who sends what to whom follows, on every rank alike.  What a rank has already is
-copied and not sent; of several ranks that hold a box the one that has least to send gives it.  Tensors go one after the
-other, in rounds of one all-to-all each, and what was held of a tensor is freed as soon as all of it has arrived.
+All ranks gather which boxes each rank has and wants, and compute the same routes. A box that a rank already has is copied
+locally. Otherwise the holder with the fewest bytes to send sends it. Tensors are transferred one after the other, in
+rounds of one all-to-all each. The old shards of a tensor are freed as soon as all of it has arrived.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from meshwright_checkpoint.shards.write_shares import split_box
 from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, intersect, slice_of
 
 ROUND_NBYTES = 48 << 20
-"""Bytes that a rank sends, receives or takes new memory for in one round, unless one tensor alone is larger."""
+"""Most bytes that a rank sends, receives or allocates in one round, unless one tensor alone is larger."""
 ALIGN = 16
 
 
 @dataclass(frozen=True)
 class Route:
-    """A box of tensor `key` that goes from one rank to another, or stays."""
+    """A box of tensor `key` that is sent from one rank to another, or copied on one rank."""
 
     key: str
     box: Box
@@ -43,13 +43,13 @@ class Route:
 
     @property
     def nbytes(self) -> int:
-        """Its size in a message."""
+        """Padded size in a message."""
         return -(-box_nbytes(self.box, self.dtype) // ALIGN) * ALIGN
 
 
 @dataclass
 class Round:
-    """Routes that are taken together. `done`: tensors of which these are the last."""
+    """Routes of one all-to-all. `done`: tensors that are complete afterwards."""
 
     routes: list[Route] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
@@ -57,14 +57,14 @@ class Round:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What this rank has sent to others, in bytes, and in how many rounds."""
+    """Bytes that this rank sent to others, and the number of rounds."""
 
     sent: int
-    plan_rounds: int
+    rounds: int
 
 
 def describe_shards(held: Mapping[str, LocalShards]) -> dict[str, Any]:
-    """What a rank tells the others of the tensors that it holds or wants; JSON."""
+    """Shape, dtype and boxes of each tensor, as JSON for the other ranks."""
     return {
         key: [list(part.shape), dtype_name(part.dtype, key), [there for there, _ in part.boxes]]
         for key, part in held.items()
@@ -80,15 +80,15 @@ def transfer(
     """Fill `want` on every rank from what all ranks `have` (a collective call).
 
     Args:
-        have: key -> this rank's part; equal keys are parts of one tensor.
-        want: key -> where this rank's new part goes. Memory of size zero is given its size when its turn comes.
-        free: tensors whose memory is given up once they have been moved, by their keys in `have`, which lose them then.
-        ranks: who takes part; by default all.
+        have: key -> this rank's shards. Equal keys on several ranks are one tensor.
+        want: key -> where this rank's new shards go. Storage of size zero is allocated when its turn comes.
+        free: key -> tensor whose memory is freed after its transfer. The key is then removed from `have`.
+        ranks: the participating ranks; by default all.
 
-    Extra memory: at most three times `ROUND_NBYTES`, and one tensor's new part.
+    Extra memory: at most three times `ROUND_NBYTES`, and the new shard of one tensor.
 
     Raises:
-        MismatchError: a wanted tensor is not there, or has another shape. Nothing has been moved then.
+        MismatchError: a wanted tensor is missing or has another shape. Nothing was transferred.
     """
     ranks = ranks or Ranks()
     return run_rounds(plan_rounds(have, want, ranks), have, want, free, ranks)
@@ -97,7 +97,7 @@ def transfer(
 def plan_rounds(
     have: Mapping[str, LocalShards], want: Mapping[str, LocalShards], ranks: Ranks
 ) -> list[Round]:
-    """What `transfer` does, on every rank alike; nothing is moved yet (a collective call). Raises what `transfer` raises."""
+    """Plan a transfer (a collective call). Raises as `transfer`."""
     gathered = ranks.gather(ranks.run_checked(lambda: [describe_shards(have), describe_shards(want)]))
     return list(_rounds(_routes(gathered), [_sizes(wanted) for _, wanted in gathered]))
 
@@ -109,16 +109,16 @@ def run_rounds(
     free: Mapping[str, torch.Tensor],
     ranks: Ranks,
 ) -> TransferStats:
-    """Move what `plan_rounds` has found (a collective call); the rest is as in `transfer`."""
+    """Run the rounds of `plan_rounds` (a collective call). Arguments are those of `transfer`."""
     users: dict[int, int] = defaultdict(int)
     for key in free:
         if key in have:
             users[storage_id(have[key].local)] += 1
-    messages = _Messages(plan, ranks)
+    messages = _MessageBuffers(plan, ranks)
     sent = 0
     with torch.no_grad():
         for transfer_round in plan:
-            sent += _take(transfer_round, have, want, ranks, messages)
+            sent += _run_round(transfer_round, have, want, ranks, messages)
             for key in transfer_round.done:
                 if key in free and key in have:
                     storage = storage_id(have.pop(key).local)
@@ -128,51 +128,63 @@ def run_rounds(
     return TransferStats(sent, len(plan))
 
 
-def _routes(told: list[Any]) -> dict[str, list[Route]]:
-    """Key -> routes, on every rank alike."""
-    holders: dict[str, dict[Box, list[int]]] = {}
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    wrong: dict[str, str] = {}
-    for rank, (held, _) in enumerate(told):
-        for key, (shape, dtype, boxes) in held.items():
-            known = kinds.setdefault(key, (tuple(shape), dtype))
-            if known != (tuple(shape), dtype):
-                wrong[key] = f"{key}: ranks hold {list(known[0])} {known[1]} and {shape} {dtype}"
-            for box in boxes:
-                holders.setdefault(key, {}).setdefault(_box(box), []).append(rank)
-    missing = {}
-    for _, wanted in told:
-        for key, (shape, _, _) in wanted.items():
-            if key not in kinds:
-                missing[key] = key
-            elif kinds[key][0] != tuple(shape):
-                wrong[key] = f"{key}: shape {list(kinds[key][0])} is held, {shape} is needed"
+def _routes(gathered: list[Any]) -> dict[str, list[Route]]:
+    """Key -> routes; the same on every rank. Raises MismatchError."""
+    types, holders = _checked_holders(gathered)
+    sending = [0] * len(gathered)
+    routes: dict[str, list[Route]] = {key: [] for key in types}
     for key, parts in holders.items():
-        problem = coverage_problem(kinds[key][0], list(parts))
-        if problem:
-            wrong[key] = f"{key}: its parts on all ranks {problem}"
-    if missing or wrong:
-        raise MismatchError("of the running ranks", tuple(missing), (), tuple(wrong.values()))
-    sending = [0] * len(told)
-    found: dict[str, list[Route]] = {key: [] for key in kinds}
-    for key, parts in holders.items():
-        dtype = DTYPES[kinds[key][1]]
-        for rank, (_, wanted) in enumerate(told):
+        dtype = DTYPES[types[key][1]]
+        for rank, (_, wanted) in enumerate(gathered):
             for box in wanted[key][2] if key in wanted else ():
                 for part, owners in parts.items():
                     common = intersect(part, _box(box))
                     if common is None:
                         continue
                     source = rank if rank in owners else min(owners, key=lambda r: (sending[r], r))
-                    for piece in _cut(common, dtype.itemsize):
-                        found[key].append(Route(key, piece, dtype, source, rank))
+                    routes[key] += [
+                        Route(key, piece, dtype, source, rank) for piece in _cut(common, dtype.itemsize)
+                    ]
                     if source != rank:
                         sending[source] += box_nbytes(common, dtype)
-    return found
+    return routes
+
+
+def _checked_holders(
+    gathered: list[Any],
+) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, dict[Box, list[int]]]]:
+    """Key -> (shape, dtype name), and key -> box -> ranks that hold it.
+
+    Raises MismatchError if a wanted tensor is missing, or if shapes, dtypes or boxes do not fit together.
+    """
+    types: dict[str, tuple[tuple[int, ...], str]] = {}
+    holders: dict[str, dict[Box, list[int]]] = {}
+    wrong: dict[str, str] = {}
+    for rank, (have, _) in enumerate(gathered):
+        for key, (shape, dtype, boxes) in have.items():
+            first = types.setdefault(key, (tuple(shape), dtype))
+            if first != (tuple(shape), dtype):
+                wrong[key] = f"{key}: ranks hold {list(first[0])} {first[1]} and {shape} {dtype}"
+            for box in boxes:
+                holders.setdefault(key, {}).setdefault(_box(box), []).append(rank)
+    missing: dict[str, None] = {}
+    for _, wanted in gathered:
+        for key, (shape, _, _) in wanted.items():
+            if key not in types:
+                missing[key] = None
+            elif types[key][0] != tuple(shape):
+                wrong[key] = f"{key}: shape {list(types[key][0])} is held, {shape} is needed"
+    for key, parts in holders.items():
+        problem = coverage_problem(types[key][0], list(parts))
+        if problem:
+            wrong[key] = f"{key}: its parts on all ranks {problem}"
+    if missing or wrong:
+        raise MismatchError("of the running ranks", tuple(missing), (), tuple(wrong.values()))
+    return types, holders
 
 
 def _cut(box: Box, itemsize: int) -> Iterator[Box]:
-    """Pieces that fit into a round."""
+    """Cut a box into pieces that fit in a round."""
     while box_numel(box) * itemsize > ROUND_NBYTES:
         head, tail = split_box(box, itemsize, ROUND_NBYTES)
         yield from head
@@ -192,7 +204,7 @@ def _sizes(wanted: dict[str, Any]) -> dict[str, int]:
 
 
 def _rounds(routes: dict[str, list[Route]], new: list[dict[str, int]]) -> Iterator[Round]:
-    """`new`: per rank, the bytes of memory that each tensor takes there."""
+    """Group routes into rounds. `new`: per rank, the bytes that each tensor needs there."""
     current = Round()
     load: dict[tuple[str, int], int] = defaultdict(int)
     for key, members in routes.items():
@@ -213,8 +225,8 @@ def _rounds(routes: dict[str, list[Route]], new: list[dict[str, int]]) -> Iterat
     yield current
 
 
-class _Messages:
-    """Memory for what is sent and received in a round: the same in all of them, since gloo lets go of it late."""
+class _MessageBuffers:
+    """Send and receive buffers. All rounds share them, because gloo releases them late."""
 
     def __init__(self, plan: list[Round], ranks: Ranks) -> None:
         out = into = 0
@@ -226,29 +238,29 @@ class _Messages:
         self.received = torch.empty(into, dtype=torch.uint8, device=ranks.device)
 
 
-def _take(
+def _run_round(
     transfer_round: Round,
     have: Mapping[str, LocalShards],
     want: Mapping[str, LocalShards],
     ranks: Ranks,
-    messages: _Messages,
+    messages: _MessageBuffers,
 ) -> int:
-    """One round; the bytes that this rank has sent."""
+    """Run one round; the number of bytes that this rank sent."""
     me = ranks.rank
     for route in transfer_round.routes:
         if route.target == me:
             allocate(want[route.key].local)
             if route.source == me:
-                _part(want[route.key], route.box).copy_(_part(have[route.key], route.box))
+                _shard_view(want[route.key], route.box).copy_(_shard_view(have[route.key], route.box))
     crossing = [route for route in transfer_round.routes if route.source != route.target]
     if not crossing:
         return 0
-    out = sorted((r for r in crossing if r.source == me), key=lambda r: r.target)  # stable: else in order
+    out = sorted((r for r in crossing if r.source == me), key=lambda r: r.target)  # the sort is stable
     into = sorted((r for r in crossing if r.target == me), key=lambda r: r.source)
     send = messages.send[: sum(r.nbytes for r in out)]
     received = messages.received[: sum(r.nbytes for r in into)]
-    for route, view in _places(out, send):
-        view.copy_(_part(have[route.key], route.box))
+    for route, view in _message_views(out, send):
+        view.copy_(_shard_view(have[route.key], route.box))
     dist.all_to_all_single(
         received,
         send,
@@ -256,12 +268,12 @@ def _take(
         input_split_sizes=[sum(r.nbytes for r in out if r.target == rank) for rank in range(ranks.size)],
         group=ranks.group,
     )
-    for route, view in _places(into, received):
-        _part(want[route.key], route.box).copy_(view)
+    for route, view in _message_views(into, received):
+        _shard_view(want[route.key], route.box).copy_(view)
     return sum(box_nbytes(r.box, r.dtype) for r in out)
 
 
-def _places(routes: list[Route], message: torch.Tensor) -> Iterator[tuple[Route, torch.Tensor]]:
+def _message_views(routes: list[Route], message: torch.Tensor) -> Iterator[tuple[Route, torch.Tensor]]:
     at = 0
     for route in routes:
         nbytes = box_nbytes(route.box, route.dtype)
@@ -269,13 +281,13 @@ def _places(routes: list[Route], message: torch.Tensor) -> Iterator[tuple[Route,
         at += route.nbytes
 
 
-def _part(held: LocalShards, box: Box) -> torch.Tensor:
-    there, here = next(pair for pair in held.boxes if intersect(box, pair[0]) == box)
-    return slice_of(held.local, local_box(box, there, here))
+def _shard_view(shards: LocalShards, box: Box) -> torch.Tensor:
+    there, here = next(pair for pair in shards.boxes if intersect(box, pair[0]) == box)
+    return slice_of(shards.local, local_box(box, there, here))
 
 
 def allocate(local: torch.Tensor) -> None:
-    """Give a tensor whose storage has size zero the memory that it needs."""
+    """Allocate the storage of a tensor that `deallocate` has emptied."""
     if local.numel():
         elements = 1 + sum((n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True))
         nbytes = int(local.storage_offset() + elements) * local.element_size()
@@ -284,7 +296,7 @@ def allocate(local: torch.Tensor) -> None:
 
 
 def deallocate(local: torch.Tensor) -> None:
-    """Take the memory of a tensor away until its turn comes; small ones keep it."""
+    """Free the storage of a tensor until `allocate`; small tensors keep it."""
     if prod(local.shape) * local.element_size() > ALIGN:
         local.untyped_storage().resize_(0)
 

@@ -33,16 +33,16 @@ MAX_UNHASHED_PARTS = 2
 """Parts that are written before the checksum of the first of them is known."""
 POLL_SECONDS = 0.02
 START_DELAY = 0.005
-"""Seconds that a save behind training waits, so that who called it has the interpreter back at once."""
+"""Seconds that a background save waits before it starts, so that the caller continues at once."""
 NOT_COMMITTED = "rank 0 gave it up, or died; nothing was committed"
 
 
 @dataclass
 class Job:
-    """One save of one rank. `about`, `kinds`, `body` and `data` are filled in before the thread starts.
+    """One save of one rank. `metadata`, `tensor_types`, `body` and `data` are set before the thread starts.
 
     data: the bytes of the header and of each piece of `body`, one after the other.
-    behind: training goes on meanwhile.
+    background: training continues during the save.
     """
 
     storage: CheckpointStorage
@@ -63,7 +63,7 @@ class SaveHandle:
 
     Attributes:
         path: where the checkpoint will be.
-        error_raised: `wait` has raised what it failed with.
+        error_raised: whether `wait` has raised the error of the save.
     """
 
     def __init__(self, job: Job) -> None:
@@ -71,14 +71,14 @@ class SaveHandle:
         self._error: BaseException | None = None
         self.error_raised = False
         self._done = threading.Event()
-        # no daemon: a process that ends normally finishes its save first
+        # not a daemon: a process that ends normally finishes its save first
         self._thread = threading.Thread(target=self._run, args=(job,), name="meshwright-save")
         atexit.register(self._report_at_exit)
         self._thread.start()
 
     @classmethod
     def finished(cls, path: str) -> SaveHandle:
-        """Of a save that is over already."""
+        """The handle of a save that is already committed."""
         handle = cls.__new__(cls)
         handle.path, handle.error_raised, handle._error, handle._done = path, False, None, threading.Event()
         handle._done.set()
@@ -86,7 +86,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, committed or failed."""
+        """Whether the save has ended, committed or failed."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -96,16 +96,16 @@ class SaveHandle:
             timeout: seconds to wait at most; None waits as long as it takes.
 
         Raises:
-            CheckpointError: it failed and nothing was committed, or it goes on after `timeout`.
+            CheckpointError: the save failed and nothing was committed, or it still runs after `timeout`.
         """
         if not self._done.wait(timeout):
-            raise CheckpointError(f"saving {self.path} still goes on after {timeout:g} s; wait longer")
+            raise CheckpointError(f"saving {self.path} still runs after timeout={timeout:g} s; wait longer")
         if self._error is not None:
             self.error_raised = True
             raise CheckpointError(f"saving {self.path} failed: {self._error}") from self._error
 
     def _report_at_exit(self) -> None:
-        """As the process ends: say what nobody has been told."""
+        """At process exit: print an error that `wait` has not raised."""
         self._done.wait()
         if self._error is not None and not self.error_raised:
             print(
@@ -126,16 +126,17 @@ class SaveHandle:
             if job.rank == 0:
                 _commit(job)
             else:
-                _follow(job)
+                _await_commit(job)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
-            gone = isinstance(error, FileNotFoundError) and job.rank  # rank 0 has removed what was written
+            gone = isinstance(error, FileNotFoundError) and job.rank  # rank 0 has removed the files
             self._error = CheckpointError(NOT_COMMITTED) if gone else error
-            with suppress(OSError):  # best effort: rank 0 also sees that this rank has let go without a note
+            # best effort: rank 0 also sees a released lock without a note
+            with suppress(OSError):
                 job.storage.write_note(
                     job.rank, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
                 )
         finally:
-            _let_go(job)
+            _release(job)
             job.data = ()
             if self._error is None:
                 atexit.unregister(self._report_at_exit)
@@ -143,7 +144,7 @@ class SaveHandle:
 
 
 def _write(job: Job) -> None:
-    """This rank's file, its checksums computed while it is written; then its note."""
+    """Write this rank's file and compute its checksums at the same time; then publish the note."""
     assert job.body is not None
     body = job.body
     with closing(Worker[str]("meshwright-sums")) as worker:
@@ -152,9 +153,7 @@ def _write(job: Job) -> None:
         try:
             for part in job.data:
                 view = bytes_of_tensor(part)
-                if (
-                    len(sums) >= MAX_UNHASHED_PARTS
-                ):  # where parts are copies, they are let go of before more are made
+                if len(sums) >= MAX_UNHASHED_PARTS:  # bounds the memory of parts that are copies
                     sums[-MAX_UNHASHED_PARTS].result()
                 sums.append(worker.submit(partial(block_sums, view)))
                 for at in range(0, len(view), CHUNK):
@@ -196,8 +195,8 @@ def _commit(job: Job) -> None:
     job.retention.apply(job.storage)
 
 
-def _follow(job: Job) -> None:
-    """What rank 0 makes of it."""
+def _await_commit(job: Job) -> None:
+    """Wait until rank 0 commits or fails."""
     outcome = job.storage.outcome(job.save_id)
     while outcome is None:
         time.sleep(POLL_SECONDS)
@@ -206,7 +205,7 @@ def _follow(job: Job) -> None:
         raise CheckpointError(NOT_COMMITTED)
 
 
-def _let_go(job: Job) -> None:
+def _release(job: Job) -> None:
     with suppress(OSError):
         job.storage.end()
         if job.rank == 0:
@@ -246,7 +245,7 @@ def _manifest(job: Job, notes: list[Any]) -> Manifest:
 
 
 def merge_optimizers(optimizers: list[Any]) -> Any:
-    """One optimizer of all ranks': groups of equal options are one, whatever their numbers were on each rank."""
+    """Merge the optimizers of all ranks. Groups with equal options become one."""
     given = [optimizer for optimizer in optimizers if optimizer is not None]
     if not given:
         return None

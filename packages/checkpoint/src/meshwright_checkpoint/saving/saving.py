@@ -1,4 +1,4 @@
-"""Save a model, its optimizer and whatever else a run needs to go on: ``save(path, model=..., optimizer=...)``."""
+"""Save a model, its optimizer and other state of a run: ``save(path, model=..., optimizer=...)``."""
 
 from __future__ import annotations
 
@@ -45,33 +45,33 @@ def save(
     keep_every: int | None = None,
     backend: str = DEFAULT,
 ) -> SaveHandle:
-    """Save a checkpoint (a collective call). It appears at `path` whole, or not at all.
+    """Save a checkpoint (a collective call). It appears at `path` as a whole or not at all.
 
     Args:
         path: a directory that does not exist yet, such as "run/step-100", or a URL of fsspec; every rank sees it.
-        model: any module of plain tensors and DTensors; a plain tensor counts as equal on all ranks that have it.
+        model: a module of plain tensors and DTensors. A plain tensor must be equal on all ranks that have it.
         optimizer: over parameters of `model`; its states are stored by parameter name.
         extra: numbers, text, lists, tuples, dicts and plain tensors, such as the state_dict() of a scheduler, a grad scaler
-            or a data loader. Rank 0's is saved.
-        asynchronous: return once the values are copied; a thread writes them. The next `save` waits for it, and raises what
-            it failed with.
-        step: number of the training step; by default the number that `path` ends in, if any.
-        keep_last: after this one is safe, remove all but the last so many checkpoints (by step) beside it.
-        keep_every: ... except those whose step is a multiple of this.
-        backend: name of a checkpoint backend; `meshwright plugins` lists them. Those with a format of others ("dcp") write
-            before they return, store no random streams, and refuse `step` and `keep_last`.
+            or a data loader. The value of rank 0 is saved.
+        asynchronous: return after copying the values; a thread writes them. The next `save` waits for the thread, and
+            raises its error.
+        step: number of the training step; by default the number at the end of `path`, if any.
+        keep_last: after the commit, keep only so many checkpoints with the highest steps in the parent directory.
+        keep_every: also keep checkpoints whose step is a multiple of this.
+        backend: name of a checkpoint backend; `meshwright plugins` lists them. Backends with another format ("dcp") save
+            synchronously, store no random streams, and reject `step` and `keep_last`.
 
     Returns:
-        A handle; `handle.wait()` returns once the checkpoint is committed, and raises if it failed.
+        A handle; `handle.wait()` returns once the checkpoint is committed, and raises if the save failed.
 
     Raises:
-        CheckpointError: the path is taken, another job saves there, or an earlier asynchronous save failed.
+        CheckpointError: the path exists, another job saves there, or an earlier asynchronous save failed.
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
     retention = Retention.of(keep_last, keep_every)
     check_model("save", model)
     if step is not None and (type(step) is not int or step < 0):
-        raise UsageError(f"step={step!r} is no number of a training step; give an int, 0 or more")
+        raise UsageError(f"step={step!r} is not a training step; pass an int of at least 0")
     storage = any_storage_of(path, backend)
     if isinstance(storage, ForeignStorage):
         if keep_last is not None or keep_every is not None:
@@ -80,10 +80,10 @@ def save(
             )
         if step is not None:
             raise UsageError(
-                f"backend {backend!r} stores no step; leave out step={step}, or put it into extra"
+                f"backend {backend!r} stores no step; leave out step={step}, or save it in extra"
             )
         ranks = Ranks()
-        _check_alike(ranks.gather_checked(lambda: _given(storage, model, optimizer, extra)))
+        _check_arguments(ranks.gather_checked(lambda: _arguments(storage, model, optimizer, extra)))
         storage.write(model, optimizer, extra, ranks)
         return SaveHandle.finished(storage.where)
     if step is None:
@@ -98,15 +98,15 @@ def save(
 def prepare_save(
     model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, wait: bool = False
 ) -> None:
-    """Find the memory of asynchronous saves now, in the background (a collective call).
+    """Allocate the host buffer of asynchronous saves now, in the background (a collective call).
 
-    Without it the first save finds it, page by page, while training waits: several times as long as the next ones take. Call it
-    when the optimizer has its states, after the first step. It takes what the first save would take: this rank's share of
-    all tensors, once, pinned where they lie on a GPU.
+    Without it the first save allocates the buffer page by page while training waits, which takes several times as long as
+    later saves. Call it after the first step, when the optimizer has its states. The buffer has the size of this rank's
+    share of all tensors, and is pinned if they are on a GPU.
 
     Args:
-        model, optimizer: what will be saved, as for `save`.
-        wait: return when the memory is there, not at once.
+        model, optimizer: as for `save`.
+        wait: return after the allocation, not at once.
 
     Raises:
         CheckpointError: an earlier asynchronous save failed.
@@ -118,11 +118,11 @@ def prepare_save(
 
 
 class Saver:
-    """What is kept between saves: the plan of who writes what, the buffer of the snapshot, and the save in flight."""
+    """State that saves share: write plans, the host buffer, and the running save."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[str, tuple[list[list[Piece]], dict[str, Any]]] = OrderedDict()
-        self._snapshots = StagingBuffer()
+        self._buffer = StagingBuffer()
         self._in_flight: SaveHandle | None = None
 
     def save(
@@ -135,16 +135,16 @@ class Saver:
         retention: Retention,
         asynchronous: bool = True,
     ) -> SaveHandle:
-        """Copy (where values may change before they are written), start writing, return the handle. See `save`."""
+        """Copy the values if needed, start to write, and return the handle. See `save`."""
         ranks = Ranks()
 
         def local_arguments() -> dict[str, Any]:
             self._finish_previous()
-            arguments = _given(storage, model, optimizer, extra)
+            arguments = _arguments(storage, model, optimizer, extra)
             return {**arguments, "rng": rng.digests(), "id": uuid.uuid4().hex}
 
         gathered = ranks.gather_checked(local_arguments)
-        _check_alike(gathered)
+        _check_arguments(gathered)
         save_id = gathered[0]["id"]
         collected, write_plan, tensor_types = self._collect_and_plan(
             ranks, model, optimizer, extra, rng.shared([arguments["rng"] for arguments in gathered])
@@ -157,10 +157,10 @@ class Saver:
 
         def snapshot() -> None:
             storage.claim(save_id, ranks.rank)
-            job.body = _file_of(ranks.rank, write_plan, collected, save_id)
+            job.body = _lay_out(ranks.rank, write_plan, collected, save_id)
             on_gpu = any(part.local.is_cuda for part in collected.shards.values())
             if asynchronous or on_gpu:
-                job.data = self._snapshots.take(job.body, collected.shards)
+                job.data = self._buffer.take(job.body, collected.shards)
             else:
                 job.data = tensor_bytes(job.body, collected.shards)
 
@@ -196,12 +196,12 @@ class Saver:
 
         shared = rng.shared(ranks.gather_checked(digests))
         collected, write_plan, _ = self._collect_and_plan(ranks, model, optimizer, None, shared)
-        body = _file_of(ranks.rank, write_plan, collected, uuid.uuid4().hex)
-        self._snapshots.prepare(body.nbytes, collected.shards)
+        body = _lay_out(ranks.rank, write_plan, collected, uuid.uuid4().hex)
+        self._buffer.prepare(body.nbytes, collected.shards)
 
     def prepared(self) -> None:
-        """Return once the memory that `prepare` asked for is there."""
-        self._snapshots.prepared()
+        """Wait for the allocation that `prepare` started."""
+        self._buffer.prepared()
 
     def _collect_and_plan(
         self,
@@ -211,9 +211,9 @@ class Saver:
         extra: Any,
         shared: set[str],
     ) -> tuple[CollectedState, list[list[Piece]], dict[str, Any]]:
-        """What there is on this rank, who writes what, and shape and dtype of every tensor.
+        """State of this rank, write plan of all ranks, and shape and dtype of each tensor.
 
-        The plan is worked out anew only when a layout has changed.
+        The plan is computed again only if a layout has changed.
         """
         collected, catalog = CollectedState(), []
 
@@ -226,7 +226,7 @@ class Saver:
         key = hashlib.sha256("".join(ranks.gather_checked(catalog_digest)).encode()).hexdigest()
         if key not in self._plans:
             catalogs = ranks.gather(catalog)
-            tensor_types, tensors = ranks.run_checked(lambda: _merged(catalogs))
+            tensor_types, tensors = ranks.run_checked(lambda: _merge_catalogs(catalogs))
             write_plan = ranks.run_checked(lambda: plan_writes(tensors, ranks.size))
             while len(self._plans) >= MAX_PLANS:
                 self._plans.popitem(last=False)
@@ -234,38 +234,44 @@ class Saver:
         return collected, *self._plans[key]
 
 
-def _given(
+def _arguments(
     storage: CheckpointStorage | ForeignStorage, model: nn.Module, optimizer: Any, extra: Any
 ) -> dict[str, Any]:
-    """What a rank tells the others of what it was asked to save."""
-    return {"path": storage.where, "optimizer": optimizer_given(model, optimizer), "extra": extra is not None}
+    """Arguments of `save` that ranks compare."""
+    return {
+        "path": storage.where,
+        "optimizer": optimizer_given(model, optimizer),
+        "extra": extra is not None,
+    }
 
 
-def _check_alike(gathered: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UsageError, on every rank, where ranks do not save the same thing: part of it would be lost, or waited for."""
+def _check_arguments(gathered: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UsageError, on every rank, if ranks call `save` with different arguments."""
     paths = sorted({arguments["path"] for arguments in gathered})
     if len(paths) > 1:
-        raise UsageError(f"ranks save to different paths ({', '.join(paths)}); give every rank the same")
+        raise UsageError(
+            f"ranks save to different paths ({', '.join(paths)}); pass the same path on every rank"
+        )
     with_optimizer = [rank for rank, arguments in enumerate(gathered) if arguments["optimizer"]]
     if with_optimizer and any(arguments["optimizer"] is False for arguments in gathered):
         raise UsageError(
             f"optimizer is given on ranks {listing(map(str, with_optimizer), 8)} of {len(gathered)} only; "
-            "give every rank its own, or none"
+            "pass it on all ranks, or on none"
         )
     with_extra = [rank for rank, arguments in enumerate(gathered) if arguments["extra"]]
     if with_extra and with_extra[0]:
         raise UsageError(
-            f"extra is given on rank {with_extra[0]} and not on rank 0, whose is saved; give it there too"
+            f"extra is given on rank {with_extra[0]} and not on rank 0, whose value is saved; pass it on rank 0 too"
         )
 
 
 @cache
 def _saver() -> Saver:
-    """The saver of this process."""
+    """The Saver of this process."""
     return Saver()
 
 
-def _file_of(rank: int, write_plan: list[list[Piece]], collected: CollectedState, save_id: str) -> FileLayout:
+def _lay_out(rank: int, write_plan: list[list[Piece]], collected: CollectedState, save_id: str) -> FileLayout:
     metadata = {"format": "pt", "checkpoint": save_id, "file": str(rank)}
     shapes = {key: (part.shape, part.dtype) for key, part in collected.shards.items()}
     return lay_out_file(write_plan[rank], shapes, metadata)
@@ -284,8 +290,8 @@ def _catalog(collected: CollectedState) -> list[Any]:
     ]
 
 
-def _merged(catalogs: list[list[Any]]) -> tuple[dict[str, Any], dict[str, TensorLayout]]:
-    """key -> (shape, dtype), and what all ranks hold. Raises UsageError where ranks contradict each other."""
+def _merge_catalogs(catalogs: list[list[Any]]) -> tuple[dict[str, Any], dict[str, TensorLayout]]:
+    """key -> (shape, dtype), and key -> boxes of all ranks. Raises UsageError if shapes or dtypes differ between ranks."""
     types: dict[str, tuple[list[int], str, int]] = {}
     boxes: dict[str, dict[int, Any]] = {}
     for rank, rows in enumerate(catalogs):
@@ -293,8 +299,8 @@ def _merged(catalogs: list[list[Any]]) -> tuple[dict[str, Any], dict[str, Tensor
             first = types.setdefault(key, (shape, dtype, itemsize))
             if first != (shape, dtype, itemsize):
                 raise UsageError(
-                    f"{key} has shape {shape} and dtype {dtype} on rank {rank}, and {first[0]} and {first[1]} on another; it "
-                    "must be one tensor, the same on all ranks or a DTensor"
+                    f"{key} has shape {shape} and dtype {dtype} on rank {rank}, and {first[0]} and {first[1]} on another; "
+                    "save one tensor that is equal on all ranks, or a DTensor"
                 )
             boxes.setdefault(key, {})[rank] = tuple(tuple(map(tuple, box)) for box in held)
     tensors = {

@@ -1,4 +1,4 @@
-"""The bytes of this rank's file: a host snapshot, copied out of the model at one moment, or the model's own memory."""
+"""The bytes of this rank's file: copied to a host buffer, or taken from the model's own memory."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from meshwright_dtensor.sharding.boxes import box_shape, intersect, slice_of
 
 
 class StagingBuffer:
-    """One buffer, reused from save to save; pinned where tensors are copied from a GPU."""
+    """A host buffer that all saves reuse; pinned if tensors are copied from a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._reserved: ReservedMemory | None = None
 
     def prepare(self, nbytes: int, held: Mapping[str, LocalShards]) -> None:
-        """Begin to find the memory for a file of about so many bytes, in the background. No snapshot may be in use."""
+        """Allocate memory for a file of about `nbytes` in the background. The buffer must not be in use."""
         gpu = _gpu(held)
-        self._finish_previous()
+        self._take_reserved()
         if not self._fits(nbytes, gpu):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            # free the old buffer first
+            self._buffer = torch.empty(0, dtype=torch.uint8)
             self._reserved = ReservedMemory(nbytes, gpu)
 
     def prepared(self) -> None:
-        """Return once what `prepare` has begun is done."""
+        """Wait for the allocation that `prepare` started."""
         if self._reserved is not None:
             self._reserved.ready()
 
     def take(self, body: FileLayout, held: Mapping[str, LocalShards]) -> list[torch.Tensor]:
-        """The file as `body` lays it out, as the bytes of header and pieces; valid until the next call."""
+        """Copy the file: the bytes of the header and of each piece. Valid until the next call."""
         gpu = _gpu(held)
         cuda = gpu is not None
-        self._finish_previous()
+        self._take_reserved()
         if not self._fits(body.nbytes, gpu):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            # free the old buffer first
+            self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = new_memory(body.nbytes, gpu)
         file = self._buffer[: body.nbytes]
         with torch.no_grad():
@@ -51,7 +53,7 @@ class StagingBuffer:
         bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
         return [file[start:end] for start, end in pairwise(bounds)]
 
-    def _finish_previous(self) -> None:
+    def _take_reserved(self) -> None:
         reserved, self._reserved = self._reserved, None
         if reserved is not None and (memory := reserved.take()) is not None:
             self._buffer = memory
@@ -61,15 +63,12 @@ class StagingBuffer:
 
 
 def _gpu(held: Mapping[str, LocalShards]) -> int | None:
-    """The number of the GPU that tensors lie on."""
+    """The index of the GPU of the tensors, None without one."""
     return next((part.local.device.index for part in held.values() if part.local.is_cuda), None)
 
 
 def tensor_bytes(body: FileLayout, held: Mapping[str, LocalShards]) -> Iterator[torch.Tensor]:
-    """The same bytes piece by piece without a snapshot, for a save that is waited for.
-
-    What lies in one run of memory is not copied at all.
-    """
+    """The same bytes, piece by piece and without the buffer, for synchronous saves. Contiguous pieces are not copied."""
     yield torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
     for piece, _ in body.pieces:
         source = _source(piece.box, held[piece.key])

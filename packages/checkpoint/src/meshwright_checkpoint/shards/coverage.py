@@ -1,4 +1,4 @@
-"""Whether boxes make up a tensor: each element is in exactly one of them."""
+"""Check that boxes tile a tensor: each element is in exactly one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright_dtensor.sharding.boxes import Box, box_numel, intersect
 
 
 def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with `boxes` as parts of a tensor of `shape`, in words that follow "the parts"; None if nothing is."""
+    """Why `boxes` do not tile a tensor of `shape`, as the predicate of "the parts ..."; None if they do."""
     covered = 0
     for box in boxes:
         if len(box) != len(shape) or any(
@@ -21,12 +21,12 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         covered += box_numel(box)
     if covered != prod(shape):
         return f"hold {covered} of its {prod(shape)} elements"
-    # as many elements as there are: a gap is now an overlap
+    # the element count is right, so a gap implies an overlap
     return "overlap" if _overlap(boxes) else None
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Sweep along the dim with the most starts; only boxes that are open at once are compared."""
+    """Sweep along the dim with the most distinct starts, and compare only boxes that are open at the same time."""
     if len(boxes) < 2:
         return False
     dims = len(boxes[0])

@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor: boxes of the global value, and the local tensor that they lie in."""
+"""The local shards of a tensor: boxes of the global value and their boxes in the local tensor."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.distributed.tensor import DTensor
 from meshwright_checkpoint._torch import indices_of, is_sharding, local_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.sharding.boxes import Box, Region, box_numel, box_shape, region_boxes
+from meshwright_dtensor.sharding.boxes import Box, Region, box_numel, region_boxes
 from meshwright_dtensor.sharding.intervals import Interval
 from meshwright_dtensor.stored.permuted import permuted_layout
 
 
 @dataclass(frozen=True)
 class LocalShards:
-    """This rank's part of one tensor.
+    """This rank's shards of one tensor.
 
     shape, dtype: of the global value.
-    local: the part itself, shared memory.
-    boxes: (box of the global value, where it lies in `local`), none of them empty.
+    local: the local tensor; shares memory.
+    boxes: (box of the global value, its box in `local`), none empty.
     """
 
     shape: tuple[int, ...]
@@ -33,30 +33,30 @@ class LocalShards:
 
 
 def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> LocalShards:
-    """What this rank holds of a plain tensor (all of it) or any DTensor, in true order.
+    """The shards that this rank holds of a plain tensor (all of it) or any DTensor.
 
     Args:
         name: for messages.
-        parameter: the parameter that an optimizer state belongs to, whose layout in runs counts for a state of its shape.
+        parameter: the parameter of an optimizer state. Its permuted layout applies to states of the same shape.
 
     Raises:
-        UsageError: it has no values.
-        UnsupportedError: it holds partial sums, or is no dense tensor.
+        UsageError: the tensor is on the meta device.
+        UnsupportedError: the tensor holds partial sums or is not dense.
     """
     if not isinstance(tensor, DTensor) and hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()  # a global tensor
     local = local_of(tensor)
     if local.is_meta:
         raise UsageError(
-            f"{name} is on the meta device and has no values; give it memory (parallelize, or to_empty) first"
+            f"{name} is on the meta device and has no values; allocate it first (parallelize, or to_empty)"
         )
     if local.layout != torch.strided or local.is_quantized:
-        raise UnsupportedError(f"{name} is no dense tensor (layout {local.layout}); convert it first")
+        raise UnsupportedError(f"{name} is not a dense tensor (layout {local.layout}); convert it first")
     boxes = region_boxes(_region(tensor, name, parameter)) if tensor.dim() else _scalar(tensor)
     nonempty = tuple((there, here) for there, here in boxes if box_numel(there))
     if sum(box_numel(there) for there, _ in nonempty) != local.numel():
         raise UnsupportedError(
-            f"{name}: this rank's part has shape {tuple(local.shape)}, which is not what its placements say ({boxes})"
+            f"{name}: the local tensor has shape {tuple(local.shape)}, which does not match its placements ({boxes})"
         )
     return LocalShards(tuple(tensor.shape), tensor.dtype, local, nonempty)
 
@@ -84,11 +84,11 @@ def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> 
     for placement in tensor.placements:
         if not (placement.is_replicate() or is_sharding(placement)):
             raise UnsupportedError(
-                f"{name} has placement {placement}, which checkpoints do not know; use Shard or Replicate"
+                f"{name} has placement {placement}, which checkpoints do not support; use Shard or Replicate"
             )
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # it is outside of the mesh
+    if coordinate is None:  # this rank is not in the mesh
         return tuple(((0, 0),) for _ in tensor.shape)
     kinds = tuple(map(type, placements))
     return _stock_region(placements, kinds, tuple(mesh.shape), tuple(coordinate), tuple(tensor.shape))
@@ -102,13 +102,13 @@ def _stock_region(
     coordinate: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> Region:
-    """What a rank holds of a stock DTensor. `kinds`: a strided shard is equal to a plain one, and is another."""
-    found = (indices_of(placements, sizes, coordinate, shape, dim) for dim in range(len(shape)))
-    return tuple(_intervals(indices) for indices in found)
+    """The region of a stock DTensor on a rank. `kinds` is in the cache key because _StridedShard == Shard."""
+    dims = (indices_of(placements, sizes, coordinate, shape, dim) for dim in range(len(shape)))
+    return tuple(_intervals(indices) for indices in dims)
 
 
 def _intervals(indices: torch.Tensor) -> tuple[Interval, ...]:
-    """The runs of consecutive numbers."""
+    """The intervals of consecutive indices."""
     if not indices.numel():
         return ((0, 0),)
     breaks = (indices[1:] - indices[:-1] != 1).nonzero().flatten() + 1
@@ -117,7 +117,7 @@ def _intervals(indices: torch.Tensor) -> tuple[Interval, ...]:
 
 
 def local_box(piece: Box, there: Box, here: Box) -> Box:
-    """Where `piece`, a part of the global box `there`, lies in the local tensor that holds `there` at `here`."""
+    """The local box of `piece`, a part of the global box `there`, which is at `here` in the local tensor."""
     return tuple(
         (mine + start - base, length)
         for (start, length), (base, _), (mine, _) in zip(piece, there, here, strict=True)
@@ -132,8 +132,3 @@ def box_nbytes(box: Box, dtype: torch.dtype) -> int:
 def box_text(box: Box) -> str:
     """As "[0:4, 8:16]"."""
     return "[" + ", ".join(f"{start}:{start + length}" for start, length in box) + "]"
-
-
-def same_shape(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether the box is the whole tensor."""
-    return box_shape(box) == shape

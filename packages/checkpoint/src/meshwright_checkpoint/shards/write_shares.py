@@ -1,4 +1,4 @@
-"""Who writes what: every box is written once, and ranks that hold copies share the work, split inside tensors."""
+"""Write plan: every box is written once. Ranks that hold copies share the work, which is split inside tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.sharding.boxes import Box, box_numel
 
 MIN_SPLIT = 32 << 10
-"""Bytes below which nothing is split."""
+"""Smallest number of bytes of a piece after a split."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor as all ranks together hold it: per rank its boxes."""
+    """A tensor on all ranks: the boxes that each rank holds."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -25,17 +25,17 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the tensor named `key` that one rank writes."""
+    """A box of tensor `key` that one rank writes."""
 
     key: str
     box: Box
 
 
 def plan_writes(tensors: Mapping[str, TensorLayout], ranks: int) -> list[list[Piece]]:
-    """What each rank writes: only what it holds, in all as evenly as that allows.
+    """The pieces that each rank writes: only boxes that it holds, balanced in bytes.
 
     Raises:
-        UnsupportedError: what ranks hold of a tensor overlaps without being equal, or leaves a gap.
+        UnsupportedError: boxes of a tensor overlap without being equal, or leave a gap.
     """
     by_holders: dict[tuple[int, ...], list[tuple[str, Box, int]]] = defaultdict(list)
     for key, tensor in tensors.items():
@@ -45,7 +45,7 @@ def plan_writes(tensors: Mapping[str, TensorLayout], ranks: int) -> list[list[Pi
                 holders[box].append(rank)
         problem = coverage_problem(tensor.shape, list(holders))
         if problem:
-            raise UnsupportedError(f"what ranks hold of {key} is no whole tensor: its boxes {problem}")
+            raise UnsupportedError(f"{key} cannot be saved: the boxes that ranks hold {problem}")
         for box, ranks_of_box in holders.items():
             by_holders[tuple(ranks_of_box)].append((key, box, tensor.itemsize))
     loads = [0] * ranks
@@ -54,14 +54,14 @@ def plan_writes(tensors: Mapping[str, TensorLayout], ranks: int) -> list[list[Pi
         items = by_holders[holder_ranks]
         total = sum(box_numel(box) * size for _, box, size in items)
         budgets = balanced_budgets([loads[rank] for rank in holder_ranks], total)
-        for rank, pieces in zip(holder_ranks, _dealt(items, budgets), strict=True):
+        for rank, pieces in zip(holder_ranks, _distribute(items, budgets), strict=True):
             plan[rank] += [Piece(key, box) for key, box, _ in pieces]
             loads[rank] += sum(box_numel(box) * size for _, box, size in pieces)
     return plan
 
 
 def balanced_budgets(loads: Sequence[int], total: int) -> list[int]:
-    """How much of `total` each gets, so that the smallest loads rise to one level."""
+    """Divide `total` so that the smallest loads rise to a common level."""
     order = sorted(range(len(loads)), key=lambda i: loads[i])
     level, used = loads[order[0]], 1
     left = total
@@ -76,8 +76,10 @@ def balanced_budgets(loads: Sequence[int], total: int) -> list[int]:
     return result
 
 
-def _dealt(items: Sequence[tuple[str, Box, int]], budgets: Sequence[int]) -> list[list[tuple[str, Box, int]]]:
-    """The items in order, dealt to ranks in order; what goes over a budget is split, if it is worth it."""
+def _distribute(
+    items: Sequence[tuple[str, Box, int]], budgets: Sequence[int]
+) -> list[list[tuple[str, Box, int]]]:
+    """Assign items to ranks, both in order. An item that exceeds a budget is split if both parts are large enough."""
     assigned: list[list[tuple[str, Box, int]]] = [[] for _ in budgets]
     rank, left = 0, budgets[0]
     todo = list(reversed(items))
@@ -98,7 +100,7 @@ def _dealt(items: Sequence[tuple[str, Box, int]], budgets: Sequence[int]) -> lis
 
 
 def split_box(box: Box, itemsize: int, head_nbytes: int) -> tuple[list[Box], list[Box]]:
-    """`box` cut in two along memory, the first part of about `head_nbytes` bytes; each part is one box or a few."""
+    """Cut `box` in two parts in memory order, the first of about `head_nbytes` bytes; each part is a list of boxes."""
     nbytes = box_numel(box) * itemsize
     if head_nbytes < MIN_SPLIT or nbytes - head_nbytes < MIN_SPLIT:
         return ([], [box]) if head_nbytes * 2 < nbytes else ([box], [])

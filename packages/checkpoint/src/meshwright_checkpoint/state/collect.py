@@ -1,4 +1,4 @@
-"""What there is to save: every tensor of a model, an optimizer, the random streams and the user's extra values, by name.
+"""Collect the state to save, by key: model, optimizer, random streams and the user's extra values.
 
 Keys of tensors in a checkpoint: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``rng/<rank>/<stream>``, ``extra/...``.
 """
@@ -24,15 +24,15 @@ MODEL, OPTIMIZER, EXTRA = "model/", "optimizer/", "extra/"
 
 
 def check_model(what: str, model: object) -> None:
-    """Raise UsageError for anything that is no module."""
+    """Raise UsageError for anything that is not a module."""
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"{what}() takes the model itself, an nn.Module, and was given an object of type {type(model).__name__}"
+            f"{what}(model=...) must be an nn.Module, and is of type {type(model).__name__}; pass the model itself"
         )
 
 
 def optimizer_given(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool | None:
-    """Whether an optimizer is given; None where there is nothing to optimize on this rank, which then needs none."""
+    """Whether an optimizer is given; None if this rank has no trainable parameters and needs none."""
     if optimizer is not None:
         return True
     return False if any(parameter.requires_grad for parameter in model.parameters()) else None
@@ -40,12 +40,12 @@ def optimizer_given(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 
 @dataclass
 class NamedTensors:
-    """Parameters and buffers of a model by name; what has several names appears under the first.
+    """Parameters and buffers of a model by name. A tied tensor appears under its first name.
 
-    tensors: the objects themselves.
-    aliases: further name -> first name.
+    tensors: name -> the tensor object.
+    aliases: other name -> first name.
     names: id of a tensor -> its first name.
-    extra_state: what modules give as extra state, by its name in the state dict.
+    extra_state: name in the state dict -> extra state of a module.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class NamedTensors:
 
 
 def named_tensors(model: nn.Module) -> NamedTensors:
-    """What is in the model's state dict, as the very tensors that the model uses."""
+    """The tensors of the model's state dict, as the objects that the model uses."""
     names = NamedTensors()
     inner = unwrapped(model)
     stages = stages_of(inner)
-    first = {} if stages is None else stages.aliases  # a stage may hold a tied one under another name
+    first = {} if stages is None else stages.aliases  # a stage may hold a tied tensor under another name
     for raw, value in inner.state_dict(keep_vars=True).items():
         name = plain_name(raw)
         if name in first:
@@ -71,7 +71,8 @@ def named_tensors(model: nn.Module) -> NamedTensors:
             names.extra_state[name] = value
         elif not isinstance(value, torch.Tensor):
             raise UsageError(
-                f"{name} in the model's state dict is of type {type(value).__name__}, no tensor; make it an extra state"
+                f"{name} in the model's state dict is of type {type(value).__name__}, not a tensor; return it from "
+                "get_extra_state()"
             )
         elif id(value) in names.names:
             names.aliases[name] = names.names[id(value)]
@@ -83,10 +84,10 @@ def named_tensors(model: nn.Module) -> NamedTensors:
 
 @dataclass
 class CollectedState:
-    """What this rank brings to a save.
+    """The state of this rank for a save.
 
     shards: key -> this rank's part.
-    about: what goes into the manifest beside tensors; equal on all ranks but for the optimizer's groups and values.
+    metadata: other fields of the manifest. Only the optimizer's groups and values differ between ranks.
     """
 
     shards: dict[str, LocalShards] = field(default_factory=dict)
@@ -95,7 +96,7 @@ class CollectedState:
     def put(self, key: str, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> str:
         """Add a tensor."""
         if key in self.shards:
-            raise UsageError(f"two tensors would be saved as {key}; rename one of them")
+            raise UsageError(f"two tensors have the key {key}; rename one of them")
         self.shards[key] = local_shards(tensor, key, parameter)
         return key
 
@@ -108,7 +109,7 @@ def collect(
     ranks: int,
     shared: set[str],
 ) -> CollectedState:
-    """Everything that `save` saves. `shared`: random streams that are the same on all ranks; rank 0 brings those."""
+    """Collect the state. `shared`: random streams that are equal on all ranks, which rank 0 saves."""
     collected = CollectedState()
     inner = unwrapped(model)
     names = named_tensors(inner)
@@ -141,14 +142,16 @@ def collect(
 def _putter(collected: CollectedState, prefix: str) -> Callable[[str, torch.Tensor], str]:
     def put(path: str, tensor: torch.Tensor) -> str:
         if hasattr(tensor, "device_mesh"):
-            raise UsageError(f"{path} is a DTensor; give its full_tensor(), a value that every rank knows")
+            raise UsageError(
+                f"{path} is a DTensor, and extra values must be plain tensors; pass its full_tensor()"
+            )
         return collected.put(prefix + path, tensor)
 
     return put
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:
-    """The config of a transformers model, so that a checkpoint alone can be exported."""
+    """The config of a transformers model, with which a checkpoint can be exported."""
     config: Any = getattr(model, "config", None)
     text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None
     try:
@@ -160,14 +163,14 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, names: NamedTensors) -> list[list[str]]:
-    """The name of every parameter of every group. Raises UsageError for one that the model has not."""
+    """Parameter names of each group. Raises UsageError for a parameter that is not in the model."""
     result = []
     for number, group in enumerate(optimizer.param_groups):
         group_names = [names.names.get(id(p)) for p in group["params"]]
         if None in group_names:
             raise UsageError(
-                f"parameter {group_names.index(None)} of the optimizer's group {number} is none of the model's; make the optimizer "
-                "from model.parameters(), after the model was parallelized"
+                f"parameter {group_names.index(None)} of the optimizer's group {number} is not a parameter of the model; create "
+                "the optimizer from model.parameters(), after parallelize()"
             )
         result.append([name for name in group_names if name is not None])
     return result
@@ -176,7 +179,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, names: NamedTensors) -> li
 def collect_optimizer(
     optimizer: torch.optim.Optimizer, names: NamedTensors, collected: CollectedState
 ) -> dict[str, Any]:
-    """Class, groups and states that are no tensors; the tensors are put into `collected`."""
+    """Class, groups, and states that are not tensors. Tensors are added to `collected`."""
     groups, values = [], {}
     for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -194,7 +197,7 @@ def collect_optimizer(
 
 
 def _inline(path: str, tensor: torch.Tensor) -> str:
-    """A small tensor as text, such as a learning rate: dtype and hexadecimal numbers."""
+    """A 0-dim tensor, such as a learning rate, as text: dtype and hexadecimal number."""
     if tensor.dim() or not tensor.dtype.is_floating_point:
         raise UsageError(
             f"optimizer option {path} is a tensor of shape {list(tensor.shape)}; only 0-dim floats can be saved"
@@ -204,5 +207,5 @@ def _inline(path: str, tensor: torch.Tensor) -> str:
 
 def _refuse(path: str, tensor: torch.Tensor) -> str:
     raise UsageError(
-        f"{path} holds a tensor inside of another value, which no other layout could take up; keep it in `extra`"
+        f"{path} holds a tensor inside another value, which cannot be resharded; save it in `extra`"
     )

@@ -1,4 +1,4 @@
-"""Loading an optimizer: its states by parameter name, laid out as the parameters are now."""
+"""Load optimizer states by parameter name, in the present layout of the parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright_dtensor.stored.mesh_value import mesh_value
 
 
 class GroupTargets(NamedTuple):
-    """Which groups of a checkpoint a group's parameters on one rank were in, and whether all of them are to be loaded."""
+    """For one group on one rank: the saved groups of its parameters, and whether all of them are loaded."""
 
     saved_as: tuple[int, ...]
     whole: bool
@@ -31,7 +31,7 @@ class GroupTargets(NamedTuple):
 
 @dataclass
 class OptimizerTargets:
-    """New states, not yet in the optimizer; `wanted` says what to read into them."""
+    """New states, not yet in the optimizer. `wanted` are the reads that fill them."""
 
     optimizer: torch.optim.Optimizer
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
@@ -50,20 +50,19 @@ class OptimizerTargets:
         mismatched: list[str],
         chosen: Callable[[str], bool],
     ) -> OptimizerTargets:
-        """What `optimizer` takes from `checkpoint`, for parameters of which any name is `chosen`.
+        """Match the states of `optimizer` with `checkpoint`, for parameters with a `chosen` name.
 
-        What does not fit is added to `mismatched`. The options of groups are for `take_options`.
+        Mismatches are added to `mismatched`. Group options follow in `take_options`.
         """
         self = cls(optimizer)
         info = checkpoint.manifest.optimizer
         if info is None:
             self.missing.append(f"the optimizer ({checkpoint.no_optimizer_reason})")
             return self
-        if info.cls and info.cls != type(optimizer).__qualname__:  # torch's own format does not say
+        if info.cls and info.cls != type(optimizer).__qualname__:  # the DCP format has no class
             mismatched.append(f"the optimizer: {info.cls} was saved, this is {type(optimizer).__qualname__}")
-            self.used.update(
-                key for key in checkpoint.tensors if key.startswith(OPTIMIZER)
-            )  # no news beside that
+            # do not report the states as unexpected too
+            self.used.update(key for key in checkpoint.tensors if key.startswith(OPTIMIZER))
             return self
         stored: dict[str, list[str]] = {}
         for key in checkpoint.tensors:
@@ -76,14 +75,14 @@ class OptimizerTargets:
             numbers: set[int] = set()
             partial = False
             for name, parameter in zip(params, group["params"], strict=True):
-                aliases_of_parameter = [
+                tied_names = [
                     name,
                     *(other for other, first in names.aliases.items() if first == name),
                 ]
-                if not any(map(chosen, aliases_of_parameter)):
+                if not any(map(chosen, tied_names)):
                     partial = True
                     continue
-                saved = next((a for n in aliases_of_parameter if (a := aliases.get(n, n)) in group_of), None)
+                saved = next((a for n in tied_names if (a := aliases.get(n, n)) in group_of), None)
                 if saved is None:
                     self.missing.append(f"optimizer/{name}")
                     continue
@@ -130,21 +129,21 @@ class OptimizerTargets:
     def take_options(
         self, info: OptimizerInfo, gathered: Sequence[Sequence[GroupTargets]], mismatched: list[str]
     ) -> None:
-        """Find the options of every group: those that its parameters were saved with, where it is loaded whole.
+        """Find the options of each group that is loaded completely: those that its parameters were saved with.
 
-        `gathered` are the groups of every rank, which may have a part of the parameters each: a group is loaded whole where it is
-        so on all, and one without parameters here takes what it takes elsewhere.
+        `gathered` are the groups of all ranks, each of which may have a part of the parameters. A group is loaded completely
+        if it is on all ranks. A group without parameters on this rank takes the options from other ranks.
         """
         for number, group in enumerate(self.groups):
             same = [groups[number] for groups in gathered if number < len(groups)]
             saved = group.saved_as or tuple(
-                sorted({number_saved for other in same for number_saved in other.saved_as})
+                sorted({saved_group for other in same for saved_group in other.saved_as})
             )
-            options = [info.groups[number_saved].options for number_saved in saved]
+            options = [info.groups[saved_group].options for saved_group in saved]
             self.options.append({})
             if not options or not all(other.whole for other in same):
                 continue
-            if all(number_saved == options[0] for number_saved in options):
+            if all(saved_group == options[0] for saved_group in options):
                 decoded = decode(options[0], scalar_from_text)
                 self.options[-1] = decoded if isinstance(decoded, dict) else {}
             elif group.saved_as:
@@ -153,14 +152,14 @@ class OptimizerTargets:
                 )
 
     def install(self) -> None:
-        """Put states and options into the optimizer, once they have been read; it is left as it is where none was saved."""
+        """Put states and options into the optimizer, after the read. Does nothing if no optimizer was saved."""
         if not self.options:
             return
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
             for key, value in options.items():
                 old = group.get(key)
                 if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-                    old.fill_(value.item())  # what was captured by reference stays
+                    old.fill_(value.item())  # keep the tensor object: CUDA graphs refer to it
                 else:
                     group[key] = value
         for parameter, state in self.states:
@@ -173,7 +172,7 @@ class OptimizerTargets:
 def empty_state(
     shape: tuple[int, ...], dtype: torch.dtype, key: str, parameter: torch.Tensor, group: dict[str, Any]
 ) -> torch.Tensor:
-    """A state without its values yet, as the optimizer would have made it."""
+    """An optimizer state of zeros, with the device and layout that the optimizer would use."""
     with torch.no_grad():
         if shape == tuple(parameter.shape) and shape:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
@@ -188,15 +187,15 @@ def empty_state(
 
 
 def scalar_from_text(text: str) -> torch.Tensor:
-    """A small tensor among the options of a group. Raises CorruptError."""
+    """Decode a 0-dim tensor of group options. Raises CorruptError."""
     name, _, number = text.partition(":")
     dtype = getattr(torch, name, None)
     try:
         return torch.tensor(float.fromhex(number), dtype=dtype if isinstance(dtype, torch.dtype) else None)
     except (ValueError, OverflowError):
-        raise CorruptError(f"an option of the optimizer is {ascii(text)[:60]}, no number") from None
+        raise CorruptError(f"an option of the optimizer is {ascii(text)[:60]}, not a number") from None
 
 
 def refuse_tensor(key: str) -> torch.Tensor:
-    """There is none among states that are no tensors. Raises CorruptError."""
+    """Raise CorruptError: states that are not tensors cannot refer to one."""
     raise CorruptError(f"an optimizer state refers to {ascii(key)[:60]}")

@@ -13,7 +13,7 @@ from meshwright_checkpoint.errors import CorruptError
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Stream -> its state: torch on the CPU and on this rank's accelerator, Python's, and numpy's where it is in use."""
+    """Stream -> state: torch on the CPU and on this rank's GPU, Python, and numpy if it is imported."""
     streams = {"torch-cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         streams["torch-cuda"] = torch.cuda.get_rng_state()
@@ -34,18 +34,18 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def digests() -> dict[str, str]:
-    """Stream -> what is equal on ranks where the stream is."""
+    """Stream -> digest of its state."""
     return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in state().items()}
 
 
 def shared(digests_of_ranks: Sequence[Mapping[str, str]]) -> set[str]:
-    """The streams that are the same on all ranks."""
+    """The streams that are equal on all ranks."""
     first, *others = digests_of_ranks
     return {name for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def restore(streams: Mapping[str, torch.Tensor]) -> None:
-    """Set the streams that are given and that exist here. Raises CorruptError for states that no stream takes."""
+    """Restore the given streams that exist here. Raises CorruptError for invalid states."""
     try:
         if "torch-cpu" in streams:
             torch.set_rng_state(streams["torch-cpu"])
@@ -61,4 +61,4 @@ def restore(streams: Mapping[str, torch.Tensor]) -> None:
             cached = streams["numpy-gauss"].item()
             np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     except (RuntimeError, TypeError, ValueError, OverflowError, KeyError) as error:
-        raise CorruptError(f"the random state in the checkpoint is none: {error}") from error
+        raise CorruptError(f"the random state in the checkpoint is invalid: {error}") from error

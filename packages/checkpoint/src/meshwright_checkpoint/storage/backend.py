@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class WriteFile(Protocol):
-    """A file that is written in order and is durable once closed."""
+    """A file that is written sequentially and is durable once closed."""
 
     def write(self, data: memoryview | bytes) -> None:
         """Append."""
 
     def close(self, durable: bool = True) -> None:
-        """Close; `durable`: once it is stored. False gives it up."""
+        """Close. With `durable` wait until the file is stored; otherwise discard it."""
 
 
 class CheckpointStorage(Protocol):
-    """Where one checkpoint lies, or will.
+    """Storage of one checkpoint, which may not exist yet.
 
     A save calls, in this order: `begin` (rank 0), `claim` (every rank, after it), and in the background `writer`, `mark` (every
     rank), `marked` and `commit` (rank 0), `outcome` (the others, until it is not None), `end` (every rank), `finish` (rank 0).
@@ -48,7 +48,7 @@ class CheckpointStorage(Protocol):
     name: str
 
     def begin(self, save_id: str) -> None:
-        """Keep other jobs away, remove leftovers. Raises CheckpointError where the place is taken."""
+        """Lock out other jobs and remove leftovers. Raises CheckpointError if there is a checkpoint or another save."""
 
     def claim(self, save_id: str, rank: int) -> None:
         """Show that this rank is alive."""
@@ -57,51 +57,51 @@ class CheckpointStorage(Protocol):
         """A new file of the checkpoint."""
 
     def write_note(self, rank: int, data: bytes) -> None:
-        """Leave a note of this rank for rank 0."""
+        """Publish a note of this rank, for rank 0."""
 
     def read_note(self, rank: int) -> bytes | None:
-        """The note of a rank, if it has left one. Raises CheckpointError where it has died without."""
+        """The note of a rank, None if there is none yet. Raises CheckpointError if the rank died before."""
 
     def commit(self, manifest: bytes) -> None:
         """Make the checkpoint appear."""
 
     def outcome(self, save_id: str) -> bool | None:
-        """True once the save is committed, False once it has failed, None as long as it goes on."""
+        """True: the save is committed. False: it failed. None: it is still running."""
 
     def end(self) -> None:
         """Every rank, at the end of a save, successful or not."""
 
     def finish(self) -> None:
-        """Rank 0: remove what is left of a save that failed, and let others in."""
+        """Rank 0: remove leftovers of a failed save and release the lock."""
 
     def manifest(self) -> Manifest:
-        """Read and check the manifest. Raises CheckpointError where there is none."""
+        """Read and check the manifest. Raises CheckpointError if there is none."""
 
     def open(self, name: str) -> ReadFile:
-        """A file of the checkpoint. Raises CorruptError where it is missing."""
+        """Open a file of the checkpoint. Raises CorruptError if it is missing."""
 
     def nbytes(self, name: str) -> int | None:
-        """Size of a file, None where it is missing."""
+        """Size of a file, None if it is missing."""
 
     def children(self) -> Sequence[CheckpointStorage]:
-        """The places in this one that have a manifest."""
+        """The checkpoints directly inside this path: storages that have a manifest."""
 
     def parent(self) -> CheckpointStorage:
-        """Where its siblings are."""
+        """The storage that contains this one."""
 
     def remove(self, save_id: str) -> None:
-        """Delete a whole checkpoint, so that nobody ever sees a part of it."""
+        """Delete a whole checkpoint. Readers never see a part of it."""
 
     def clean(self) -> None:
-        """Remove what killed saves have left among the siblings."""
+        """Remove leftovers of killed saves in the parent."""
 
 
 class ForeignStorage(ABC):
-    """A backend in the format of others, which opens and writes it itself. Saves are synchronous.
+    """Storage in a format other than meshwright's. The backend reads and writes it itself; saves are synchronous.
 
     Attributes:
-        where: its path, for messages.
-        name: the last part of it.
+        where: the path, for messages.
+        name: the last component of the path.
     """
 
     where: str
@@ -109,17 +109,17 @@ class ForeignStorage(ABC):
 
     @abstractmethod
     def open_checkpoint(self, model: nn.Module) -> Store:
-        """The checkpoint, open, with the names of `model`. Raises CheckpointError where there is none."""
+        """Open the checkpoint, with the names of `model`. Raises CheckpointError if there is none."""
 
     @abstractmethod
     def write(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
     ) -> None:
-        """Save (a collective call); it appears whole or not at all."""
+        """Save (a collective call). The checkpoint appears as a whole or not at all."""
 
 
 def storage_of_path(path: str | os.PathLike[str]) -> CheckpointStorage:
-    """The backend "safetensors": a directory, or a URL of fsspec."""
+    """Storage of the backend "safetensors": a directory, or a URL of fsspec."""
     text = os.fspath(path)
     if "://" not in text:
         return DirectoryStorage(path)
@@ -129,17 +129,17 @@ def storage_of_path(path: str | os.PathLike[str]) -> CheckpointStorage:
 
 
 def storage_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> CheckpointStorage:
-    """The place of `path` in a backend that has this package's format; else as `any_storage_of`.
+    """The storage of `path`, for backends with meshwright's format.
 
     Raises:
         PluginError: no plugin registers that name.
-        UsageError: the backend has a format of its own.
+        UsageError: the backend has a format other than meshwright's.
     """
     storage = any_storage_of(path, backend)
     if isinstance(storage, ForeignStorage):
         raise UsageError(
-            f"backend {backend!r} has another format, for load() and save() only: load(path, backend={backend!r}), then save() "
-            "without it"
+            f"backend {backend!r} has another format, which only load() and save() can use: call load(path, backend={backend!r}), "
+            "then save() without it"
         )
     return storage
 
@@ -147,7 +147,7 @@ def storage_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> Checkpoi
 def any_storage_of(
     path: str | os.PathLike[str], backend: str = DEFAULT
 ) -> CheckpointStorage | ForeignStorage:
-    """The place of `path` in the backend of that name. Raises PluginError for a name that no plugin registers."""
+    """The storage of `path` in any backend. Raises PluginError for a name that no plugin registers."""
     if backend == DEFAULT:
         return storage_of_path(path)
     from meshwright_dtensor.plugins import BackendSpec, discover
@@ -157,5 +157,5 @@ def any_storage_of(
 
 
 def local_path(storage: CheckpointStorage) -> Path | None:
-    """Its directory, where it has one."""
+    """The directory of a storage, None if it has none."""
     return storage.path if isinstance(storage, DirectoryStorage) else None

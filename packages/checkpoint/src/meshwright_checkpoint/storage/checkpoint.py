@@ -1,4 +1,4 @@
-"""A checkpoint that is open for reading."""
+"""A checkpoint that is open for reading: manifest, tensors and files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from meshwright_checkpoint.storage.backend import CheckpointStorage
 
 
 class Checkpoint:
-    """A checkpoint of this package; close it, or use it as a context manager.
+    """An open checkpoint. Close it, or use it as a context manager.
 
     Attributes:
-        manifest: what it says of itself, checked.
-        tensors: key -> where its values are.
-        where: its path, for messages.
-        without_optimizer: why it has none, where it has none.
+        manifest: the checked manifest.
+        tensors: key -> where the values are stored.
+        where: the path, for messages.
+        without_optimizer: why the checkpoint has no optimizer, for messages.
 
     Raises:
-        CheckpointError: there is none.
-        CorruptError: its manifest is damaged.
+        CheckpointError: there is no checkpoint.
+        CorruptError: the manifest is damaged.
     """
 
     no_optimizer_reason: str = "none was saved"
@@ -46,7 +46,7 @@ class Checkpoint:
         )
 
     def file(self, name: str) -> ReadFile:
-        """See `Store`. Raises CorruptError where size or header are not those that were written."""
+        """See `Store`. Raises CorruptError if the size or the header differs from the manifest."""
         if name not in self._files:
             written = next(file for file in self.manifest.files if file.name == name)
             opened = self._storage.open(name)

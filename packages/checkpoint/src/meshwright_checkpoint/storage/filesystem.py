@@ -1,10 +1,11 @@
-"""Checkpoints in a file system: a directory that appears whole, by one rename, or not at all.
+"""Checkpoints in a file system: a directory that is committed by one rename.
 
-Everything is written into ``.<name>.partial-<id>`` beside the final directory and made durable; the manifest comes last; then
-the directory is renamed.  A lock file beside it, held by rank 0 while it saves, keeps other jobs away, and one inside it per
-rank tells whether that rank is alive: the system lets go of them when a process ends, however it ends.  So ranks need no
-collective call in the background, and whatever is killed when leaves at most a partial directory, which nobody reads and the
-next save removes.
+All files are written to the staging directory ``.<name>.partial-<id>`` next to the final one, and made durable. The
+manifest is written last. Then the staging directory is renamed.
+
+Rank 0 holds a lock file next to the directory during the save, which locks out other jobs. Each rank holds a lock file in
+the staging directory, which shows that it is alive. The system releases locks when a process ends. So the background
+save needs no collectives, and a killed save leaves at most a staging directory, which the next save removes.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ _FOREIGN = (
         ".metadata",
         'it is in the format of torch.distributed.checkpoint: mw.load(..., backend="dcp") reads it',
     ),
-    ("model.safetensors*", "it is a directory of from_pretrained, which mw.load takes for a model alone"),
+    (
+        "model.safetensors*",
+        "it is a from_pretrained directory: mw.load reads it for a model, without an optimizer",
+    ),
     (
         "pytorch_model*.bin",
-        "its weights are pickles, which are never read: write it anew with save_pretrained",
+        "its weights are pickles, which are never read: write them again with save_pretrained",
     ),
     (
         "data-*.safetensors",
-        "it has files of a checkpoint, and their manifest is gone: what they held cannot be known",
+        "it has files of a checkpoint without their manifest, so they cannot be read",
     ),
 )
 PARTIAL, DELETED, LOCK = ".partial-", ".deleted-", ".lock"
 
 
 class FileLock:
-    """A lock that ends with the process that holds it; children made by fork do not inherit it."""
+    """A lock that ends with its process. Forked children do not inherit it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd: int | None = None
 
     def take(self) -> bool:
-        """Take the lock; False where another process has it."""
+        """Take the lock; False if another process has it."""
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -63,16 +67,17 @@ class FileLock:
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                     self._fd = fd
                     return True
-            os.close(fd)  # its last holder has removed the file meanwhile
+            # the previous holder has removed the file in the meantime
+            os.close(fd)
 
     def write(self, text: str) -> None:
-        """Say who holds it."""
+        """Write the holder's description."""
         assert self._fd is not None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(), 0)
 
     def release(self) -> None:
-        """Let go, and remove the file."""
+        """Release the lock and remove the file."""
         if self._fd is not None:
             with suppress(OSError):
                 self.path.unlink()
@@ -81,7 +86,7 @@ class FileLock:
 
 
 def held_by_other(path: Path) -> bool:
-    """Whether another process that lives holds the lock file; False where there is none."""
+    """Whether another live process holds the lock file; False if there is no file."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -96,7 +101,7 @@ def held_by_other(path: Path) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Make what was created, renamed and removed in a directory durable."""
+    """Make the entries of a directory durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -105,8 +110,10 @@ def sync_directory(path: Path) -> None:
 
 
 class Reader:
-    """A file that parts are read of, from several threads. Through the system's cache one at a time: it reads ahead of one that
-    reads on, and two that take turns at it stop that. Around it (`read_pages`) all at once.
+    """A file that several threads read from.
+
+    Reads through the page cache go one at a time, because two interleaved readers stop the system's prefetching.
+    Direct reads (`read_pages`) run in parallel.
     """
 
     def __init__(self, path: Path, follow: bool = False) -> None:
@@ -126,11 +133,11 @@ class Reader:
         self._direct = None if follow else DirectReader(self._fd)
 
     def prefers_direct(self, offset: int, nbytes: int) -> bool:
-        """Whether `read_pages` is the faster way to these bytes."""
+        """Whether `read_pages` is faster for these bytes."""
         return self._direct is not None and self._direct.worthwhile(offset, nbytes)
 
     def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
-        """Read the pages that hold `nbytes` from `offset` on into `memory`, which starts with a page and has room for them."""
+        """Read the pages that contain `nbytes` from `offset` on into page-aligned `memory`."""
         start = offset // ALIGN * ALIGN
         try:
             done = 0 if self._direct is None else self._direct.read(memory, offset, nbytes)
@@ -140,7 +147,7 @@ class Reader:
             self.read_into(memory[done : offset - start + nbytes], start + done)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset`. Raises CorruptError where the file ends before."""
+        """Fill `buffer` from `offset` on. Raises CorruptError if the file is too short."""
         with self._turn:
             self._read_into(buffer, offset)
 
@@ -153,7 +160,7 @@ class Reader:
                 raise CorruptError(f"{self.where} cannot be read: {error.strerror}") from error
             if not count:
                 raise CorruptError(
-                    f"{self.where} ends at {offset + done} bytes, where more are expected: it is cut short"
+                    f"{self.where} is truncated: it ends at {offset + done} bytes, {len(buffer) - done} more are expected"
                 )
             done += count
 
@@ -163,7 +170,7 @@ class Reader:
 
 
 class DirectoryStorage:
-    """Where one checkpoint lies, or will: a directory.
+    """Storage of one checkpoint in a directory.
 
     Attributes:
         path: the final directory.
@@ -181,10 +188,10 @@ class DirectoryStorage:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def begin(self, save_id: str) -> None:
-        """Rank 0: take the lock, remove leftovers of killed saves, make the directory to write into.
+        """Rank 0: take the lock, remove leftovers of killed saves, create the staging directory.
 
         Raises:
-            CheckpointError: another job saves here, or there is a checkpoint (or anything else) already.
+            CheckpointError: another job saves here, or the path exists.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +200,7 @@ class DirectoryStorage:
             file = next((parent for parent in self.path.parents if parent.is_file()), None)
             why = error.strerror if file is None else f"{file} is a file"
             raise CheckpointError(
-                f"{self.where} cannot be made: {why}; save where a directory can be"
+                f"{self.where} cannot be created: {why}; save to a path where a directory can be created"
             ) from error
         if not free:
             raise CheckpointError(
@@ -213,7 +220,7 @@ class DirectoryStorage:
             raise
 
     def claim(self, save_id: str, rank: int) -> None:
-        """Every rank, once rank 0 has begun: show that this rank is alive."""
+        """Every rank, after `begin` on rank 0: show that this rank is alive."""
         self._staging = self._staging_path(save_id)
         if not self._staging.is_dir():
             raise CheckpointError(
@@ -228,14 +235,14 @@ class DirectoryStorage:
         return Writer(self._staging / name)
 
     def write_note(self, rank: int, data: bytes) -> None:
-        """Leave a note of this rank for rank 0."""
+        """Publish a note of this rank, for rank 0."""
         assert self._staging is not None
         path = self._staging / f"done-{rank}"
         path.with_suffix(".new").write_bytes(data)
         os.rename(path.with_suffix(".new"), path)
 
     def read_note(self, rank: int) -> bytes | None:
-        """The note of a rank, if it has left one. Raises CheckpointError where it has died without."""
+        """The note of a rank, None if there is none yet. Raises CheckpointError if the rank died before."""
         assert self._staging is not None
         path = self._staging / f"done-{rank}"
         if not path.exists():
@@ -245,7 +252,7 @@ class DirectoryStorage:
         return path.read_bytes()
 
     def commit(self, manifest: bytes) -> None:
-        """Rank 0, once all ranks are done: the manifest, and then the name."""
+        """Rank 0, after all ranks: write the manifest, then rename the directory."""
         assert self._staging is not None
         for pattern in ("done-*", "alive-*"):
             for note in self._staging.glob(pattern):
@@ -264,14 +271,14 @@ class DirectoryStorage:
             self._alive = None
 
     def finish(self) -> None:
-        """Rank 0, after `end`: remove what is left of a save that failed, and let others in."""
+        """Rank 0, after `end`: remove leftovers of a failed save and release the lock."""
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
         self._lock.release()
 
     def outcome(self, save_id: str) -> bool | None:
-        """For other ranks: True once the save is committed, False once it has failed, None as long as it goes on."""
+        """Other ranks. True: the save is committed. False: it failed. None: it is still running."""
         staging = self._staging_path(save_id)
         going = staging.exists() and held_by_other(self._lock.path)
         if (self.path / NAME).exists():
@@ -292,7 +299,7 @@ class DirectoryStorage:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
-        """Read and check the manifest. Raises CheckpointError where there is none, CorruptError where it is damaged."""
+        """Read and check the manifest. Raises CheckpointError if there is none, CorruptError if it is damaged."""
         path = self.path / NAME
         if not self.path.exists():
             near = did_you_mean(self.name, [storage.name for storage in self.parent().children()])
@@ -315,17 +322,17 @@ class DirectoryStorage:
         return Manifest.from_bytes(bytes(data), str(path))
 
     def open(self, name: str) -> Reader:
-        """A file of the checkpoint. Raises CorruptError where it is missing."""
+        """Open a file of the checkpoint. Raises CorruptError if it is missing."""
         return Reader(self.path / name)
 
     def nbytes(self, name: str) -> int | None:
-        """Size of a file, None where it is missing."""
+        """Size of a file, None if it is missing."""
         with suppress(OSError):
             return (self.path / name).stat().st_size
         return None
 
     def children(self) -> list[DirectoryStorage]:
-        """Directories in this one that have a manifest."""
+        """The checkpoints directly inside this directory."""
         try:
             paths = sorted(self.path.iterdir())
         except OSError:
@@ -333,18 +340,18 @@ class DirectoryStorage:
         return [DirectoryStorage(p) for p in paths if not p.name.startswith(".") and (p / NAME).is_file()]
 
     def parent(self) -> DirectoryStorage:
-        """Where its siblings are."""
+        """The directory that contains this one."""
         return DirectoryStorage(self.path.parent)
 
     def remove(self, save_id: str) -> None:
-        """Delete a whole checkpoint: out of sight first, so that nobody ever sees a part of it."""
+        """Delete a whole checkpoint. It is renamed first, so that readers never see a part of it."""
         hidden = self.path.parent / f".{self.name}{DELETED}{save_id}"
         with suppress(FileNotFoundError):
             os.rename(self.path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def clean(self) -> None:
-        """Remove what killed saves left among the siblings; saves that go on are left alone."""
+        """Remove leftovers of killed saves in the parent; running saves are not touched."""
         for left in self.path.parent.glob(f".*{DELETED}*"):
             shutil.rmtree(left, ignore_errors=True)
         for left in self.path.parent.glob(f".*{PARTIAL}*"):
@@ -360,7 +367,7 @@ class DirectoryStorage:
             lock.release()
 
     def _content_hint(self) -> str:
-        """What lies there instead."""
+        """What the directory holds instead of a checkpoint."""
         names = [storage.name for storage in self.children()]
         if names:
             return f"; it holds {', '.join(names[-3:])}: give one of them, or latest({self.where!r})"

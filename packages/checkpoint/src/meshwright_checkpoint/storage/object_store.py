@@ -1,7 +1,8 @@
-"""Checkpoints in object stores, or whatever fsspec reaches: there is no rename, so the manifest, written last, is the commit.
+"""Checkpoints in object stores, through fsspec. The manifest is written last, which is the commit.
 
-Objects are written under their final names; as long as there is no manifest there is no checkpoint.  Object stores have no locks
-that end with a process: ranks renew a small object every few seconds instead, and one that is not renewed for a minute is dead.
+Object stores have no rename, so objects are written under their final names. Without a manifest there is no checkpoint.
+They also have no locks that end with a process. Instead each rank renews a lease object every few seconds; a rank whose
+lease is not renewed for a minute is considered dead.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from meshwright_checkpoint.format.manifest import MAX_BYTES, NAME, Manifest
 from meshwright_dtensor.errors import UsageError
 
 RENEW_SECONDS = 5.0
-"""Seconds between two signs of life."""
+"""Seconds between renewals of a lease."""
 LEASE_SECONDS = 60.0
-"""Seconds after the last one until a process counts as dead."""
+"""Seconds after the last renewal until a process counts as dead."""
 RETRY_SECONDS = (0.05, 0.2, 1.0, 3.0)
-"""Seconds between looks at a sign of life that cannot be read."""
+"""Seconds between attempts to read a lease that is unreadable."""
 WORK = ".saving"
-"""What the objects of a save in progress begin with."""
+"""Prefix of the objects of a running save."""
 
 
-class Heartbeat:
-    """Renews an object until it is stopped."""
+class Lease:
+    """A lease object that a thread renews until it is stopped."""
 
     def __init__(self, fs: Any, path: str, text: str) -> None:
         self._fs, self._path, self._text = fs, path, text
@@ -45,11 +46,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
-            with suppress(OSError):  # one that is missed is made up for by the next
+            with suppress(OSError):  # the next renewal follows soon
                 self._renew()
 
     def stop(self) -> None:
-        """Stop, and remove the object."""
+        """Stop and remove the object."""
         self._stop.set()
         self._thread.join()
         with suppress(OSError):
@@ -57,26 +58,22 @@ class Heartbeat:
 
 
 def lease_holder(fs: Any, path: str) -> str | None:
-    """Who renews the object, None where nobody does."""
+    """Who holds the lease, None if nobody renews it."""
     for pause in (*RETRY_SECONDS, None):
         try:
             data = json.loads(fs.cat_file(path))
             return str(data["by"])[:100] if time.time() - float(data["time"]) < LEASE_SECONDS else None
         except FileNotFoundError:
             return None
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # not every store replaces an object at once: it is being renewed
+        # some stores do not replace an object atomically, so a renewal may be seen half written
+        except (OSError, ValueError, KeyError, TypeError):
             if pause is not None:
                 time.sleep(pause)
     return None
 
 
 class ObjectWriter:
-    """An object that is written in order; it appears when it is closed."""
+    """An object that is written sequentially. It appears when it is closed."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
@@ -87,7 +84,7 @@ class ObjectWriter:
         self._file.write(data)
 
     def close(self, durable: bool = True) -> None:
-        """Close; not `durable`: remove it."""
+        """Close. Without `durable` remove the object."""
         self._file.close()
         if not durable:
             with suppress(OSError):
@@ -95,7 +92,7 @@ class ObjectWriter:
 
 
 class ObjectReader:
-    """An object that ranges are read of."""
+    """An object that byte ranges are read from."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
@@ -106,14 +103,14 @@ class ObjectReader:
             raise CorruptError(f"{self.where} cannot be read: {type(error).__name__}") from error
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset`. Raises CorruptError where the object ends before."""
+        """Fill `buffer` from `offset` on. Raises CorruptError if the object is too short."""
         try:
             data = self._fs.cat_file(self._path, start=offset, end=offset + len(buffer))
         except (OSError, ValueError) as error:
             raise CorruptError(f"{self.where} cannot be read: {error}") from error
         if len(data) != len(buffer):
             raise CorruptError(
-                f"{self.where} ends at {offset + len(data)} bytes, where more are expected: it is cut short"
+                f"{self.where} is truncated: it ends at {offset + len(data)} bytes, {len(buffer) - len(data)} more are expected"
             )
         buffer[:] = data
 
@@ -122,27 +119,25 @@ class ObjectReader:
 
 
 class ObjectStorage:
-    """A checkpoint under a URL; see `places.Place`. Processes that save together must see the same store."""
+    """A checkpoint under a URL. Processes that save together must see the same store."""
 
     def __init__(self, url: str, fs: Any = None) -> None:
         if fs is None:
             try:
                 fs, url = fsspec.core.url_to_fs(url)
-            except (
-                ImportError,
-                ValueError,
-            ) as error:  # a protocol whose package is not installed, or that nobody knows
+            # the protocol is unknown, or its package is not installed
+            except (ImportError, ValueError) as error:
                 raise UsageError(f"{url} cannot be opened: {error}") from error
         self._fs = fs
         self._path = url.rstrip("/")
         self.where = str(fs.unstrip_protocol(self._path))
         self.name = posixpath.basename(self._path)
         self._work = ""
-        self._lock: Heartbeat | None = None
-        self._alive_lease: Heartbeat | None = None
+        self._lock: Lease | None = None
+        self._alive_lease: Lease | None = None
 
     def begin(self, save_id: str) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         lock = self._child_path(f"{WORK}-lock")
         holder = lease_holder(self._fs, lock)
         if holder is not None:
@@ -152,34 +147,35 @@ class ObjectStorage:
         if self._fs.exists(self._child_path(NAME)):
             raise CheckpointError(f"{self.where} exists already; save under another name, or remove it first")
         if self._fs.exists(self._path):
-            self._fs.rm(self._path, recursive=True)  # of a killed save
+            self._fs.rm(self._path, recursive=True)  # left by a killed save
         self._fs.makedirs(self._path, exist_ok=True)
-        self._lock = Heartbeat(self._fs, lock, save_id)
+        self._lock = Lease(self._fs, lock, save_id)
         if lease_holder(self._fs, lock) != save_id:
             raise CheckpointError(
                 f"another job has begun to save to {self.where}; save elsewhere, or wait for it"
             )
 
     def claim(self, save_id: str, rank: int) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         if lease_holder(self._fs, self._child_path(f"{WORK}-lock")) != save_id:
             raise CheckpointError(
-                f"rank {rank} does not see what rank 0 has written to {self.where}: use a store that all ranks see"
+                f"rank {rank} does not see the object that rank 0 has written to {self.where}: use a store that all ranks see"
             )
         self._work = self._child_path(f"{WORK}-{save_id}")
-        self._alive_lease = Heartbeat(self._fs, f"{self._work}-alive-{rank}", save_id)
+        self._alive_lease = Lease(self._fs, f"{self._work}-alive-{rank}", save_id)
 
     def writer(self, name: str) -> ObjectWriter:
-        """See Place."""
+        """See CheckpointStorage."""
         return ObjectWriter(self._fs, self._child_path(name))
 
     def write_note(self, rank: int, data: bytes) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         self._fs.pipe_file(f"{self._work}-done-{rank}", data)
 
     def read_note(self, rank: int) -> bytes | None:
-        """See Place."""
-        alive = lease_holder(self._fs, f"{self._work}-alive-{rank}")  # asked first: it may be done in between
+        """See CheckpointStorage."""
+        # read the lease first: the rank may finish in between
+        alive = lease_holder(self._fs, f"{self._work}-alive-{rank}")
         try:
             return bytes(self._fs.cat_file(f"{self._work}-done-{rank}"))
         except FileNotFoundError:
@@ -190,17 +186,17 @@ class ObjectStorage:
             return None
 
     def commit(self, manifest: bytes) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         self._fs.pipe_file(self._child_path(NAME), manifest)
 
     def end(self) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         if self._alive_lease is not None:
             self._alive_lease.stop()
             self._alive_lease = None
 
     def finish(self) -> None:
-        """See Place."""
+        """See CheckpointStorage."""
         if self._fs.exists(self._child_path(NAME)):
             for path in self._fs.ls(self._path, detail=False):
                 if posixpath.basename(path).startswith(f"{WORK}-") and "-done-" in path:
@@ -214,7 +210,7 @@ class ObjectStorage:
             self._lock = None
 
     def outcome(self, save_id: str) -> bool | None:
-        """See Place."""
+        """See CheckpointStorage."""
         going = lease_holder(self._fs, self._child_path(f"{WORK}-lock")) == save_id
         if self._fs.exists(self._child_path(NAME)):
             with suppress(CheckpointError):
@@ -223,7 +219,7 @@ class ObjectStorage:
         return None if going else False
 
     def manifest(self) -> Manifest:
-        """See Place."""
+        """See CheckpointStorage."""
         try:
             data = self._fs.cat_file(self._child_path(NAME), start=0, end=MAX_BYTES + 1)
         except FileNotFoundError:
@@ -235,17 +231,17 @@ class ObjectStorage:
         return Manifest.from_bytes(bytes(data), f"{self.where}/{NAME}")
 
     def open(self, name: str) -> ObjectReader:
-        """See Place."""
+        """See CheckpointStorage."""
         return ObjectReader(self._fs, self._child_path(name))
 
     def nbytes(self, name: str) -> int | None:
-        """See Place."""
+        """See CheckpointStorage."""
         with suppress(OSError, TypeError):
             return int(self._fs.size(self._child_path(name)))
         return None
 
     def children(self) -> Sequence[ObjectStorage]:
-        """See Place."""
+        """See CheckpointStorage."""
         try:
             paths = sorted(self._fs.ls(self._path, detail=False))
         except OSError:
@@ -254,17 +250,17 @@ class ObjectStorage:
         return [storage for storage in storages if self._fs.exists(f"{storage._path}/{NAME}")]
 
     def parent(self) -> ObjectStorage:
-        """See Place."""
+        """See CheckpointStorage."""
         return ObjectStorage(posixpath.dirname(self._path), self._fs)
 
     def remove(self, save_id: str) -> None:
-        """The manifest first: without it there is no checkpoint."""
+        """Remove the manifest first: without it there is no checkpoint."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._child_path(NAME))
             self._fs.rm(self._path, recursive=True)
 
     def clean(self) -> None:
-        """Leftovers have the name of the save that left them, and go when that is saved again."""
+        """Nothing to do: `begin` removes leftovers, which are under the final name."""
 
     def _child_path(self, name: str) -> str:
         return f"{self._path}/{name}"

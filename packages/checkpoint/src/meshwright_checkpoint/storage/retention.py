@@ -1,4 +1,4 @@
-"""Which checkpoints there are beside each other, which is the latest, and which may go."""
+"""List the checkpoints of a directory, find the latest, and remove old ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright_dtensor.errors import UsageError
 
 
 def manifest_if_complete(storage: CheckpointStorage) -> Manifest | None:
-    """The manifest of a checkpoint whose files are all there in full length; None where it is not whole."""
+    """The manifest, if all files exist with their full length; otherwise None."""
     try:
         manifest = storage.manifest()
     except CheckpointError:
@@ -21,24 +21,24 @@ def manifest_if_complete(storage: CheckpointStorage) -> Manifest | None:
 
 
 def checkpoints(path: str | os.PathLike[str]) -> list[str]:
-    """The whole checkpoints in the directory `path`, oldest first: by step, then by time of creation."""
+    """Complete checkpoints in the directory `path`, oldest first: by step, then by time of creation."""
     return [storage.where for storage, _ in _sorted(storage_of_path(path))]
 
 
 def latest(path: str | os.PathLike[str]) -> str | None:
-    """The path of the latest whole checkpoint in the directory `path`, None where there is none.
+    """The path of the latest complete checkpoint in the directory `path`, None if there is none.
 
-    Found by looking, never from a pointer that could be stale: what a killed save has left does not count.
+    It lists the directory, without a pointer file that could be stale. Leftovers of killed saves do not count.
 
     Raises:
-        UsageError: the path is that of a checkpoint, or of a file: a run would begin anew, unseen.
+        UsageError: the path is a checkpoint or a file. None would restart the run without notice.
     """
     storage = storage_of_path(path)
     directory = local_path(storage)
     if directory is not None and (directory.is_file() or (directory / NAME).is_file()):
         what = "a file" if directory.is_file() else "a checkpoint itself"
         raise UsageError(
-            f"latest() looks in a directory of checkpoints, and {storage.where} is {what}; give what it is in"
+            f"latest() needs a directory of checkpoints, and {storage.where} is {what}; pass its parent directory"
         )
     paths = checkpoints(path)
     return paths[-1] if paths else None
@@ -58,7 +58,7 @@ def _sorted(parent: CheckpointStorage) -> list[tuple[CheckpointStorage, Manifest
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep; see `save`. None keeps everything."""
+    """Which checkpoints to keep; see `save`. None keeps all."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -69,16 +69,14 @@ class Retention:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(
-                    f"{name}={value!r} is no positive number; give at least 1, or None to keep everything"
+                    f"{name}={value!r} is not a positive integer; pass at least 1, or None to keep everything"
                 )
         if keep_every is not None and keep_last is None:
-            raise UsageError(
-                f"keep_every={keep_every} says what to keep beyond keep_last; give keep_last too"
-            )
+            raise UsageError(f"keep_every={keep_every} only adds to keep_last; pass keep_last too")
         return cls(keep_last, keep_every)
 
     def apply(self, committed: CheckpointStorage) -> None:
-        """Remove what is not to be kept beside `committed`, which is committed. Checkpoints without a step are left alone."""
+        """Remove old checkpoints in the parent of `committed`. Checkpoints without a step are kept."""
         if self.keep_last is None:
             return
         steps = [(storage, m) for storage, m in _sorted(committed.parent()) if m.step is not None]
