@@ -1,4 +1,4 @@
-"""A backend of a third party: checkpoints under one folder, each below the name of its user."""
+"""A third-party backend: directories with the suffix "-of-acme"."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WIDTH, HIDDEN, CLASSES = 16, 36, 9
 
 
 class Block(nn.Module):
-    """Two linear layers, one of them fused of two parts, a norm with buffers, and a tied weight."""
+    """Two linear layers, one of two fused parts, a norm with buffers, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def mesh_parameter(full: torch.Tensor, mesh: Any, state: Any) -> Any:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    """Steps with gradients that need no forward pass: what is checked is that states go their way."""
+    """Optimizer steps with artificial gradients, without a forward pass."""
     for step in range(steps):
         for number, parameter in enumerate(model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.1 * (number + 1) * (step + 1)) + parameter.detach()
@@ -109,11 +109,11 @@ def whole(value: Any) -> Any:
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Every global value of model and optimizer, by name."""
-    found = {name: whole(value) for name, value in model.state_dict(keep_vars=True).items()}
+    values = {name: whole(value) for name, value in model.state_dict(keep_vars=True).items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}/{key}"] = whole(value)
-    return found
+            values[f"{name}/{key}"] = whole(value)
+    return values
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""For every line on stdin: fork a process that saves one step after the other until it is killed, and say its number.
+"""For every line on stdin: fork a process that saves one step after the other until it is killed, and print its pid.
 
 python saving_forever.py FOLDER.  A fork costs milliseconds, a process that imports torch seconds.
 """
@@ -16,10 +16,10 @@ from meshwright_checkpoint.io import direct_write
 
 
 def save_steps(folder: str, number: int) -> None:
-    """Save for ever; once the first save is on its way, say so."""
-    found = latest(folder)
-    assert found is not None
-    step = int(Path(found).name.removeprefix("step-"))
+    """Print the pid, then save until killed."""
+    path = latest(folder)
+    assert path is not None
+    step = int(Path(path).name.removeprefix("step-"))
     if number % 3:  # else files are too short to be written around the page cache
         direct_write.CHUNK, direct_write.LARGE = 256 << 10, 64 << 10
     print(os.getpid(), flush=True)

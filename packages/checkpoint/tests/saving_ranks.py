@@ -1,4 +1,4 @@
-"""For every line "KIND RANK" on stdin: fork two ranks that save one step after the other together, and say their numbers.
+"""For every line "KIND RANK" on stdin: fork two ranks that save one step after the other together, and print their pids.
 
 python saving_ranks.py FOLDER.  KIND "full" or "error" makes RANK's writes fail after a random number of bytes, as a full disk and
 a broken one do; with "kill" they go on until they are killed.  The ranks are waited for before the next line is read.
@@ -30,13 +30,13 @@ CODES = {"full": (28, "No space left on device"), "error": (5, "Input/output err
 
 def save_steps(folder: str, rank: int, number: int, kind: str, begun: int) -> None:
     """Save until killed, or until a save fails."""
-    meeting = str(Path(folder).parent / f"meet-{number}")
+    store_path = str(Path(folder).parent / f"meet-{number}")
     dist.init_process_group(
-        "gloo", store=FileStore(meeting, 2), rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        "gloo", store=FileStore(store_path, 2), rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
-    found = latest(folder)
-    assert found is not None
-    step = int(Path(found).name.removeprefix("step-"))
+    path = latest(folder)
+    assert path is not None
+    step = int(Path(path).name.removeprefix("step-"))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     if kind in CODES:
         fail_after(random.Random(number).randrange(20 << 20), kind)

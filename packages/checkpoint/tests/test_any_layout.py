@@ -1,4 +1,4 @@
-"""Any layout saves and any layout loads: plain tensors, FSDP2, tensor parallelism, both, and runs."""
+"""Save in any layout and load in any layout: plain, FSDP2, tensor parallel, both, and permuted."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def loaded(rank: int, size: int, paths: list[str], layout: str) -> list[dict[str
     for path in paths:
         assert load(path, model=model, optimizer=optimizer)["layout"]
         result.append(everything(model, optimizer))
-    train(model, optimizer)  # the states are ones that the optimizer can go on with
+    train(model, optimizer)  # the optimizer can go on with the states
     assert optimizer.param_groups[0]["lr"] == 0.01
     return [*result, everything(model, optimizer)]
 
 
-def test_every_layout_reads_every_layout(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_every_layout_loads_every_layout(rank_pool: RankPool, tmp_path: Path) -> None:
     paths, values = [], []
     for layout, size in LAYOUTS:
         paths.append(str(tmp_path / f"{layout}-{size}"))
@@ -50,8 +50,8 @@ def test_every_layout_reads_every_layout(rank_pool: RankPool, tmp_path: Path) ->
     train(model, optimizer, 1)
     assert not differences(everything(model, optimizer), values[0])
     for layout, size in LAYOUTS:
-        for found in rank_pool.run(size, loaded, paths, layout):
-            for path, value, there in zip(paths, values, found, strict=False):
+        for results in rank_pool.run(size, loaded, paths, layout):
+            for path, value, there in zip(paths, values, results, strict=False):
                 assert not differences(value, there), f"{path} into {layout} on {size} ranks"
 
 
@@ -64,14 +64,14 @@ def refuses_overlap(rank: int, size: int, path: str) -> str:
     return "saved"
 
 
-def test_ranks_that_contradict_each_other(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_save_rejects_different_shapes_on_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
     for text in rank_pool.run(2, refuses_overlap, str(tmp_path / "x")):
         assert text.startswith("UsageError: model/weight has shape [4, 4]") or "rank" in text, text
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_work_is_shared(size: int, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_share_the_writing(size: int, rank_pool: RankPool, tmp_path: Path) -> None:
     sizes = rank_pool.run(size, written, str(tmp_path / "x"))[0]
     assert len(sizes) == size
     assert max(sizes) <= 1.05 * sum(sizes) / size
@@ -100,7 +100,7 @@ def streams(rank: int, size: int, path: str, private: bool, loads: bool) -> list
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_random_streams(private: bool, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_random_streams_are_restored(private: bool, rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
     drawn = rank_pool.run(2, streams, path, private, False)
     assert rank_pool.run(2, streams, path, private, True) == drawn

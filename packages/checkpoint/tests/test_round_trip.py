@@ -1,4 +1,4 @@
-"""One process: what is saved comes back, what does not fit is refused with the whole list, and nothing is changed then."""
+"""Save and load in one process; a checkpoint that does not fit raises with all names and changes nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def put(path: Path, steps: int = 1, **options: Any) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_load_restores_everything(tmp_path: Path) -> None:
     extra = {
         "epoch": 3,
         "floats": (0.1, float("inf")),
@@ -63,7 +63,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         extra={**extra, "s": scheduler.state_dict()},
     )
     drawn = torch.rand(3), random.random()
-    with torch.no_grad():  # the values of the call are saved, not those of the time of writing
+    with torch.no_grad():  # the save must have the values at the time of the call
         for parameter in model.parameters():
             parameter.zero_()
     handle.wait()
@@ -76,7 +76,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
 
 
-def test_what_lies_on_the_disk(tmp_path: Path) -> None:
+def test_files_of_a_checkpoint(tmp_path: Path) -> None:
     put(tmp_path / "x")
     assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["data-00000.safetensors", "manifest.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
@@ -87,10 +87,10 @@ def test_what_lies_on_the_disk(tmp_path: Path) -> None:
     length = header_length(data[:8], len(data), "x")
     entries, metadata = read_header(data[: 8 + length], len(data), "x")
     assert entries.keys() == manifest.tensors.keys() and metadata["checkpoint"] == manifest.id
-    assert all(entries[key].offset == one.parts[0].offset for key, one in manifest.tensors.items())
+    assert all(entries[key].offset == stored.parts[0].offset for key, stored in manifest.tensors.items())
 
 
-def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_mismatch_lists_all_names_and_changes_nothing(tmp_path: Path) -> None:
     put(tmp_path / "x")
     model: Any = Block()
     model.first = nn.Linear(16, 35)
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> N
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
-def test_a_part_a_cast_and_leniency(tmp_path: Path) -> None:
+def test_load_with_only_cast_and_strict(tmp_path: Path) -> None:
     value = put(tmp_path / "x")
     model: Any = Block().double()
     first = model.first.weight.clone()
@@ -133,13 +133,13 @@ def test_a_part_a_cast_and_leniency(tmp_path: Path) -> None:
         match=r"in part. not in the checkpoint \(2\): added.weight.*not in the model \(\d\): head",
     ) as warned:
         load(tmp_path / "x", model=model, strict=False)
-    assert [one.filename for one in warned] == [__file__]
+    assert [warning.filename for warning in warned] == [__file__]
     with warnings.catch_warnings(action="error"), pytest.raises(CheckpointError, match="loaded in part"):
         load(tmp_path / "x", model=model, strict=False)
     assert torch.equal(model.first.weight, value["first.weight"])
 
 
-def test_nothing_in_common_is_no_load(tmp_path: Path) -> None:
+def test_load_rejects_model_without_common_names(tmp_path: Path) -> None:
     save(tmp_path / "x", model=build("plain"), asynchronous=False)
     other = torch.nn.Linear(3, 3)
     before = other.weight.clone()
@@ -162,7 +162,7 @@ def test_nothing_in_common_is_no_load(tmp_path: Path) -> None:
             save(tmp_path / "y", model=other, step=step)  # type: ignore[arg-type]
 
 
-def test_where_no_checkpoint_can_be_is_said(tmp_path: Path) -> None:
+def test_invalid_path_is_named_in_error(tmp_path: Path) -> None:
     model = build("plain")
     (tmp_path / "file").write_text("x")
     with pytest.raises(
@@ -188,7 +188,7 @@ def test_where_no_checkpoint_can_be_is_said(tmp_path: Path) -> None:
         ("name", "strict=False ignores missing"),
     ],
 )
-def test_a_mismatch_names_what_helps_and_nothing_else(change: str, advice: str, tmp_path: Path) -> None:
+def test_mismatch_names_only_the_fix_that_applies(change: str, advice: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     save(tmp_path / "x", model=model, optimizer=torch.optim.AdamW(model.parameters()), asynchronous=False)
     other: nn.Module = nn.Linear(5 if change == "shape" else 4, 3)
@@ -196,11 +196,11 @@ def test_a_mismatch_names_what_helps_and_nothing_else(change: str, advice: str, 
     optimizer = torch.optim.SGD(other.parameters()) if change == "class" else None
     with pytest.raises(MismatchError) as refused:
         load(tmp_path / "x", model=other, optimizer=optimizer)
-    said = str(refused.value).rpartition(". ")[2]
-    assert advice in said and said.count(";") == 0
+    fix = str(refused.value).rpartition(". ")[2]
+    assert advice in fix and fix.count(";") == 0
 
 
-def test_leniency_leaves_an_optimizer_alone_that_was_not_saved(tmp_path: Path) -> None:
+def test_load_not_strict_keeps_optimizer_that_was_not_saved(tmp_path: Path) -> None:
     model, saved = build("plain"), build("plain", 1)
     save(tmp_path / "x", model=saved, asynchronous=False)
     optimizer = adam(model)
@@ -212,7 +212,7 @@ def test_leniency_leaves_an_optimizer_alone_that_was_not_saved(tmp_path: Path) -
     assert optimizer.state_dict()["state"].keys() == state.keys()
 
 
-def test_groups_go_by_name(tmp_path: Path) -> None:
+def test_optimizer_groups_match_by_parameter_name(tmp_path: Path) -> None:
     def grouped(turn: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model: Any = Block()
         groups = [
@@ -247,10 +247,10 @@ def in_two_groups(model: nn.Module, *decays: float) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("saved_in_two", [False, True])
 @pytest.mark.parametrize("loaded_in_two", [False, True])
-def test_groups_take_the_options_that_their_parameters_were_saved_with(
+def test_groups_take_options_saved_with_their_parameters(
     saved_in_two: bool, loaded_in_two: bool, tmp_path: Path
 ) -> None:
-    """Whatever the groups were and are, and whatever their options are now: a schedule may be anywhere."""
+    """For any grouping at save and load, and any present options."""
     model: Any = Block()
     saved = (
         in_two_groups(model, 0.2, 0.2)
@@ -265,7 +265,7 @@ def test_groups_take_the_options_that_their_parameters_were_saved_with(
     assert its.state.keys() == saved.state.keys()
 
 
-def test_groups_are_not_joined_that_were_saved_with_other_options(tmp_path: Path) -> None:
+def test_load_rejects_joined_groups_with_different_options(tmp_path: Path) -> None:
     model: Any = Block()
     saved = in_two_groups(model, 0.1, 0.2)
     train(model, saved)
@@ -278,7 +278,7 @@ def test_groups_are_not_joined_that_were_saved_with_other_options(tmp_path: Path
 
 
 def parts_of_groups(rank: int, world_size: int, directory: str) -> list[list[float]]:
-    """Ranks that have a part of the parameters each, and of a group none, as pipeline stages do."""
+    """Each rank has a part of the parameters, as a pipeline stage; rank 0 has none of the second group."""
     torch.manual_seed(3)
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
 
@@ -298,26 +298,24 @@ def parts_of_groups(rank: int, world_size: int, directory: str) -> list[list[flo
     train_on.backward()  # type: ignore[union-attr]
     optimizer.step()
     save(directory, model=part, optimizer=optimizer, asynchronous=False)
-    found = []
+    rates = []
     for only in (None, "0.*", "1.weight"):
         part, optimizer = of_stage(rank, 7.0)
         load(directory, model=part, optimizer=optimizer, only=only)
-        found.append([group["lr"] for group in optimizer.param_groups])
-    return found
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    return rates
 
 
-def test_ranks_that_have_parts_of_a_group_agree_about_its_options(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    found, others = rank_pool.run(2, parts_of_groups, str(tmp_path / "x"))
-    assert found == others
-    whole, none, second = found
+def test_ranks_with_parts_of_a_group_agree_on_its_options(rank_pool: RankPool, tmp_path: Path) -> None:
+    rates, others = rank_pool.run(2, parts_of_groups, str(tmp_path / "x"))
+    assert rates == others
+    whole, none, second = rates
     assert whole == [0.1, 0.2], "rank 0 has no parameter of the second group"
     assert none == [7.0, 14.0], "the first group is loaded whole on rank 0 only"
     assert second == [7.0, 0.2]
 
 
-def test_a_part_of_the_optimizer_goes_with_a_part_of_the_model(tmp_path: Path) -> None:
+def test_load_only_restores_optimizer_states_of_the_part(tmp_path: Path) -> None:
     model: Any = Block()
     optimizer = adam(model)
     train(model, optimizer)
@@ -328,12 +326,12 @@ def test_a_part_of_the_optimizer_goes_with_a_part_of_the_model(tmp_path: Path) -
     load(tmp_path / "x", model=other, optimizer=its, only="head.*")
     state = optimizer.state[model.head.weight]
     assert torch.equal(its.state[other.head.weight]["exp_avg"], state["exp_avg"])
-    assert other.first.weight not in its.state, "what was not asked for is left as it is"
+    assert other.first.weight not in its.state, "other parameters are unchanged"
     assert [group["lr"] for group in its.param_groups] == [optimizer.param_groups[0]["lr"], 7.0]
 
 
 class Counting(nn.Linear):
-    """A module with a state that is no tensor."""
+    """A module with extra state that is not a tensor."""
 
     calls = 0
 
@@ -344,7 +342,7 @@ class Counting(nn.Linear):
         self.calls = state["calls"] + int(state["last"].sum())
 
 
-def test_extra_states_of_modules(tmp_path: Path) -> None:
+def test_extra_states_of_modules_are_restored(tmp_path: Path) -> None:
     model = nn.Sequential(Counting(2, 2))
     model[0].calls = 5  # type: ignore[assignment]
     save(tmp_path / "x", model=model, asynchronous=False)
@@ -353,7 +351,7 @@ def test_extra_states_of_modules(tmp_path: Path) -> None:
     assert other[0].calls == 7
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+def test_save_rejects_unsupported_values(tmp_path: Path) -> None:
     model, optimizer = trained()
     with pytest.raises(UnsupportedError, match=r"extra\.a\.1 is of type object"):
         save(tmp_path / "x", model=model, extra={"a": [1, object()]})
@@ -371,18 +369,18 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         load(tmp_path, model=model)
 
 
-def test_the_latest_is_found_and_old_ones_go(tmp_path: Path) -> None:
+def test_latest_is_found_and_old_checkpoints_are_removed(tmp_path: Path) -> None:
     for step in range(1, 8):
         put(tmp_path / f"step-{step}", keep_last=2, keep_every=3)
     assert [Path(p).name for p in checkpoints(tmp_path)] == ["step-3", "step-6", "step-7"]
-    (tmp_path / "step-9").mkdir()  # not whole: no manifest
+    (tmp_path / "step-9").mkdir()  # incomplete: no manifest
     data = tmp_path / "step-7" / "data-00000.safetensors"
     data.write_bytes(data.read_bytes()[:-1])
     assert latest(tmp_path) == str(tmp_path / "step-6")
     assert latest(tmp_path / "nowhere") is None
 
 
-def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
+def test_failed_save_raises_at_next_save_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from meshwright_checkpoint.io import direct_write
@@ -398,7 +396,9 @@ def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
         with pytest.raises(CheckpointError, match="No space left"):
             handle.wait()
         assert repr(handle) == f"SaveHandle('{tmp_path}/step-2', failed)"
-        handle = save(tmp_path / "step-2", model=model)  # what has been raised is not raised again
+        handle = save(
+            tmp_path / "step-2", model=model
+        )  # wait() has raised the error, so it is not raised again
         while not handle.done:
             time.sleep(0.01)
     with pytest.raises(
@@ -409,7 +409,7 @@ def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
 
 
-def test_leftovers_are_cleaned_and_saves_of_others_are_not(tmp_path: Path) -> None:
+def test_save_removes_leftovers_of_killed_saves(tmp_path: Path) -> None:
     for name in (".step-1.partial-0a", ".step-0.partial-0b", ".step-0.deleted-0c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "data-00000.safetensors").write_bytes(b"half")
@@ -417,12 +417,12 @@ def test_leftovers_are_cleaned_and_saves_of_others_are_not(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1"]
 
 
-def test_it_is_imported_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_without_sched_getaffinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS and Windows have none
     assert 2 <= runpy.run_path(store.__file__)["reader_threads"](1) <= 4
 
 
-def test_json_of_the_manifest_is_plain(tmp_path: Path) -> None:
+def test_manifest_is_plain_json(tmp_path: Path) -> None:
     put(tmp_path / "x", extra={"nan": float("nan")})
     text = (tmp_path / "x" / "manifest.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

@@ -38,7 +38,7 @@ def run(*arguments: object) -> tuple[Any, str]:
     return result.return_value, result.output
 
 
-def test_inspect(saved: Path) -> None:
+def test_inspect_shows_tensors_and_parts(saved: Path) -> None:
     _, text = run("inspect", saved)
     assert (
         "Block: step 4" in text
@@ -67,15 +67,15 @@ def test_inspect(saved: Path) -> None:
         run("inspect", saved.parent / "step-44")
 
 
-def test_what_lies_there_instead_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
-    def said(path: Path) -> str:
+def test_inspect_names_foreign_content(saved: Path, tmp_path: Path) -> None:
+    def error_text(path: Path) -> str:
         with pytest.raises(CheckpointError) as error:
             run("inspect", path)
         return str(error.value)
 
-    assert f"is a file, and a checkpoint is a directory; give {saved}" in said(saved / "manifest.json")
+    assert f"is a file, and a checkpoint is a directory; give {saved}" in error_text(saved / "manifest.json")
     torch.save({}, tmp_path / "model.pt")
-    assert "pickles, as torch.save writes them, are never read" in said(tmp_path / "model.pt")
+    assert "pickles, as torch.save writes them, are never read" in error_text(tmp_path / "model.pt")
     for name, hint in {
         ".metadata": 'backend="dcp"',
         "model.safetensors.index.json": "mw.load reads it for a model, without an optimizer",
@@ -86,8 +86,8 @@ def test_what_lies_there_instead_of_a_checkpoint(saved: Path, tmp_path: Path) ->
         folder = tmp_path / f"of {name}"
         folder.mkdir()
         (folder / name).write_bytes(b"")
-        assert hint in said(folder) and "no checkpoint" in said(folder)
-    assert said(tmp_path / "of notes.txt").endswith("it has no manifest.json")
+        assert hint in error_text(folder) and "no checkpoint" in error_text(folder)
+    assert error_text(tmp_path / "of notes.txt").endswith("it has no manifest.json")
 
 
 def test_inspect_names_extra(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_inspect_names_extra(tmp_path: Path) -> None:
         assert f"\nextra: {shown}\n" in run("inspect", path)[1]
 
 
-def test_reshard_for_a_plan_of_tied_names_and_of_another_model(saved: Path, tmp_path: Path) -> None:
+def test_reshard_accepts_tied_names_and_rejects_other_plan(saved: Path, tmp_path: Path) -> None:
     def plan(pattern: str) -> Path:
         rules = (ParameterRule(pattern=pattern, placement={"tp": "S(0)"}),)
         ParallelPlan(world_size=2, degrees={"tp": 2}, parameters=rules).save(tmp_path / "plan.json")
@@ -158,7 +158,7 @@ def test_verify_finds_damage_and_diff_differences(saved: Path, tmp_path: Path) -
     )
 
 
-def test_diff_exits_as_diff_does(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diff_exit_codes(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("diff", saved, saved) == (0, "the checkpoints hold the same\n")
     assert run("diff", saved, saved, "--json") == (0, "[]\n")
     run("reshard", saved, tmp_path / "torn", "--ranks", 2)
@@ -172,12 +172,14 @@ def test_diff_exits_as_diff_does(saved: Path, tmp_path: Path, monkeypatch: pytes
         assert trouble.value.exit_code == 2
 
     problems = {"not yours": PermissionError("not yours"), "ValueError: odd": ValueError("odd")}
-    for said, problem in problems.items():
+    for error_text, problem in problems.items():
         for stopped in ("meshwright_checkpoint.convert.verify.compare", "click.echo"):
             with monkeypatch.context() as patch, pytest.raises(CheckpointError) as refused:
                 patch.setattr(stopped, Mock(side_effect=problem, return_value=[]))
                 run("diff", saved, saved)
-            assert f"could not be compared: {said}" in str(refused.value) and refused.value.exit_code == 2
+            assert (
+                f"could not be compared: {error_text}" in str(refused.value) and refused.value.exit_code == 2
+            )
 
 
 def test_export(saved: Path, tmp_path: Path) -> None:

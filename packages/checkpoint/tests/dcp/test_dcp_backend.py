@@ -33,7 +33,7 @@ def torch_writes(rank: int, size: int, path: str, flat: bool) -> dict[str, Any]:
     model = build("fsdp")
     optimizer = adam(model)
     train(model, optimizer)
-    found = everything(model, optimizer)
+    values = everything(model, optimizer)
     if flat:  # as torchtitan does: the model's names at the top
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         _, states = get_state_dict(model, optimizer, options=options)
@@ -42,7 +42,7 @@ def torch_writes(rank: int, size: int, path: str, flat: bool) -> dict[str, Any]:
         parameters, states = get_state_dict(model, optimizer)
         state = {"model": parameters, "optim": states, "train_state": {"step": 7, "seen": torch.arange(3)}}
     dcp.save(state, checkpoint_id=path)
-    return found
+    return values
 
 
 def we_read(
@@ -58,13 +58,15 @@ def we_read(
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_what_torch_writes_loads_in_any_layout(flat: bool, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_dcp_load_reads_torch_checkpoint_in_any_layout(
+    flat: bool, rank_pool: RankPool, tmp_path: Path
+) -> None:
     path = str(tmp_path / "torch")
     (want, *_) = rank_pool.run(2, torch_writes, path, flat)
     for size, layouts in LAYOUTS.items():
-        for told in rank_pool.run(size, we_read, path, layouts):
-            for found, extra, lr in told:
-                assert not differences(want, found)
+        for results in rank_pool.run(size, we_read, path, layouts):
+            for values, extra, lr in results:
+                assert not differences(want, values)
                 assert extra["train_state"]["step"] == 7 and lr == 0.01
                 assert flat or extra["train_state"]["seen"].tolist() == [0, 1, 2]
 
@@ -91,7 +93,7 @@ def we_write(rank: int, size: int, folder: str, layouts: tuple[str, ...]) -> lis
 
 
 class Counting(torch.nn.Module):
-    """Has extra state."""
+    """A module with extra state."""
 
     def get_extra_state(self) -> int:
         return 3
@@ -109,9 +111,9 @@ def refused(rank: int, size: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_are_told_what_one_cannot_save(rank_pool: RankPool, tmp_path: Path) -> None:
-    for said in rank_pool.run(2, refused, str(tmp_path), timeout=30):
-        assert "counting._extra_state cannot be saved in torch's format" in said
+def test_dcp_save_error_raises_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    for message in rank_pool.run(2, refused, str(tmp_path), timeout=30):
+        assert "counting._extra_state cannot be saved in torch's format" in message
     assert not os.listdir(tmp_path)
 
 
@@ -127,14 +129,14 @@ def torch_reads(rank: int, size: int, folder: str, layouts: list[str]) -> list[d
     return result
 
 
-def test_torch_reads_what_we_write(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_torch_reads_dcp_save(rank_pool: RankPool, tmp_path: Path) -> None:
     want = {}
     for size, layouts in LAYOUTS.items():
         written = rank_pool.run(size, we_write, str(tmp_path), layouts)[0]
         want.update(zip(layouts, written, strict=True))
-    assert sorted(os.listdir(tmp_path)) == sorted(want)  # nothing is left beside them
-    for found in rank_pool.run(2, torch_reads, str(tmp_path), list(want)):
-        for layout, values in zip(want, found, strict=True):
+    assert sorted(os.listdir(tmp_path)) == sorted(want)  # no leftovers
+    for results in rank_pool.run(2, torch_reads, str(tmp_path), list(want)):
+        for layout, values in zip(want, results, strict=True):
             assert not differences(want[layout], values), layout
 
 
@@ -155,7 +157,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("where", ["metadata", "tensor", "value"])
-def test_a_hostile_pickle_is_never_run(where: str, tmp_path: Path) -> None:
+def test_dcp_load_never_runs_pickle(where: str, tmp_path: Path) -> None:
     harm = tmp_path / "harm"
     path = tmp_path / "torch"
     model = build("plain")
@@ -177,7 +179,7 @@ def test_a_hostile_pickle_is_never_run(where: str, tmp_path: Path) -> None:
     assert not harm.exists()
 
 
-def test_nothing_but_our_error_comes_of_damage(tmp_path: Path) -> None:
+def test_damaged_dcp_metadata_raise_checkpoint_error_only(tmp_path: Path) -> None:
     path = tmp_path / "torch"
     model = build("plain")
     saved_by_torch({"model": model.state_dict()}, path=path)
@@ -202,7 +204,7 @@ def test_nothing_but_our_error_comes_of_damage(tmp_path: Path) -> None:
             safe_loads(data, "here")
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_dcp_load_names_missing_parts(tmp_path: Path) -> None:
     model = build("plain")
     with pytest.raises(CheckpointError, match=r"has no \.metadata"):
         load(tmp_path, model=model, backend="dcp")

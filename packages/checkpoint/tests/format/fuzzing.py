@@ -1,8 +1,8 @@
-"""Coverage-guided fuzzing of all that reads what others have written: only errors of this package may come, in little memory.
+"""Coverage-guided fuzzing of all parsers of stored data: they may raise only errors of this package, in little memory.
 
 python fuzzing.py [-max_total_time=60] [libFuzzer's options].  Needs atheris (`pip install atheris`); the tests run it for a minute.
-Takes turns: a manifest with a right digest, raw bytes of a manifest, the header of a safetensors file, a pickle of
-torch.distributed.checkpoint, a value of the user's.
+The inputs are manifests with a correct digest, raw manifests, safetensors headers, pickles of
+torch.distributed.checkpoint, and user values.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ RIGHT = json.dumps(
 
 
 def sealed(body: bytes) -> bytes:
-    """With the right digest, which a fuzzer would never find."""
+    """Add the correct digest, which a fuzzer would never find."""
     return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
 
 
 def spliced(data: bytes) -> bytes:
-    """A manifest of which a stretch is replaced by what the fuzzer makes up."""
+    """A valid manifest with a range replaced by fuzzer input."""
     at, length = int.from_bytes(data[:2], "little") % len(RIGHT), data[2] if len(data) > 2 else 0
     return RIGHT[:at] + data[3:] + RIGHT[at + length :]
 
 
-def one(data: bytes) -> None:
-    """One input for one of the readers."""
+def parse(data: bytes) -> None:
+    """Give one input to one of the parsers."""
     if not data:
         return
     kind, data = data[0] % 6, data[1:]
@@ -79,14 +79,14 @@ def one(data: bytes) -> None:
         elif kind == 4:
             safe_loads(data, "here")
         else:
-            with suppress(ValueError, RecursionError):  # no JSON
+            with suppress(ValueError, RecursionError):  # invalid JSON
                 value = json.loads(data)
                 decode(value, refuse_tensor)
 
 
 def main() -> None:
-    Manifest.from_bytes(sealed(RIGHT), "here")  # what is mutated is right
-    atheris.Setup([sys.argv[0], "-rss_limit_mb=2048", "-max_total_time=60", *sys.argv[1:]], one)
+    Manifest.from_bytes(sealed(RIGHT), "here")  # the unmodified manifest is valid
+    atheris.Setup([sys.argv[0], "-rss_limit_mb=2048", "-max_total_time=60", *sys.argv[1:]], parse)
     atheris.Fuzz()
 
 

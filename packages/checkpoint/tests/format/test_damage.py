@@ -1,4 +1,4 @@
-"""Never wrong: what is damaged, cut short, exchanged or made up is told, by our own error, with the tensor's name."""
+"""Damaged, truncated, swapped or invented files raise an error of this package that names the tensor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy", dirs_exist_ok=True))
 
 
-def test_every_flipped_bit_is_seen(saved: Path, tmp_path: Path) -> None:
+def test_load_detects_every_flipped_bit(saved: Path, tmp_path: Path) -> None:
     take(saved)
     path = copied(saved, tmp_path)
     rng = random.Random(0)
@@ -67,7 +67,7 @@ def test_every_flipped_bit_is_seen(saved: Path, tmp_path: Path) -> None:
     take(path)
 
 
-def test_cut_and_exchanged_files_are_seen(saved: Path, tmp_path: Path) -> None:
+def test_load_detects_truncated_and_swapped_files(saved: Path, tmp_path: Path) -> None:
     path, other = copied(saved, tmp_path), tmp_path / "other"
     put(other, seed=3)
     data = "data-00000.safetensors"
@@ -102,7 +102,7 @@ class Bomb:
 BOMB = os.path.join(tempfile.gettempdir(), f"meshwright-test-bomb-{os.getpid()}")
 
 
-def test_a_pickle_is_never_opened(saved: Path, tmp_path: Path) -> None:
+def test_load_never_opens_pickle(saved: Path, tmp_path: Path) -> None:
     path = copied(saved, tmp_path)
     for name in ("data.pt", "extra.pkl", ".metadata", "pytorch_model.bin", "optimizer.pt"):
         (path / name).write_bytes(pickle.dumps(Bomb()))
@@ -115,7 +115,7 @@ def test_a_pickle_is_never_opened(saved: Path, tmp_path: Path) -> None:
 
 
 def sealed(data: Any) -> bytes:
-    """A manifest with a right checksum, whatever it says."""
+    """Any manifest, with a correct checksum."""
     body = json.dumps({k: v for k, v in data.items() if k != "sha256"})[1:].encode()
     return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
 
@@ -136,7 +136,7 @@ values = st.recursive(
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_made_up_manifests_raise_our_errors_only(
+def test_random_manifest_raises_meshwright_errors_only(
     saved: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     manifest = json.loads((saved / "manifest.json").read_bytes())
@@ -167,7 +167,7 @@ def test_made_up_manifests_raise_our_errors_only(
         torch.set_rng_state(state)
 
 
-def test_hostile_manifests(saved: Path, tmp_path: Path) -> None:
+def test_hostile_manifest_is_rejected(saved: Path, tmp_path: Path) -> None:
     path = copied(saved, tmp_path)
     for raw in (b"", b"{}", b"[" * 100_000, b'{"sha256": "' + b"0" * 64 + b'",\n', b"\xff" * 100):
         (path / "manifest.json").write_bytes(raw)
@@ -186,12 +186,12 @@ def test_hostile_manifests(saved: Path, tmp_path: Path) -> None:
             take(path)
 
 
-def test_the_checksum_sees_what_changes() -> None:
+def test_checksum_detects_changed_words() -> None:
     generator = random.Random(1)
     data = bytearray(generator.randbytes(BLOCK + 1003))
     first = block_sums(memoryview(data))
     assert len(first) == 64
-    for _ in range(200):  # one bit, and the top bits of two words, which one plain sum would not see
+    for _ in range(200):  # one bit, and the top bits of two words, which a plain sum would miss
         a, b = generator.randrange(BLOCK // 8), generator.randrange(BLOCK // 8)
         same_row, same_column = a // COLUMNS * COLUMNS + b % COLUMNS, a % COLUMNS + b // COLUMNS * COLUMNS
         for places in (
@@ -209,8 +209,8 @@ def test_the_checksum_sees_what_changes() -> None:
 
 
 @pytest.mark.parametrize("sector", [512, 4096])
-def test_the_checksum_sees_sectors_in_each_others_place(sector: int) -> None:
-    """Of a block in which every sector adds up to the same: rows tell them apart only where they cross, columns always do."""
+def test_checksum_detects_swapped_sectors(sector: int) -> None:
+    """In a block of sectors with equal sums, row sums detect few swaps and column sums all."""
     block = np.zeros((BLOCK // sector, sector // 8), dtype=np.uint64)
     generator = random.Random(2)
     ones = [generator.randrange(sector // 8) for _ in block]
@@ -226,8 +226,8 @@ def test_the_checksum_sees_sectors_in_each_others_place(sector: int) -> None:
     assert seen > 200
 
 
-def test_what_the_checksum_cannot_see() -> None:
-    """Four words at the corners of rows and columns that make up for each other: the document says so."""
+def test_checksum_misses_cancelling_changes_of_four_words() -> None:
+    """Changes of four words at the corners of two rows and columns cancel, as documented."""
     table = np.arange(BLOCK // 8, dtype=np.uint64)
     changed = table.copy()
     for row, column, by in ((3, 5, 9), (3, 70, -9), (8, 5, -9), (8, 70, 9)):
@@ -238,11 +238,11 @@ def test_what_the_checksum_cannot_see() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 771, 8 * COLUMNS, 8 * COLUMNS + 5, 30_001])
-def test_the_checksum_is_the_one_in_the_document(nbytes: int) -> None:
+def test_checksum_equals_documented_definition(nbytes: int) -> None:
     """docs/checkpoints.md, in plain Python."""
     data = random.Random(nbytes).randbytes(nbytes)
     words = [int.from_bytes(data[at : at + 8].ljust(8, b"\0"), "little") for at in range(0, len(data), 8)]
     columns = [sum(words[at::2053]) % 2**64 for at in range(2053)]
     rows = [sum(words[at : at + 2053]) % 2**64 for at in range(0, len(words), 2053)]
-    sums = b"".join(one.to_bytes(8, "little") for one in columns + rows)
+    sums = b"".join(total.to_bytes(8, "little") for total in columns + rows)
     assert block_sums(memoryview(data)) == hashlib.blake2b(sums, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""What is not in the system's cache is read around it: the same bytes, the same errors, whatever the shapes."""
+"""Direct reads of uncached files: the same bytes and the same errors as cached reads, for any shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NBYTES = 3 * LARGE + 1234
 
 
 def forget(path: Path) -> None:
-    """Out of the system's cache."""
+    """Drop a file from the page cache."""
     fd = os.open(path, os.O_RDWR)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> tuple[Path, bytes]:
 
 
 class Calls:
-    """Stands for os.preadv: bytes read around the cache and through it."""
+    """Replaces os.preadv: counts direct and cached bytes, and injects errors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wrong: int = 0, short: int = 0) -> None:
         self.around = self.through = 0
@@ -69,7 +69,7 @@ class Calls:
     ("offset", "nbytes"), [(0, NBYTES), (4097, 2 * LARGE), (5, NBYTES - 5), (ALIGN, LARGE), (12, LARGE + 1)]
 )
 @pytest.mark.parametrize(("wrong", "short"), [(0, 0), (errno.EINVAL, 0), (0, 5 * ALIGN), (0, 1024)])
-def test_the_same_bytes(
+def test_read_pages_returns_file_bytes(
     offset: int,
     nbytes: int,
     wrong: int,
@@ -91,7 +91,7 @@ def test_the_same_bytes(
         assert calls.through > nbytes - ALIGN
 
 
-def test_errors_are_told(file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_errors_are_raised(file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = file
     reader = Reader(path)
     memory = bytes_of_tensor(aligned_memory(2 * NBYTES))
@@ -103,13 +103,13 @@ def test_errors_are_told(file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPat
     reader.close()
 
 
-def test_what_is_in_the_cache_is_read_from_there(file: tuple[Path, bytes]) -> None:
+def test_cached_pages_are_read_from_the_cache(file: tuple[Path, bytes]) -> None:
     path, data = file
     fd = os.open(path, os.O_RDONLY)
     around = DirectReader(fd)
     assert around.worthwhile(0, NBYTES) and not around.worthwhile(0, LARGE - 1)
-    assert around.worthwhile(0, NBYTES)  # to ask reads nothing
-    assert not around.worthwhile(0, NBYTES + 1)  # the file is shorter: who reads it says so
+    assert around.worthwhile(0, NBYTES)  # the question reads nothing
+    assert not around.worthwhile(0, NBYTES + 1)  # the file is shorter, which the read reports
     assert os.pread(fd, NBYTES, 0) == data
     assert not around.worthwhile(0, NBYTES)
     os.close(fd)
@@ -119,7 +119,7 @@ def test_what_is_in_the_cache_is_read_from_there(file: tuple[Path, bytes]) -> No
     followed.close()
 
 
-def test_a_load_goes_around_the_cache(
+def test_load_bypasses_the_cache(
     file: tuple[Path, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {"odd": (1003, 701), "pages": (1024, 1024), "more": (5, 3), "halves": (1001, 1001)}

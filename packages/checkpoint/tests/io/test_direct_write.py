@@ -1,4 +1,4 @@
-"""Files that are written in order: the same bytes around the page cache and through it, and errors are told."""
+"""Sequential writes, direct and through the page cache: correct bytes, and errors are raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KNOWS = hasattr(os, "O_DIRECT")
 
 
 class Calls:
-    """Stands for os.pwrite: how much was written around the cache and through it, and what goes wrong."""
+    """Replaces os.pwrite: counts direct and cached bytes, and injects errors."""
 
     def __init__(self, wrong: str = "") -> None:
         self.around = self.through = 0
@@ -48,14 +48,14 @@ class Calls:
 
 
 def writes_of(rng: random.Random, file: memoryview) -> list[memoryview]:
-    """The file in pieces; some lie aligned in memory as in the file, others do not."""
-    found, at = [], 0
+    """The file in pieces; some have the same alignment in memory as in the file, others do not."""
+    pieces, at = [], 0
     while at < len(file):
         count = rng.choice([1, 100, ALIGN, ALIGN + 1, LARGE, LARGE + 4097, CHUNK, 2 * CHUNK + 5])
         piece = file[at : at + count]
-        found.append(piece if rng.random() < 0.7 else memoryview(bytes(piece)))
+        pieces.append(piece if rng.random() < 0.7 else memoryview(bytes(piece)))
         at += count
-    return found
+    return pieces
 
 
 def put(path: Path, pieces: list[memoryview]) -> None:
@@ -78,7 +78,7 @@ def file() -> memoryview:
 
 @pytest.mark.parametrize("wrong", ["", "short", "EINVAL", "EFAULT"])
 @pytest.mark.parametrize("seed", range(2))
-def test_the_same_bytes(
+def test_writer_writes_given_bytes(
     seed: int, wrong: str, file: memoryview, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls(wrong)
@@ -89,7 +89,7 @@ def test_the_same_bytes(
         assert calls.through
 
 
-def test_through_the_cache_where_the_file_system_has_nothing_else(
+def test_write_uses_cache_without_direct_writes(
     file: memoryview, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls()
@@ -99,7 +99,7 @@ def test_through_the_cache_where_the_file_system_has_nothing_else(
     assert (tmp_path / "x").read_bytes() == file and calls.around == 0
 
 
-def test_what_is_large_goes_around_the_cache(
+def test_large_files_bypass_the_cache(
     file: memoryview, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "probe").touch()
@@ -118,10 +118,10 @@ def test_what_is_large_goes_around_the_cache(
         pieces = [file[:100], file[100:nbytes]] if around else [memoryview(bytes(file[:nbytes]))]
         put(tmp_path / f"{nbytes}", pieces)
         assert (calls.around > nbytes - ALIGN) == around
-        assert sum(copied) <= 2 * most  # the rest was written from where it lies
+        assert sum(copied) <= 2 * most  # the rest was written without a copy
 
 
-def test_an_error_is_told(file: memoryview, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_error_is_raised(file: memoryview, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", Calls("full"))
     for pieces in ([file], [file[: CHUNK + ALIGN]], [memoryview(bytes(file[: CHUNK + 5]))]):
         with pytest.raises(OSError, match="No space left"):
@@ -136,7 +136,7 @@ save(sys.argv[1] + "/step-1", model=model)
 """
 
 
-def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
+def test_process_finishes_save_before_exit(tmp_path: Path) -> None:
     done: Any = subprocess.run(
         [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -156,15 +156,15 @@ direct_write.Writer.write = full
 )
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_what_nobody_was_told_is_said_as_the_process_ends(asked: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("waited", [False, True])
+def test_unreported_save_error_is_printed_at_exit(waited: bool, tmp_path: Path) -> None:
     code = FAILS
-    if asked:
+    if waited:
         code = (
             FAILS.replace("\nsave(", "\nhandle = save(") + "try:\n    handle.wait()\nexcept Exception: pass\n"
         )
     done: Any = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert ("step-1 failed: [Errno 28] No space left on device" in done.stderr) is not asked
+    assert ("step-1 failed: [Errno 28] No space left on device" in done.stderr) is not waited
     assert latest(tmp_path) is None

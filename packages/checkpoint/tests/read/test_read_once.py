@@ -1,4 +1,4 @@
-"""Ranks of one machine read what several of them want once, and hand it on; what goes wrong on one reaches all."""
+"""Ranks of one machine read shared bytes once and copy them to the others. An error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def reads(rank: int, size: int, path: str, dim: int | None, alone: bool) -> int:
     model = model_of(size, dim, False)
     meet, check, read = loading.connect_node_peers, SharedRead._check, []
 
-    def counted(self: Any, portion: Any, data: Any) -> None:
-        read.append(portion.nbytes)
-        check(self, portion, data)
+    def counted(self: Any, chunk: Any, data: Any) -> None:
+        read.append(chunk.nbytes)
+        check(self, chunk, data)
 
     SharedRead._check = counted  # type: ignore[method-assign]
     if alone:
@@ -71,17 +71,19 @@ def reads(rank: int, size: int, path: str, dim: int | None, alone: bool) -> int:
 
 
 @pytest.mark.parametrize(("size", "dim"), [(2, 1), (4, None)])
-def test_a_machine_reads_once(size: int, dim: int | None, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_machine_reads_shared_bytes_once(
+    size: int, dim: int | None, rank_pool: RankPool, tmp_path: Path
+) -> None:
     path = str(tmp_path / "x")
     rank_pool.run(2, put, path)
     counts = rank_pool.run(size, reads, path, dim, False)
     assert sum(counts) == NBYTES
     assert max(counts) < 1.35 * NBYTES / size + (1 << 20)
-    assert sum(rank_pool.run(size, reads, path, dim, True)) > 1.7 * NBYTES  # what it would be without
+    assert sum(rank_pool.run(size, reads, path, dim, True)) > 1.7 * NBYTES  # without sharing
 
 
 def reads_around(rank: int, size: int, path: str, large: bool) -> tuple[int, int]:
-    """Bytes read around the system's cache, right into memory that others take from, and beside it."""
+    """Bytes of direct reads into shared memory, and into private memory."""
     for file in Path(path).iterdir():
         fd = os.open(file, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -92,13 +94,13 @@ def reads_around(rank: int, size: int, path: str, large: bool) -> tuple[int, int
         shared_read.LARGE_PAGES_NBYTES,
         shared_read.collapse_to_large_pages,
     )
-    into, beside = [0], [0]
+    shared, private = [0], [0]
 
-    def counted(self: Any, portion: Any, file: Any, memory: torch.Tensor) -> torch.Tensor:
+    def counted(self: Any, chunk: Any, file: Any, memory: torch.Tensor) -> torch.Tensor:
         slots = self._memories[self._me]
         inside = slots.data_ptr() <= memory.data_ptr() < slots.data_ptr() + slots.numel()
-        (into if inside else beside).append(portion.nbytes)
-        return fetch(self, portion, file, memory)
+        (shared if inside else private).append(chunk.nbytes)
+        return fetch(self, chunk, file, memory)
 
     SharedRead._fetch_direct, shared_read.LARGE_PAGES_NBYTES = counted, 0  # type: ignore[method-assign]
     if not large:
@@ -111,19 +113,19 @@ def reads_around(rank: int, size: int, path: str, large: bool) -> tuple[int, int
             worth,
             pages,
         )  # type: ignore[method-assign]
-    return sum(into), sum(beside)
+    return sum(shared), sum(private)
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_disks_read_right_into_what_is_handed_on(large: bool, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_direct_reads_go_into_shared_large_pages(large: bool, rank_pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "x"
     rank_pool.run(2, put, str(path))
-    found = rank_pool.run(2, reads_around, str(path), large)
-    into, beside = (sum(one[side] for one in found) for side in (0, 1))
-    if not into + beside:
+    counts = rank_pool.run(2, reads_around, str(path), large)
+    shared, private = (sum(count[side] for count in counts) for side in (0, 1))
+    if not shared + private:
         pytest.skip("the file system of temporary files cannot be read around the cache")
-    assert into + beside > 0.7 * NBYTES  # what is smaller than a MiB comes through the cache
-    assert (beside if large and large_pages() else into) == 0
+    assert shared + private > 0.7 * NBYTES  # smaller reads use the cache
+    assert (private if large and large_pages() else shared) == 0
 
 
 def large_pages() -> bool:
@@ -133,15 +135,15 @@ def large_pages() -> bool:
     memory = shared_memory(fd, HUGE)
     other = shared_memory(fd, HUGE)
     os.close(fd)
-    found = collapse_to_large_pages(memory)
+    supported = collapse_to_large_pages(memory)
     memory[:] = 7
     assert bool((other == 7).all())
     assert not collapse_to_large_pages(memory[1:]) and not collapse_to_large_pages(memory[: HUGE - 1])
-    return found
+    return supported
 
 
 def fails(rank: int, size: int, path: str, how: str) -> str:
-    """What a load says of which one rank fails."""
+    """The error of a load during which one rank fails."""
     model = model_of(size, 1, False)
     preadv = os.preadv
 
@@ -153,7 +155,7 @@ def fails(rank: int, size: int, path: str, how: str) -> str:
         return preadv(fd, buffers, offset)
 
     if how != "damage":
-        os.preadv = failing  # through the cache and around it
+        os.preadv = failing  # cached and direct reads
     try:
         load(path, model=model)
     except CheckpointError as error:
@@ -163,24 +165,24 @@ def fails(rank: int, size: int, path: str, how: str) -> str:
     return "loaded"
 
 
-def test_what_fails_on_one_rank_reaches_all(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_read_error_on_one_rank_raises_on_all(rank_pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "x"
     rank_pool.run(2, put, str(path))
-    said = rank_pool.run(4, fails, str(path), "error")
-    assert all("Input/output error" in text for text in said)
-    assert sum("rank 1 failed" in text for text in said) == 3
+    messages = rank_pool.run(4, fails, str(path), "error")
+    assert all("Input/output error" in text for text in messages)
+    assert sum("rank 1 failed" in text for text in messages) == 3
     data = path / "data-00001.safetensors"
     with open(data, "r+b") as file:
         file.seek(data.stat().st_size - 1)
         file.write(b"\x7f")
-    said = rank_pool.run(2, fails, str(path), "damage")
-    assert all(re.search("the stored values of model/(odd|long|small) are damaged", text) for text in said), (
-        said
-    )
-    assert [text.split(":")[0] for text in said] == [CorruptError.__name__] * 2
+    messages = rank_pool.run(2, fails, str(path), "damage")
+    assert all(
+        re.search("the stored values of model/(odd|long|small) are damaged", text) for text in messages
+    ), messages
+    assert [text.split(":")[0] for text in messages] == [CorruptError.__name__] * 2
 
 
-def test_a_rank_that_dies_ends_the_load(tmp_path: Path) -> None:
+def test_killed_rank_ends_the_load(tmp_path: Path) -> None:
     with RankPool(grace=20.0) as pool:
         pool.run(2, put, str(tmp_path / "x"))
         with pytest.raises(RankError, match="SIGKILL"):

@@ -1,4 +1,4 @@
-"""Who reads what: all that is wanted, every block once, shared evenly."""
+"""Read plan: all wanted bytes, every block once, shared evenly."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def cut(array: np.ndarray, box: Box) -> np.ndarray:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(one=boxed(st.integers(1, 5)), data=st.data())
-def test_a_stretch_of_an_array_in_boxes(one: tuple[list[int], Box], data: st.DataObject) -> None:
-    shape, box = one
+@given(shape_and_box=boxed(st.integers(1, 5)), data=st.data())
+def test_boxes_in_range_cover_a_flat_range(shape_and_box: tuple[list[int], Box], data: st.DataObject) -> None:
+    shape, box = shape_and_box
     low = data.draw(st.integers(0, prod(shape)))
     high = data.draw(st.integers(low, prod(shape)))
     numbers = np.arange(prod(shape)).reshape(shape)
-    found = [cut(numbers, part) for part in boxes_in_range(shape, box, low, high)]
+    parts = [cut(numbers, part) for part in boxes_in_range(shape, box, low, high)]
     wanted = [x for x in cut(numbers, box) if low <= x < high]
-    assert [int(x) for part in found for x in part] == wanted
+    assert [int(x) for part in parts for x in part] == wanted
     whole = cut(numbers, box)
     assert flat_range(shape, box) == (whole[0], whole[-1] + 1)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(shape=st.lists(st.integers(1, 130), min_size=3, max_size=3), data=st.data())
-def test_every_block_is_read_once(shape: list[int], data: st.DataObject) -> None:
+def test_read_plan_reads_every_block_once(shape: list[int], data: st.DataObject) -> None:
     itemsize = data.draw(st.sampled_from([1, 2, 8]))
     numbers = np.arange(prod(shape)).reshape(shape)
     boxes = []
@@ -69,7 +69,7 @@ def test_every_block_is_read_once(shape: list[int], data: st.DataObject) -> None
         assert sorted(taken) == there.tolist()
 
 
-def test_what_several_want_is_dealt_evenly() -> None:
+def test_read_plan_balances_shared_chunks() -> None:
     stored = [StoredRange("f", at * 40 * BLOCK, 40 * BLOCK) for at in range(3)]
     all_of_it = [(at * STEP, (at + 1) * STEP) for at in range(20)]
     wants = [{stored[0]: all_of_it, stored[1]: all_of_it}, {stored[1]: all_of_it}, {stored[1]: all_of_it}]
@@ -77,4 +77,8 @@ def test_what_several_want_is_dealt_evenly() -> None:
     for p in plan_reads(wants, STEP):
         assert p.consumers == ((0,) if p.stored == stored[0] else (0, 1, 2))
         loads[p.reader] += p.nbytes
-    assert loads == [40 * BLOCK, 20 * BLOCK, 20 * BLOCK]  # who has to read its own reads nothing for others
+    assert loads == [
+        40 * BLOCK,
+        20 * BLOCK,
+        20 * BLOCK,
+    ]  # member 0 has its own chunks, so it reads none for others

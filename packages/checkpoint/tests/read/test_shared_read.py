@@ -1,4 +1,4 @@
-"""Several fill what they want from one store, each block read once; threads stand for the ranks of a machine."""
+"""Shared reads from one store, each block read once. Threads act as the ranks of a machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 class Gathering(Ranks):
-    """Threads that gather as ranks do."""
+    """Gathers between threads, as ranks do."""
 
     def __init__(self, rank: int, size: int, told: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.told, self.barrier = rank, size, told, barrier
@@ -43,9 +43,9 @@ class Gathering(Ranks):
         """See Ranks."""
         self.told[self.rank] = value
         self.barrier.wait(20)
-        found = list(self.told)
+        values = list(self.told)
         self.barrier.wait(20)
-        return found
+        return values
 
 
 class Memory:
@@ -94,16 +94,16 @@ def _halves(shape: tuple[int, ...]) -> list[Box]:
 
 
 def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
-    """What `work` returns, or raises, on each of so many threads."""
+    """The result or the error of `work` on each of `size` threads."""
     told: list[Any] = [None] * size
     barrier = threading.Barrier(size)
-    found: list[Any] = [None] * size
+    results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            found[rank] = work(Gathering(rank, size, told, barrier))
+            results[rank] = work(Gathering(rank, size, told, barrier))
         except Exception as error:
-            found[rank] = error
+            results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -111,16 +111,16 @@ def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
-    return found
+    return results
 
 
 def boxes_of(rng: random.Random, shape: tuple[int, ...]) -> list[Box]:
-    found: list[Box] = []
+    boxes: list[Box] = []
     for _ in range(rng.randrange(3)):
         if 0 not in shape:
             starts = [rng.randrange(size) for size in shape]
-            found.append(tuple((at, rng.randint(1, n - at)) for at, n in zip(starts, shape, strict=True)))
-    return [*found, whole_box(shape)] if rng.random() < 0.3 else found
+            boxes.append(tuple((at, rng.randint(1, n - at)) for at, n in zip(starts, shape, strict=True)))
+    return [*boxes, whole_box(shape)] if rng.random() < 0.3 else boxes
 
 
 def wanted_by(rng: random.Random, store: Memory) -> list[Wanted]:
@@ -133,12 +133,12 @@ def wanted_by(rng: random.Random, store: Memory) -> list[Wanted]:
 
 @contextmanager
 def joined(ranks: Ranks) -> Iterator[NodePeers | None]:
-    neighbours = connect_node_peers(ranks, "test", slots_nbytes)
+    peers = connect_node_peers(ranks, "test", slots_nbytes)
     try:
-        yield neighbours
+        yield peers
     finally:
-        if neighbours is not None:
-            neighbours.close()
+        if peers is not None:
+            peers.close()
 
 
 def check(store: Memory, wanted: list[Wanted]) -> None:
@@ -148,16 +148,16 @@ def check(store: Memory, wanted: list[Wanted]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_boxes_of_any_kind(dtype: torch.dtype, size: int) -> None:
+def test_shared_read_fills_any_boxes(dtype: torch.dtype, size: int) -> None:
     store = Memory(dtype)
 
     def work(ranks: Ranks) -> None:
         rng = random.Random(ranks.rank)
         for _ in range(3):
             wanted = wanted_by(rng, store)
-            with joined(ranks) as neighbours:
-                assert (neighbours is None) == (size == 1)
-                read(store, wanted, neighbours)
+            with joined(ranks) as peers:
+                assert (peers is None) == (size == 1)
+                read(store, wanted, peers)
             check(store, wanted)
 
     assert together(size, work) == [None] * size
@@ -169,14 +169,14 @@ def columns(ranks: Ranks, store: Memory) -> list[Wanted]:
     return [Wanted("even", box, torch.zeros(rows, width // ranks.size))]
 
 
-def test_each_block_is_read_once() -> None:
+def test_shared_read_reads_each_block_once() -> None:
     store = Memory(torch.float32)
     nbytes = 4 * 512 * 4096
 
     def work(ranks: Ranks) -> None:
         wanted = columns(ranks, store)
-        with joined(ranks) as neighbours:
-            read(store, wanted, neighbours)
+        with joined(ranks) as peers:
+            read(store, wanted, peers)
         check(store, wanted)
 
     def alone(ranks: Ranks) -> None:
@@ -188,46 +188,48 @@ def test_each_block_is_read_once() -> None:
     assert store.read == 5 * nbytes
 
 
-def test_who_loads_something_else_is_no_neighbour() -> None:
+def test_ranks_that_load_another_checkpoint_are_not_peers() -> None:
     def work(ranks: Ranks) -> list[int]:
-        found = connect_node_peers(ranks, f"checkpoint {ranks.rank % 2}", slots_nbytes)
-        assert found is not None
-        with closing(found):
-            return found.ranks
+        peers = connect_node_peers(ranks, f"checkpoint {ranks.rank % 2}", slots_nbytes)
+        assert peers is not None
+        with closing(peers):
+            return peers.ranks
 
     assert together(5, work) == [[0, 2, 4], [1, 3], [0, 2, 4], [1, 3], [0, 2, 4]]
 
 
-def test_damage_is_told_to_all() -> None:
+def test_damage_raises_on_all_peers() -> None:
     store = Memory(torch.float32)
     store.broken = 100
 
     def work(ranks: Ranks) -> None:
-        with joined(ranks) as neighbours:
-            SharedRead(store, columns(ranks, store), neighbours, 2).run()
+        with joined(ranks) as peers:
+            SharedRead(store, columns(ranks, store), peers, 2).run()
 
-    found = together(3, work)
-    assert [type(error) for error in found] == [CorruptError] * 3  # so that all can load another one
-    assert all("the stored values of even are damaged" in str(error) for error in found)
-    assert str(found[1]).startswith("rank 0 failed: CorruptError")
+    errors = together(3, work)
+    assert [type(error) for error in errors] == [
+        CorruptError
+    ] * 3  # all ranks can load another checkpoint then
+    assert all("the stored values of even are damaged" in str(error) for error in errors)
+    assert str(errors[1]).startswith("rank 0 failed: CorruptError")
 
 
-def test_one_that_is_gone_ends_it_for_all() -> None:
+def test_closed_peer_ends_the_read_on_all() -> None:
     store = Memory(torch.float32)
 
     def work(ranks: Ranks) -> None:
-        with joined(ranks) as neighbours:
-            if ranks.rank != 1:  # it leaves: as the system closes its sockets when a process dies
-                SharedRead(store, columns(ranks, store), neighbours, 2).run()
+        with joined(ranks) as peers:
+            if ranks.rank != 1:  # rank 1 closes its sockets, as if its process died
+                SharedRead(store, columns(ranks, store), peers, 2).run()
 
-    found = together(3, work)
-    assert found[1] is None
-    for error in (found[0], found[2]):
+    errors = together(3, work)
+    assert errors[1] is None
+    for error in (errors[0], errors[2]):
         assert isinstance(error, CheckpointError) and "rank 1 failed" in str(error)
 
 
 class Paged(Memory):
-    """A store that can be read around the system's cache; counts how often it is asked whether to."""
+    """A store with direct reads; records the calls of prefers_direct."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -246,7 +248,7 @@ class Paged(Memory):
 
 
 @pytest.mark.parametrize("stretch, asks", [(shared_read.CACHE_PROBE_NBYTES, 1), (2 * BLOCK, 4)])
-def test_the_way_is_asked_for_once_in_a_stretch(
+def test_page_cache_is_probed_once_per_range(
     monkeypatch: pytest.MonkeyPatch, stretch: int, asks: int
 ) -> None:
     monkeypatch.setattr(shared_read, "CHUNK", 2 * BLOCK)

@@ -1,4 +1,4 @@
-"""State that goes from one layout to another in memory: what is sent, what is freed, how much memory it takes."""
+"""In-memory reshard: sent bytes, freed memory, and peak memory."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def from_each_to_each(rank: int, size: int) -> dict[str, list[str]]:
             train(model, optimizer)
             optimizer.zero_grad()
             before = everything(model, optimizer)
-            brought = LiveState.of(model, optimizer)
+            state = LiveState.of(model, optimizer)
             other = build(target, seed=1)
-            moved = brought.move_into(other, optimizer)
-            found = differences(before, everything(other, optimizer))
-            if source == target and moved.sent:
-                found.append(f"{moved.sent} bytes were sent for nothing")
-            if found:
-                wrong[f"{source} -> {target}"] = found
+            stats = state.move_into(other, optimizer)
+            differing = differences(before, everything(other, optimizer))
+            if source == target and stats.sent:
+                differing.append(f"{stats.sent} bytes were sent for nothing")
+            if differing:
+                wrong[f"{source} -> {target}"] = differing
     return wrong
 
 
-def test_from_each_layout_to_each(rank_pool: RankPool) -> None:
+def test_reshard_from_each_layout_to_each(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(4, from_each_to_each, timeout=120):
         assert not wrong
 
@@ -60,14 +60,14 @@ def only_what_changes_its_owner(rank: int, size: int) -> tuple[int, bool, int]:
     want = {"w": part(target, first, rows)} if rows else {}
     local = have["w"].local
     if rank == 3:
-        local.numpy()  # whose storage cannot be resized then
+        local.numpy()  # makes the storage non-resizable
     moved = transfer(have, want, {"w": local})
     left = local.untyped_storage().nbytes()
     assert not have
     return moved.sent, bool(torch.equal(target, whole[first : first + rows])), left
 
 
-def test_only_what_changes_its_owner_is_sent(rank_pool: RankPool) -> None:
+def test_transfer_sends_nothing_that_target_has(rank_pool: RankPool) -> None:
     assert rank_pool.run(4, only_what_changes_its_owner) == [(0, True, 0)] * 4
 
 
@@ -79,13 +79,13 @@ def sent_to_the_other(rank: int, size: int) -> tuple[int, bool]:
     return moved.sent, bool(torch.equal(target, whole[2 * rank : 2 * rank + 6]))
 
 
-def test_the_bytes_that_are_sent_are_those_that_lack(rank_pool: RankPool) -> None:
+def test_transfer_sends_only_missing_bytes(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, sent_to_the_other) == [(2 * 4096, True)] * 2
 
 
 def refused(rank: int, size: int) -> list[str]:
     whole = torch.zeros(8, 1024)
-    told = []
+    messages = []
     for have, want in (
         ({}, {"w": part(whole, 0, 8)}),
         ({"w": part(whole[:4], 0, 4)}, {"w": part(whole, 0, 8)}),
@@ -96,25 +96,25 @@ def refused(rank: int, size: int) -> list[str]:
     ):
         with pytest.raises(MismatchError) as caught:
             transfer(have, want)
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
     model = build("plain")
     optimizer = adam(model)
     next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
     with pytest.raises(UsageError, match="has a gradient"):
         LiveState.of(model, optimizer)
     optimizer.zero_grad()
-    brought = LiveState.of(model, optimizer)
+    state = LiveState.of(model, optimizer)
     other = torch.optim.SGD(model.parameters()) if rank else optimizer
     with pytest.raises(UsageError, match="different optimizers"):
-        brought.move_into(build("plain"), other)
+        state.move_into(build("plain"), other)
     more = build("plain")
     more.register_buffer("more", torch.zeros(1))
     with pytest.raises(MismatchError, match="model/more"):
-        brought.check(more, optimizer)  # before anything is let go
-    return told
+        state.check(more, optimizer)  # before anything is freed
+    return messages
 
 
-def test_what_cannot_be_moved_is_told(rank_pool: RankPool) -> None:
+def test_transfer_rejects_missing_and_mismatched_tensors(rank_pool: RankPool) -> None:
     missing, partly, other = rank_pool.run(2, refused)[0]
     assert "missing (1): w" in missing
     assert "its parts on all ranks hold 4096 of its 8192 elements" in partly
@@ -122,7 +122,7 @@ def test_what_cannot_be_moved_is_told(rank_pool: RankPool) -> None:
 
 
 def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
-    """(most memory beside what is held before and after, bytes of one new part), going from rows to columns."""
+    """(peak of extra memory, bytes of one new shard) of a reshard from rows to columns."""
     freed_goes_back()
     half = rows // 2
     have, want = {}, {}
@@ -147,8 +147,8 @@ def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
     return taken, 4 * rows * half
 
 
-def test_memory_is_bounded(rank_pool: RankPool) -> None:
+def test_transfer_memory_is_bounded(rank_pool: RankPool) -> None:
     count, rows = 24, 2048  # 8 MiB a part, 192 MiB held by each rank
     for taken, nbytes in rank_pool.run(2, large, count, rows):
         assert count * nbytes > ROUND_NBYTES * 3
-        assert taken < 3 * ROUND_NBYTES + nbytes  # as `move` says; all of it anew would be more
+        assert taken < 3 * ROUND_NBYTES + nbytes  # the documented bound

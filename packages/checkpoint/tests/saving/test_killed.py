@@ -1,4 +1,4 @@
-"""Never lost: killed at any moment of a save, what was committed before is untouched, and `latest` finds a whole checkpoint."""
+"""A save that is killed at any moment: earlier checkpoints are intact, and `latest` finds a complete one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_of(step: int) -> torch.nn.Module:
     )
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
+def test_committed_checkpoints_survive_kills(tmp_path: Path) -> None:
     rng = random.Random(7)
     save(tmp_path / "step-0", model=model_of(0), asynchronous=False)
     command = [sys.executable, str(SCRIPT), str(tmp_path)]
@@ -35,7 +35,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         for _ in range(KILLS):
             kill_one(server, rng.random() * 0.08)
             committed = check(tmp_path, committed)
-    # what the last one left does not hinder, and is gone after the next save
+    # leftovers of the last kill are removed by the next save
     save(tmp_path / f"step-{committed + 1}", model=model_of(committed + 1), asynchronous=False)
     assert latest(tmp_path) == str(tmp_path / f"step-{committed + 1}")
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
@@ -53,19 +53,19 @@ def kill_one(server: subprocess.Popen[str], after: float) -> None:
 
 
 def check(folder: Path, committed: int) -> int:
-    """The latest step, which loads and is not older than one that was there before; so does the first one."""
-    found = latest(folder)
-    assert found is not None
-    step = int(Path(found).name.removeprefix("step-"))
+    """Load the latest checkpoint and the first one. The latest step is at least `committed`."""
+    path_of_latest = latest(folder)
+    assert path_of_latest is not None
+    step = int(Path(path_of_latest).name.removeprefix("step-"))
     assert step >= committed
     model = model_of(-1)
-    for path, value in ((found, step), (folder / "step-0", 0)):
+    for path, value in ((path_of_latest, step), (folder / "step-0", 0)):
         load(path, model=model)
         assert all((p == value).all() for p in model.parameters())
     return step
 
 
-def test_a_second_job_is_refused(tmp_path: Path) -> None:
+def test_save_rejects_second_job(tmp_path: Path) -> None:
     code = f"""
 import sys
 from meshwright_checkpoint.storage.filesystem import FileLock
@@ -80,7 +80,7 @@ sys.stdin.readline()
     assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
     with pytest.raises(CheckpointError, match=r"another job is saving to .*process 7 on other"):
         save(tmp_path / "x", model=model_of(1))
-    other.communicate(b"\n")  # it ends without letting go
+    other.communicate(b"\n")  # the process ends without a release
     save(tmp_path / "x", model=model_of(1), asynchronous=False)
     lock = FileLock(tmp_path / ".y.lock")
     assert lock.take()

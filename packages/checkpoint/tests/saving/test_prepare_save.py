@@ -1,4 +1,4 @@
-"""Memory that is found before the first save: what is copied into it stays, and the save uses it."""
+"""prepare_save: the first save uses the prepared memory, and nothing else touches it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright_checkpoint.shards.local_shards import _stock_region
 
 @pytest.fixture
 def saver() -> saving.Saver:
-    """A saver that has not saved yet."""
+    """A Saver without earlier saves."""
     saving._saver.cache_clear()
     return saving._saver()
 
@@ -26,7 +26,7 @@ def model_of(value: float) -> torch.nn.Module:
     return torch.nn.ParameterDict({f"w{i}": torch.full((1 << 18,), value + i) for i in range(8)})
 
 
-def test_nothing_touches_it_once_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserved_memory_is_not_touched_after_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright_checkpoint.io.host_memory.PART", 4096)
     reserved = ReservedMemory(64 << 20, None)
     memory = reserved.take()
@@ -37,7 +37,7 @@ def test_nothing_touches_it_once_it_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_the_first_save_uses_it(wait: bool, saver: saving.Saver, tmp_path: Path) -> None:
+def test_first_save_uses_prepared_memory(wait: bool, saver: saving.Saver, tmp_path: Path) -> None:
     model = model_of(1.0)
     prepare_save(model, wait=wait)
     reserved = saver._buffer._reserved
@@ -49,11 +49,11 @@ def test_the_first_save_uses_it(wait: bool, saver: saving.Saver, tmp_path: Path)
     extra = load(tmp_path / "step-1", model=other)
     assert all(torch.equal(other[name], value) for name, value in model.items())
     assert torch.equal(extra["more"], torch.ones(1 << 18))
-    prepare_save(model)  # there is enough
+    prepare_save(model)  # the buffer is large enough
     assert saver._buffer._reserved is None
 
 
-def test_it_does_not_take_what_a_save_still_writes(saver: saving.Saver, tmp_path: Path) -> None:
+def test_prepare_save_waits_for_running_save(saver: saving.Saver, tmp_path: Path) -> None:
     handle = save(tmp_path / "step-1", model=model_of(1.0))
     large = torch.nn.ParameterDict({"w": torch.full(((SLACK >> 2) + (5 << 20),), 2.0)})
     prepare_save(large)
@@ -64,7 +64,7 @@ def test_it_does_not_take_what_a_save_still_writes(saver: saving.Saver, tmp_path
     assert all(torch.equal(small[name], value) for name, value in model_of(1.0).items())
 
 
-def test_a_strided_shard_is_no_plain_one() -> None:
+def test_strided_shard_differs_from_plain_shard() -> None:
     plain, strided = (Shard(0), Shard(0)), (_StridedShard(0, split_factor=2), Shard(0))
-    found = [_stock_region(p, tuple(map(type, p)), (2, 2), (1, 0), (8,)) for p in (plain, strided, plain)]
-    assert found[0] == found[2] != found[1]
+    regions = [_stock_region(p, tuple(map(type, p)), (2, 2), (1, 0), (8,)) for p in (plain, strided, plain)]
+    assert regions[0] == regions[2] != regions[1]

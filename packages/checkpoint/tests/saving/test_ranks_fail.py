@@ -1,4 +1,4 @@
-"""Real ranks, one of which fails or dies in the middle of a save: all others are told, nothing is committed, nothing is lost."""
+"""Real ranks, one of which fails or dies during a save: all others raise, nothing is committed, nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 
 def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) -> list[str]:
-    """What the handle and the next save say, after a save during which one rank fails or dies while it writes."""
+    """Errors of the handle and of the next save, after one rank fails or dies during its writes."""
     model = build("fsdp")
     save(f"{folder}/step-1", model=model, asynchronous=False)
     write = direct_write.Writer.write
@@ -33,48 +33,50 @@ def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) ->
         direct_write.Writer.write = fail  # type: ignore[method-assign]
     try:
         handle = save(f"{folder}/step-2", model=model)
-        said = []
-        if dies or rank == 0:  # the other hears of it from its next save, and with it all
+        messages = []
+        if dies or rank == 0:  # the other rank raises in its next save
             try:
                 handle.wait(60)
             except CheckpointError as error:
-                said.append(str(error))
+                messages.append(str(error))
         if dies:
-            Path(folder, f"told-{rank}").write_text(said[0])
-            return said
+            Path(folder, f"told-{rank}").write_text(messages[0])
+            return messages
         try:
             save(f"{folder}/step-3", model=model)
         except CheckpointError as error:
-            said.append(str(error))
+            messages.append(str(error))
     finally:
         direct_write.Writer.write = write  # type: ignore[method-assign]
     save(f"{folder}/step-3", model=model, asynchronous=False)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_write_error_on_one_rank(failing_rank: int, rank_pool: RankPool, tmp_path: Path) -> None:
-    for said in rank_pool.run(2, failing, str(tmp_path), failing_rank, False):
-        assert "the save before this one failed, and this one was not begun" in said[-1]
-        assert "Input/output error" in said[0] or "rank 0 gave it up" in said[0]
+def test_write_error_on_one_rank_fails_next_save(
+    failing_rank: int, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    for messages in rank_pool.run(2, failing, str(tmp_path), failing_rank, False):
+        assert "the save before this one failed, and this one was not begun" in messages[-1]
+        assert "Input/output error" in messages[0] or "rank 0 gave it up" in messages[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_one_rank_is_killed(killed: int, tmp_path: Path) -> None:
+def test_killed_rank_commits_nothing(killed: int, tmp_path: Path) -> None:
     with RankPool(grace=20.0) as pool, pytest.raises(RankError, match="SIGKILL"):
         pool.run(2, failing, str(tmp_path), killed, True)
-    said = (tmp_path / f"told-{1 - killed}").read_text()
-    assert "rank 1 died" in said or "rank 0 gave it up, or died" in said
+    message = (tmp_path / f"told-{1 - killed}").read_text()
+    assert "rank 1 died" in message or "rank 0 gave it up, or died" in message
     assert latest(tmp_path) == str(tmp_path / "step-1")
     save(
         tmp_path / "step-2", model=torch.nn.Linear(2, 2), asynchronous=False
-    )  # the lock has gone with its holder
+    )  # the lock ended with its process
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def damaged(rank: int, size: int, folder: str) -> str:
-    """A byte of what only rank 1 reads is another one."""
+    """Change a byte that only rank 1 reads."""
     path = Path(folder, "x")
     model = build("fsdp")
     save(path, model=model, asynchronous=False)
@@ -84,18 +86,18 @@ def damaged(rank: int, size: int, folder: str) -> str:
         data[-1] ^= 1
         file.write_bytes(data)
     dist.barrier()
-    with pytest.raises(CorruptError) as caught:  # of its kind on every rank: all of them can load another one
+    with pytest.raises(CorruptError) as caught:  # the same class on every rank
         load(path, model=model)
     return str(caught.value)
 
 
-def test_damage_is_damage_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
-    for said in rank_pool.run(2, damaged, str(tmp_path)):
-        assert "are damaged" in said or "damage" in said
+def test_damage_raises_corrupt_error_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    for message in rank_pool.run(2, damaged, str(tmp_path)):
+        assert "are damaged" in message or "damage" in message
 
 
 def unsavable(rank: int, size: int, folder: str) -> str:
-    """What cannot be saved is on rank 0."""
+    """Rank 0 has a value that cannot be saved."""
     with pytest.raises(UnsupportedError) as caught:
         save(
             f"{folder}/x",
@@ -106,7 +108,7 @@ def unsavable(rank: int, size: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_saved_is_so_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_unsavable_value_raises_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
     first, other = rank_pool.run(2, unsavable, str(tmp_path))
     assert "is of type object, which a checkpoint cannot hold" in first
     assert other.startswith("rank 0 failed: UnsupportedError") and not list(tmp_path.iterdir())
@@ -124,17 +126,17 @@ def apart(rank: int, size: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_ranks_load_one_checkpoint(rank_pool: RankPool, tmp_path: Path) -> None:
-    for said in rank_pool.run(2, apart, str(tmp_path)):
-        assert "rank 1 has opened" in said and "which is another checkpoint" in said
+def test_load_rejects_different_checkpoints_on_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    for message in rank_pool.run(2, apart, str(tmp_path)):
+        assert "rank 1 has opened" in message and "which is another checkpoint" in message
 
 
 def unlike(rank: int, size: int, folder: str) -> list[str]:
-    """Ranks ask for different things."""
+    """Ranks call save and load with different arguments."""
     model = build("fsdp")
     optimizer = adam(model)
     save(f"{folder}/step-0", model=model, optimizer=optimizer, asynchronous=False)
-    said = []
+    messages = []
     for work in (
         lambda: save(f"{folder}/step-1", model=model, optimizer=optimizer if rank else None),
         lambda: save(f"{folder}/step-1", model=model, optimizer=optimizer if rank else None, backend="dcp"),
@@ -144,13 +146,13 @@ def unlike(rank: int, size: int, folder: str) -> list[str]:
     ):
         with pytest.raises(UsageError) as caught:
             work()
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
     save(f"{folder}/step-1", model=model, extra=None if rank else {"seen": 1}, asynchronous=False)
     assert load(f"{folder}/step-1", model=model) == {"seen": 1}
-    return said
+    return messages
 
 
-def test_ranks_are_asked_for_the_same(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_save_and_load_reject_different_arguments_on_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
     first, second = rank_pool.run(2, unlike, str(tmp_path))
     assert first == second and not (tmp_path / "step-1" / "data-00002.safetensors").exists()
     for text, part in zip(

@@ -1,4 +1,4 @@
-"""Memory beside the model: a snapshot for a save that goes on behind, little for one that is waited for, little for a load."""
+"""Extra memory: a copy of the shards for a background save, little for a synchronous save, little for a load."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def takes(rank: int, size: int, folder: str) -> list[int]:
     model, other = sharded(0, 1.0), sharded(1, -1.0)
     save(f"{folder}/step-0", model=torch.nn.Linear(8, 8), asynchronous=False)  # what the first save imports
     waited = extra(lambda: save(f"{folder}/step-1", model=model, asynchronous=False))
-    behind = extra(lambda: save(f"{folder}/step-2", model=model).wait())
+    background = extra(lambda: save(f"{folder}/step-2", model=model).wait())
     saving._saver.cache_clear()  # and with it its memory
     prepared = extra(lambda: prepare_save(model, wait=True))
     first = extra(lambda: save(f"{folder}/step-3", model=model).wait())
     same = extra(lambda: load(f"{folder}/step-2", model=model))
     across = extra(lambda: load(f"{folder}/step-2", model=other))
     assert all(bool((p.to_local() == number + 1).all()) for number, p in enumerate(other.values()))
-    return [waited, behind, prepared, first, same, across]
+    return [waited, background, prepared, first, same, across]
 
 
-def test_memory_is_bounded(rank_pool: RankPool, tmp_path: Path) -> None:
-    for waited, behind, prepared, first, same, across in rank_pool.run(2, takes, str(tmp_path)):
+def test_save_and_load_memory_is_bounded(rank_pool: RankPool, tmp_path: Path) -> None:
+    for waited, background, prepared, first, same, across in rank_pool.run(2, takes, str(tmp_path)):
         assert waited < 26 << 20  # two chunks of 8 MiB that are written
-        assert HELD < behind < HELD + (15 << 20)
+        assert HELD < background < HELD + (15 << 20)
         assert HELD <= prepared < HELD + (15 << 20)
         assert first < 15 << 20  # it finds all it needs
         assert same < 28 << 20  # three threads read 4 MiB each, around the system's cache

@@ -1,4 +1,4 @@
-"""Object stores by fsspec: in memory, and in a directory with real ranks; and backends by hook."""
+"""Object stores through fsspec, in memory and with real ranks in a directory; backends of plugins."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ def store() -> Any:
     fs.rm("/run", recursive=True) if fs.exists("/run") else None
 
 
-def test_in_memory(store: Any) -> None:
+def test_save_and_load_in_memory_store(store: Any) -> None:
     model = build("plain")
     optimizer = adam(model)
     train(model, optimizer)
     for step in (1, 2, 3):
         save(f"memory://run/step-{step}", model=model, optimizer=optimizer, keep_last=2).wait()
     assert [Path(p).name for p in checkpoints("memory://run")] == ["step-2", "step-3"]
-    found = latest("memory://run")
-    assert found is not None and sorted(Path(p).name for p in store.ls("/run/step-3", detail=False)) == [
+    path = latest("memory://run")
+    assert path is not None and sorted(Path(p).name for p in store.ls("/run/step-3", detail=False)) == [
         "data-00000.safetensors",
         "manifest.json",
     ]
     other = build("plain", 1)
     its = adam(other)
-    load(found, model=other, optimizer=its)
+    load(path, model=other, optimizer=its)
     assert not differences(everything(model, optimizer), everything(other, its))
     with pytest.raises(CheckpointError, match="exists already"):
-        save(found, model=model)
+        save(path, model=model)
     data = bytearray(store.cat_file("/run/step-3/data-00000.safetensors"))
     data[-9] ^= 1
     store.pipe_file("/run/step-3/data-00000.safetensors", bytes(data))
     with pytest.raises(CorruptError, match="damaged"):
-        load(found, model=other, optimizer=its)
+        load(path, model=other, optimizer=its)
     store.pipe_file("/run/step-3/data-00000.safetensors", bytes(data[:-9]))
     assert latest("memory://run") == "memory:///run/step-2"
 
 
-def test_leases_in_memory(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_rejects_live_lease_and_ignores_dead_one(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("plain")
     lease = {"time": time.time(), "by": "another"}
     store.pipe_file("/run/x/.saving-lock", json.dumps(lease).encode())
@@ -64,7 +64,7 @@ def test_leases_in_memory(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="another job is saving"):
         save("memory://run/x", model=model)
     assert latest("memory://run") is None
-    monkeypatch.setattr(object_store, "LEASE_SECONDS", 0.0)  # it has died
+    monkeypatch.setattr(object_store, "LEASE_SECONDS", 0.0)  # the holder has died
     assert object_store.lease_holder(store, "/run/x/.saving-lock") is None
     monkeypatch.setattr(object_store, "LEASE_SECONDS", 60.0)
     store.pipe_file("/run/x/.saving-lock", json.dumps({**lease, "time": time.time() - 61}).encode())
@@ -72,7 +72,7 @@ def test_leases_in_memory(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     load("memory://run/x", model=model)
 
 
-def test_a_lease_that_is_being_renewed(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_is_read_again_during_renewal(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, lease = "/run/x/.saving-lock", json.dumps({"time": time.time(), "by": "another"}).encode()
     looks = iter((b"", lease[:9], lease))
     monkeypatch.setattr(object_store, "RETRY_SECONDS", (0.0, 0.0))
@@ -100,7 +100,7 @@ def test_ranks_share_a_store(rank_pool: RankPool, tmp_path: Path) -> None:
     assert len(list((tmp_path / "x").iterdir())) == 3
 
 
-def test_backends_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_of_plugin_is_used_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint(name="acme", value="backend_plugin", group="meshwright")
     host = PluginHost.build([point], ())
     monkeypatch.setattr(plugins, "discover", lambda: host)
@@ -122,7 +122,7 @@ def test_backends_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / "weights" / "model.safetensors").is_file()
 
 
-def test_the_command_line_says_what_it_cannot_open(tmp_path: Path) -> None:
+def test_commands_reject_foreign_format(tmp_path: Path) -> None:
     done = CliRunner().invoke(command, ["verify", str(tmp_path), "--backend", "dcp"], standalone_mode=False)
     assert isinstance(done.exception, UsageError)
     assert "load(path, backend='dcp'), then save() without it" in str(done.exception)
