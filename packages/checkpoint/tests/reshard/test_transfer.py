@@ -29,7 +29,7 @@ def from_each_to_each(rank: int, size: int) -> dict[str, list[str]]:
             before = everything(model, optimizer)
             state = LiveState.of(model, optimizer)
             other = build(target, seed=1)
-            stats = state.move_into(other, optimizer)
+            stats = state.check(other, optimizer).fill()
             differing = differences(before, everything(other, optimizer))
             if source == target and stats.sent:
                 differing.append(f"{stats.sent} bytes were sent for nothing")
@@ -106,7 +106,7 @@ def refused(rank: int, size: int) -> list[str]:
     state = LiveState.of(model, optimizer)
     other = torch.optim.SGD(model.parameters()) if rank else optimizer
     with pytest.raises(UsageError, match="different optimizers"):
-        state.move_into(build("plain"), other)
+        state.check(build("plain"), other).fill()
     more = build("plain")
     more.register_buffer("more", torch.zeros(1))
     with pytest.raises(MismatchError, match="model/more"):

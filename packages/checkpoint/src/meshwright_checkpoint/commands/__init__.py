@@ -46,25 +46,14 @@ def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
         key = next((k for k in wanted if k in manifest.tensors), None)
         if key is None:
             hint = suggestion(tensor, [k.removeprefix("model/") for k in manifest.tensors])
-            raise UsageError(
-                f"--tensor {tensor} is not in {path}; `meshwright checkpoint inspect {path}` lists the tensors{hint}"
-            )
-        tensor_entry = manifest.tensors[key]
-        click.echo(
-            json.dumps({"key": key, **tensor_entry.model_dump(mode="json")})
-            if as_json
-            else draw(key, tensor_entry)
-        )
+            raise UsageError(f"--tensor {tensor} is not in {path}; `inspect {path}` lists the tensors{hint}")
+        entry = manifest.tensors[key]
+        click.echo(json.dumps({"key": key, **entry.model_dump(mode="json")}) if as_json else draw(key, entry))
     elif as_json:
         data = manifest.model_dump(mode="json")
         data["tensors"] = {
-            key: {
-                "shape": list(tensor_entry.shape),
-                "dtype": tensor_entry.dtype,
-                "nbytes": tensor_entry.nbytes,
-                "parts": len(tensor_entry.parts),
-            }
-            for key, tensor_entry in manifest.tensors.items()
+            key: {"shape": list(t.shape), "dtype": t.dtype, "nbytes": t.nbytes, "parts": len(t.parts)}
+            for key, t in manifest.tensors.items()
         }
         click.echo(json.dumps(data))
     else:
@@ -145,9 +134,7 @@ def export(path: str, target: str, backend: str, as_json: bool) -> None:
 @command.command("reshard")
 @click.argument("path")
 @click.argument("target")
-@click.option(
-    "--ranks", type=click.IntRange(1, 1 << 20), default=None, help="Number of ranks that will load it."
-)
+@click.option("--ranks", type=click.IntRange(1, 1 << 20), default=None, help="Number of ranks to load it.")
 @click.option("--plan", "plan_file", type=_PATH, default=None, help="Plan of the ranks that will load it.")
 @_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -166,9 +153,7 @@ def reshard(
 
     plan = None if plan_file is None else ParallelPlan.load(plan_file)
     if (ranks is None) == (plan is None):
-        raise UsageError(
-            "reshard needs the ranks that will load the checkpoint: pass either --ranks or --plan"
-        )
+        raise UsageError("reshard needs the number of loading ranks: pass either --ranks or --plan")
     count = plan.world_size if plan is not None else ranks or 1
     with Checkpoint(storage_of(path, backend)) as checkpoint:
         total = sum(stored.nbytes for stored in checkpoint.manifest.tensors.values())

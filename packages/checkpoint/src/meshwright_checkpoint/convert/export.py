@@ -26,9 +26,9 @@ from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.saving.saving import save
 from meshwright_checkpoint.shards.write_shares import Piece
 from meshwright_checkpoint.state.collect import MODEL
-from meshwright_checkpoint.storage.backend import storage_of
+from meshwright_checkpoint.storage.backend import complete_file, storage_of
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
-from meshwright_checkpoint.storage.filesystem import DirectoryStorage, sync_directory
+from meshwright_checkpoint.storage.filesystem import DirectoryStorage, publish_directory
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import box_shape, whole_box
 
@@ -108,12 +108,9 @@ def convert(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
     def finish() -> None:
         if ranks.rank == 0:
             for name, text in _texts(checkpoint, files, sources).items():
-                writer = Writer(staging / name)
-                writer.write(text.encode())
-                writer.close()
-            sync_directory(staging)
-            os.rename(staging, path)
-            sync_directory(path.parent)
+                with complete_file(Writer(staging / name)) as writer:
+                    writer.write(text.encode())
+            publish_directory(staging, path)
 
     ranks.run_checked(begin)
     try:
@@ -150,8 +147,7 @@ def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: di
     body = lay_out_file(
         [Piece(name, whole_box(sources[name].shape)) for name in names], shapes, {"format": "pt"}
     )
-    writer = Writer(path)
-    try:
+    with complete_file(Writer(path)) as writer:
         writer.write(body.header)
         for piece, _ in body.pieces:
             source = sources[piece.key]
@@ -159,10 +155,6 @@ def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: di
                 part = torch.empty(box_shape(box), dtype=source.dtype)
                 read(checkpoint, [Wanted(MODEL + piece.key, box, part)])
                 writer.write(bytes_of_tensor(part))
-    except BaseException:
-        writer.close(durable=False)
-        raise
-    writer.close()
 
 
 def _texts(

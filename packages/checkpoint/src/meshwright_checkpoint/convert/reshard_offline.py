@@ -21,7 +21,7 @@ from meshwright_checkpoint.read.store import read
 from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.shards.write_shares import TensorLayout, plan_writes
 from meshwright_checkpoint.state.collect import MODEL, OPTIMIZER
-from meshwright_checkpoint.storage.backend import CheckpointStorage
+from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_file
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
@@ -186,9 +186,8 @@ def _write(
     progress: Callable[[int], None],
 ) -> list[str]:
     """Write one file; returns the checksums of its pieces."""
-    writer = storage.writer(name)
     sums = []
-    try:
+    with complete_file(storage.writer(name)) as writer:
         writer.write(body.header)
         for piece, _ in body.pieces:
             source = checkpoint.tensors[piece.key]
@@ -205,8 +204,4 @@ def _write(
                 whole = len(rest) // BLOCK * BLOCK
                 digits, rest = digits + block_sums(memoryview(rest)[:whole]), rest[whole:]
             sums.append(digits + (block_sums(memoryview(rest)) if rest else ""))
-    except BaseException:
-        writer.close(durable=False)
-        raise
-    writer.close()
     return sums

@@ -42,7 +42,7 @@ from meshwright_checkpoint.state.collect import (
 from meshwright_checkpoint.state.optimizer import scalar_from_text
 from meshwright_checkpoint.storage.backend import ForeignStorage
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
-from meshwright_checkpoint.storage.filesystem import DirectoryStorage, sync_directory
+from meshwright_checkpoint.storage.filesystem import DirectoryStorage, publish_directory
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stored.permuted import canonical
 
@@ -76,9 +76,7 @@ class DcpStorage(ForeignStorage):
 
         def finish() -> None:
             if ranks.rank == 0:
-                sync_directory(staging)
-                os.rename(staging, self.path)
-                sync_directory(self.path.parent)
+                publish_directory(staging, self.path)
 
         ranks.run_checked(begin)
         try:

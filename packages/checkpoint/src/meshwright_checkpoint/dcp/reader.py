@@ -18,6 +18,7 @@ from meshwright_checkpoint.dcp.safe_unpickle import Record, safe_loads
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
+from meshwright_checkpoint.storage.checkpoint import OpenFiles
 from meshwright_checkpoint.storage.filesystem import Reader
 from meshwright_dtensor.sharding.boxes import Box
 
@@ -77,7 +78,7 @@ class OffsetFile:
         """See `ReadFile`."""
 
 
-class DcpFiles:
+class DcpFiles(OpenFiles):
     """Tensors and values of a DCP directory, by the names that it gives them.
 
     Attributes:
@@ -90,9 +91,9 @@ class DcpFiles:
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         self.where = str(path)
-        self._files: dict[str, Reader] = {}
         if not (path / METADATA).is_file():
             hint = "; it is a checkpoint of meshwright: leave out backend" if (path / NAME).is_file() else ""
             raise CheckpointError(
@@ -148,7 +149,7 @@ class DcpFiles:
                 f"{self.where}: {what} is damaged, or was not written by torch.save ({ascii(str(error))[:80]})"
             ) from None
 
-    def _open(self, name: str) -> Reader:
+    def _open(self, name: str) -> ReadFile:
         if Path(name).name != name or name.startswith("."):
             raise CorruptError(
                 f"{self.where} names the file {ascii(name)[:80]}; files must be next to the metadata"
@@ -156,12 +157,6 @@ class DcpFiles:
         if name not in self._files:
             self._files[name] = Reader(self.path / name)
         return self._files[name]
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
 
 def _read(archive: zipfile.ZipFile, name: str, limit: int, what: str, default: bytes | None = None) -> bytes:

@@ -15,6 +15,7 @@ from meshwright_checkpoint.format.safetensors_file import Entry, header_length, 
 from meshwright_checkpoint.hf.key_mapping import fuse, match_prefix
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.state.collect import MODEL, named_tensors
+from meshwright_checkpoint.storage.checkpoint import OpenFiles
 from meshwright_checkpoint.storage.filesystem import Reader
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.sharding.boxes import whole_box
@@ -27,7 +28,7 @@ def is_pretrained(path: Path) -> bool:
     return not (path / NAME).exists() and any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
-class Pretrained:
+class Pretrained(OpenFiles):
     """An open from_pretrained directory, with the names and fused tensors of `model`. Sizes are checked; there are no checksums.
 
     Raises:
@@ -35,9 +36,9 @@ class Pretrained:
     """
 
     def __init__(self, path: Path, model: nn.Module) -> None:
+        super().__init__()
         self._path = path
         self.where = str(path)
-        self._files: dict[str, ReadFile] = {}
         try:
             entries = self._entries()
             wanted = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).tensors.items()}
@@ -93,15 +94,3 @@ class Pretrained:
         if name not in self._files:
             self._files[name] = Reader(self._path / name, follow=True)  # download caches have links
         return self._files[name]
-
-    def close(self) -> None:
-        """Close its files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def __enter__(self) -> Pretrained:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -96,9 +96,9 @@ class NodePeers:
     """
 
     def __init__(
-        self, ranks: list[int], me: int, lines: dict[int, PeerSocket], memories: dict[int, torch.Tensor]
+        self, ranks: list[int], me: int, sockets: dict[int, PeerSocket], memories: dict[int, torch.Tensor]
     ) -> None:
-        self.ranks, self.me, self.sockets, self.memories = ranks, me, lines, memories
+        self.ranks, self.me, self.sockets, self.memories = ranks, me, sockets, memories
 
     def close(self) -> None:
         """Close all connections."""
@@ -123,13 +123,8 @@ def connect_node_peers(ranks: Ranks, what: str, nbytes: Callable[[int], int]) ->
         peers = None
         if listener is not None and len(node_ranks) > 1:
             with suppress(OSError, ValueError):
-                peers = _connect(
-                    listener,
-                    node_ranks,
-                    ranks.rank,
-                    [addresses[r][1] for r in node_ranks],
-                    nbytes(len(node_ranks)),
-                )
+                names = [addresses[r][1] for r in node_ranks]
+                peers = _connect(listener, node_ranks, ranks.rank, names, nbytes(len(node_ranks)))
         connected = ranks.gather(peers is not None or len(node_ranks) < 2)
     finally:
         if listener is not None:
@@ -184,9 +179,8 @@ def _connect(
             socket.send_fds(sock, [hello], [memory])
         for sock in sockets.values():
             sock.settimeout(None)
-        return NodePeers(
-            node_ranks, me, {member: PeerSocket(sock) for member, sock in sockets.items()}, memories
-        )
+        peers = {member: PeerSocket(sock) for member, sock in sockets.items()}
+        return NodePeers(node_ranks, me, peers, memories)
     except BaseException:
         for sock in sockets.values():
             sock.close()

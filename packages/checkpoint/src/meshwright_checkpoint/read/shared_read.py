@@ -103,9 +103,9 @@ class SharedRead:
         """Fill all targets. If one rank of this machine fails, all raise: CorruptError, or else CheckpointError."""
         receivers = [
             threading.Thread(
-                target=self._run_guarded, args=(self._receive_from, *both), name="meshwright-take"
+                target=self._run_guarded, args=(self._receive_from, *item), name="meshwright-take"
             )
-            for both in self._sockets.items()
+            for item in self._sockets.items()
         ]
         for thread in receivers:
             thread.start()
@@ -138,9 +138,8 @@ class SharedRead:
                 error.__cause__ = cause
             self._fail(error, self._peer_ranks[self._me], text.encode())
         except BaseException as error:
-            self._fail(
-                StoppedError("loading was interrupted"), self._peer_ranks[self._me], repr(error).encode()
-            )
+            stopped = StoppedError("loading was interrupted")
+            self._fail(stopped, self._peer_ranks[self._me], repr(error).encode())
             raise
 
     def _fail(self, error: Exception, rank: int, text: bytes) -> None:
@@ -170,9 +169,8 @@ class SharedRead:
         with self._changed:
             self._wants[self._me] = mine
             self._wait_until(lambda: len(self._wants) == len(self._peer_ranks))
-            plan = plan_reads(
-                [self._wants[member] for member in range(len(self._peer_ranks))], self._chunk_nbytes
-            )
+            wants = [self._wants[member] for member in range(len(self._peer_ranks))]
+            plan = plan_reads(wants, self._chunk_nbytes)
             self._todo = [number for number, p in enumerate(plan) if p.reader == self._me][::-1]
             self._plan = plan
             self._changed.notify_all()
@@ -183,9 +181,8 @@ class SharedRead:
         shared_nbytes = sum(p.nbytes for p in plan if p.reader == self._me) - private_nbytes
         if self._me not in self._memories:
             # pages that are not touched cost nothing
-            self._memories[self._me] = torch.frombuffer(
-                mmap.mmap(-1, SLOTS * self._slot_nbytes), dtype=torch.uint8
-            )
+            memory = mmap.mmap(-1, SLOTS * self._slot_nbytes)
+            self._memories[self._me] = torch.frombuffer(memory, dtype=torch.uint8)
         elif shared_nbytes >= LARGE_PAGES_NBYTES:
             self._large_pages = collapse_to_large_pages(self._memories[self._me])
         threads = self._threads * PRIVATE_READ_FACTOR if private_nbytes > shared_nbytes else self._threads
@@ -204,12 +201,8 @@ class SharedRead:
 
     def _ranges_of(self, stored: StoredRange, part: StoredPart) -> list[tuple[int, int]]:
         ranges: set[tuple[int, int]] = set()
-        for destination in part.destinations:
-            ranges.update(
-                wanted_ranges(
-                    destination.shape, destination.dtype.itemsize, destination.box, self._chunk_nbytes
-                )
-            )
+        for d in part.destinations:
+            ranges.update(wanted_ranges(d.shape, d.dtype.itemsize, d.box, self._chunk_nbytes))
         return sorted(ranges)
 
     def _read_chunks(self) -> None:

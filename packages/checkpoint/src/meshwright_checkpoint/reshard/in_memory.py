@@ -2,7 +2,7 @@
 
 state = LiveState.of(model, optimizer)    # before the layout changes; a rank that joins starts with LiveState()
 ...                                       # put the same model into its new layout, without values
-state.move_into(model, optimizer)         # fill it: local boxes are copied, others are sent
+state.check(model, optimizer).fill()      # local boxes are copied, others are sent
 """
 
 from __future__ import annotations
@@ -95,17 +95,6 @@ class LiveState:
         if isinstance(tensor, DTensor):
             self.free[key] = tensor
 
-    def move_into(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        ranks: Ranks | None = None,
-        here: bool = True,
-    ) -> TransferStats:
-        """Fill `model`, and point `optimizer` to its parameters: `check` and `PlannedReshard.fill`."""
-        return self.check(model, optimizer, ranks=ranks, here=here).fill()
-
     def check(
         self,
         model: nn.Module,
@@ -148,7 +137,7 @@ class LiveState:
         want = CollectedState()
         for key, tensor in (_tensors(inner, names) if here else {}).items():
             want.put(key, tensor)
-        form = None if optimizer is None else _form(optimizer)
+        form = None if optimizer is None else [type(optimizer).__qualname__, len(optimizer.param_groups)]
         return names, want, [self.optimizer, describe_shards(self.collected.shards), form]
 
 
@@ -166,17 +155,12 @@ class PlannedReshard:
 
     def fill(self) -> TransferStats:
         """Fill the model, and point the optimizer to its parameters (a collective call)."""
-        moved = run_rounds(
-            self.plan, self.state.collected.shards, self.want.shards, self.state.free, self.ranks
-        )
+        state = self.state
+        stats = run_rounds(self.plan, state.collected.shards, self.want.shards, state.free, self.ranks)
         touch(list(self.names.tensors.values()))
         if self.new_optimizer is not None and self.optimizer is not None:
             self.new_optimizer.install(self.optimizer)
-        return moved
-
-
-def _form(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [type(optimizer).__qualname__, len(optimizer.param_groups)]
+        return stats
 
 
 def _tensors(model: nn.Module, names: NamedTensors) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from meshwright_checkpoint.format.checksum import block_sums
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.format.safetensors_file import FileLayout
 from meshwright_checkpoint.io.worker import Worker, yield_to_training
-from meshwright_checkpoint.storage.backend import CheckpointStorage
+from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_file
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import MeshwrightError
 
@@ -149,8 +149,7 @@ def _write(job: Job) -> None:
     body = job.body
     with closing(Worker[str]("meshwright-sums")) as worker:
         sums: list[Future[str]] = []
-        writer = job.storage.writer(_file_name(job.rank))
-        try:
+        with complete_file(job.storage.writer(_file_name(job.rank))) as writer:
             for part in job.data:
                 view = bytes_of_tensor(part)
                 if len(sums) >= MAX_UNHASHED_PARTS:  # bounds the memory of parts that are copies
@@ -158,10 +157,6 @@ def _write(job: Job) -> None:
                 sums.append(worker.submit(partial(block_sums, view)))
                 for at in range(0, len(view), CHUNK):
                     writer.write(view[at : at + CHUNK])
-        except BaseException:
-            writer.close(durable=False)
-            raise
-        writer.close()
         header, *rest = [future.result() for future in sums]
     note = {
         "nbytes": body.nbytes,

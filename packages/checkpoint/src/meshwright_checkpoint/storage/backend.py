@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.plugin import DEFAULT
@@ -36,12 +37,26 @@ class WriteFile(Protocol):
         """Close. With `durable` wait until the file is stored; otherwise discard it."""
 
 
+W = TypeVar("W", bound=WriteFile)
+
+
+@contextmanager
+def complete_file(writer: W) -> Iterator[W]:
+    """Close the file durably at the end, or discard it after an error."""
+    try:
+        yield writer
+    except BaseException:
+        writer.close(durable=False)
+        raise
+    writer.close()
+
+
 class CheckpointStorage(Protocol):
     """Storage of one checkpoint, which may not exist yet.
 
-    A save calls, in this order: `begin` (rank 0), `claim` (every rank, after it), and in the background `writer`, `mark` (every
-    rank), `marked` and `commit` (rank 0), `outcome` (the others, until it is not None), `end` (every rank), `finish` (rank 0).
-    Until `commit` returns nobody may see a checkpoint, and afterwards everybody.
+    A save calls in this order: `begin` (rank 0), `claim` (all ranks). Then in the background: `writer` and `write_note` (all
+    ranks), `read_note` and `commit` (rank 0), `outcome` (other ranks, until it is not None), `end` (all ranks), `finish` (rank 0).
+    Before `commit` returns no reader may see the checkpoint, and afterwards all must.
     """
 
     where: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Self
 
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.checksum import block_sums
@@ -12,7 +13,26 @@ from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.storage.backend import CheckpointStorage
 
 
-class Checkpoint:
+class OpenFiles:
+    """Open files by name. Close them, or use the object as a context manager."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, ReadFile] = {}
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Checkpoint(OpenFiles):
     """An open checkpoint. Close it, or use it as a context manager.
 
     Attributes:
@@ -29,10 +49,10 @@ class Checkpoint:
     no_optimizer_reason: str = "none was saved"
 
     def __init__(self, storage: CheckpointStorage) -> None:
+        super().__init__()
         self._storage = storage
         self.where = storage.where
         self.manifest: Manifest = storage.manifest()
-        self._files: dict[str, ReadFile] = {}
         files = self.manifest.files
         self.tensors = MappingProxyType(
             {
@@ -66,15 +86,3 @@ class Checkpoint:
     def _tensors_in(self, name: str) -> str:
         keys = [key for key, source in self.tensors.items() if any(f.file == name for f in source.fragments)]
         return f"; it holds {', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
-
-    def close(self) -> None:
-        """Close its files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -109,6 +109,13 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def publish_directory(staging: Path, path: Path) -> None:
+    """Make a staging directory durable and rename it to `path`."""
+    sync_directory(staging)
+    os.rename(staging, path)
+    sync_directory(path.parent)
+
+
 class Reader:
     """A file that several threads read from.
 
@@ -260,9 +267,7 @@ class DirectoryStorage:
         writer = Writer(self._staging / NAME)
         writer.write(manifest)
         writer.close()
-        sync_directory(self._staging)
-        os.rename(self._staging, self.path)
-        sync_directory(self.path.parent)
+        publish_directory(self._staging, self.path)
 
     def end(self) -> None:
         """Every rank, at the end of a save, successful or not."""
