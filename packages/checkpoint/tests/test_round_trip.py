@@ -365,7 +365,7 @@ def test_save_rejects_unsupported_values(tmp_path: Path) -> None:
     put(tmp_path / "x")
     with pytest.raises(CheckpointError, match="exists already"):
         save(tmp_path / "x", model=model)
-    with pytest.raises(CheckpointError, match=r"no checkpoint.*it holds x: give one of them"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint.*it holds x: give one of them"):
         load(tmp_path, model=model)
 
 

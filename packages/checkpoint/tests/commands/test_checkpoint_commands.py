@@ -86,7 +86,7 @@ def test_inspect_names_foreign_content(saved: Path, tmp_path: Path) -> None:
         folder = tmp_path / f"of {name}"
         folder.mkdir()
         (folder / name).write_bytes(b"")
-        assert hint in error_text(folder) and "no checkpoint" in error_text(folder)
+        assert hint in error_text(folder) and "not a checkpoint" in error_text(folder)
     assert error_text(tmp_path / "of notes.txt").endswith("it has no manifest.json")
 
 

@@ -136,7 +136,7 @@ class Reader:
         self.nbytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
             os.close(self._fd)
-            raise CorruptError(f"{path} cannot be read: it is no ordinary file")
+            raise CorruptError(f"{path} cannot be read: it is not a regular file")
         self._direct = None if follow else DirectReader(self._fd)
 
     def prefers_direct(self, offset: int, nbytes: int) -> bool:
@@ -317,7 +317,7 @@ class DirectoryStorage:
             )
             raise CheckpointError(f"{self.where} is a file, and a checkpoint is a directory; {hint}")
         if not path.exists():
-            raise CheckpointError(f"{self.where} is no checkpoint: it has no {NAME}{self._content_hint()}")
+            raise CheckpointError(f"{self.where} is not a checkpoint: it has no {NAME}{self._content_hint()}")
         reader = Reader(path)
         try:
             data = bytearray(min(reader.nbytes, MAX_BYTES + 1))

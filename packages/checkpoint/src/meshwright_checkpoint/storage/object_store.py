@@ -225,7 +225,7 @@ class ObjectStorage:
         except FileNotFoundError:
             names = [storage.name for storage in self.children()]
             hint = f"; it holds {', '.join(names[-3:])}: give one of them" if names else ""
-            raise CheckpointError(f"{self.where} is no checkpoint: it has no {NAME}{hint}") from None
+            raise CheckpointError(f"{self.where} is not a checkpoint: it has no {NAME}{hint}") from None
         except OSError as error:
             raise CheckpointError(f"{self.where} cannot be read: {error}") from error
         return Manifest.from_bytes(bytes(data), f"{self.where}/{NAME}")
