@@ -22,9 +22,9 @@ from meshwright_checkpoint.errors import MismatchError
 from meshwright_checkpoint.format.dtypes import DTYPES, dtype_name
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.shards.coverage import coverage_problem
-from meshwright_checkpoint.shards.local_shards import LocalShards, box_nbytes, local_box
+from meshwright_checkpoint.shards.local_shards import LocalShards, box_nbytes
 from meshwright_checkpoint.shards.write_shares import split_box
-from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, intersect, slice_of
+from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, intersect
 
 ROUND_NBYTES = 48 << 20
 """Most bytes that a rank sends, receives or allocates in one round, unless one tensor alone is larger."""
@@ -251,7 +251,7 @@ def _run_round(
         if route.target == me:
             allocate(want[route.key].local)
             if route.source == me:
-                _shard_view(want[route.key], route.box).copy_(_shard_view(have[route.key], route.box))
+                want[route.key].view(route.box).copy_(have[route.key].view(route.box))
     crossing = [route for route in transfer_round.routes if route.source != route.target]
     if not crossing:
         return 0
@@ -260,7 +260,7 @@ def _run_round(
     send = messages.send[: sum(r.nbytes for r in out)]
     received = messages.received[: sum(r.nbytes for r in into)]
     for route, view in _message_views(out, send):
-        view.copy_(_shard_view(have[route.key], route.box))
+        view.copy_(have[route.key].view(route.box))
     dist.all_to_all_single(
         received,
         send,
@@ -269,7 +269,7 @@ def _run_round(
         group=ranks.group,
     )
     for route, view in _message_views(into, received):
-        _shard_view(want[route.key], route.box).copy_(view)
+        want[route.key].view(route.box).copy_(view)
     return sum(box_nbytes(r.box, r.dtype) for r in out)
 
 
@@ -279,11 +279,6 @@ def _message_views(routes: list[Route], message: torch.Tensor) -> Iterator[tuple
         nbytes = box_nbytes(route.box, route.dtype)
         yield route, message[at : at + nbytes].view(route.dtype).view(box_shape(route.box))
         at += route.nbytes
-
-
-def _shard_view(shards: LocalShards, box: Box) -> torch.Tensor:
-    there, here = next(pair for pair in shards.boxes if intersect(box, pair[0]) == box)
-    return slice_of(shards.local, local_box(box, there, here))
 
 
 def allocate(local: torch.Tensor) -> None:

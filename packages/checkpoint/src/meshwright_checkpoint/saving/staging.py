@@ -9,8 +9,8 @@ import torch
 
 from meshwright_checkpoint.format.safetensors_file import FileLayout
 from meshwright_checkpoint.io.host_memory import ReservedMemory, new_memory
-from meshwright_checkpoint.shards.local_shards import LocalShards, local_box
-from meshwright_dtensor.sharding.boxes import box_shape, intersect, slice_of
+from meshwright_checkpoint.shards.local_shards import LocalShards
+from meshwright_dtensor.sharding.boxes import box_shape
 
 
 class StagingBuffer:
@@ -20,9 +20,9 @@ class StagingBuffer:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._reserved: ReservedMemory | None = None
 
-    def prepare(self, nbytes: int, held: Mapping[str, LocalShards]) -> None:
+    def prepare(self, nbytes: int, shards: Mapping[str, LocalShards]) -> None:
         """Allocate memory for a file of about `nbytes` in the background. The buffer must not be in use."""
-        gpu = _gpu(held)
+        gpu = _gpu(shards)
         self._take_reserved()
         if not self._fits(nbytes, gpu):
             # free the old buffer first
@@ -34,9 +34,9 @@ class StagingBuffer:
         if self._reserved is not None:
             self._reserved.ready()
 
-    def take(self, body: FileLayout, held: Mapping[str, LocalShards]) -> list[torch.Tensor]:
+    def take(self, body: FileLayout, shards: Mapping[str, LocalShards]) -> list[torch.Tensor]:
         """Copy the file: the bytes of the header and of each piece. Valid until the next call."""
-        gpu = _gpu(held)
+        gpu = _gpu(shards)
         cuda = gpu is not None
         self._take_reserved()
         if not self._fits(body.nbytes, gpu):
@@ -47,7 +47,7 @@ class StagingBuffer:
         with torch.no_grad():
             file[: len(body.header)] = torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
             for piece, offset in body.pieces:
-                _copy(file, piece.box, offset, held[piece.key])
+                _copy(file, piece.box, offset, shards[piece.key])
         if cuda:
             torch.cuda.synchronize()
         bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
@@ -62,26 +62,21 @@ class StagingBuffer:
         return self._buffer.numel() >= nbytes and (gpu is None or self._buffer.is_pinned())
 
 
-def _gpu(held: Mapping[str, LocalShards]) -> int | None:
+def _gpu(shards: Mapping[str, LocalShards]) -> int | None:
     """The index of the GPU of the tensors, None without one."""
-    return next((part.local.device.index for part in held.values() if part.local.is_cuda), None)
+    return next((part.local.device.index for part in shards.values() if part.local.is_cuda), None)
 
 
-def tensor_bytes(body: FileLayout, held: Mapping[str, LocalShards]) -> Iterator[torch.Tensor]:
+def tensor_bytes(body: FileLayout, shards: Mapping[str, LocalShards]) -> Iterator[torch.Tensor]:
     """The same bytes, piece by piece and without the buffer, for synchronous saves. Contiguous pieces are not copied."""
     yield torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
     for piece, _ in body.pieces:
-        source = _source(piece.box, held[piece.key])
+        source = shards[piece.key].view(piece.box)
         yield source.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def _source(box: tuple[tuple[int, int], ...], held: LocalShards) -> torch.Tensor:
-    there, here = next(pair for pair in held.boxes if intersect(box, pair[0]) == box)
-    return slice_of(held.local, local_box(box, there, here))
-
-
-def _copy(file: torch.Tensor, box: tuple[tuple[int, int], ...], offset: int, held: LocalShards) -> None:
-    source = _source(box, held)
+def _copy(file: torch.Tensor, box: tuple[tuple[int, int], ...], offset: int, shards: LocalShards) -> None:
+    source = shards.view(box)
     nbytes = source.numel() * source.element_size()
     target = file[offset : offset + nbytes].view(source.dtype).view(box_shape(box))
     target.copy_(source.resolve_conj().resolve_neg(), non_blocking=source.is_cuda)

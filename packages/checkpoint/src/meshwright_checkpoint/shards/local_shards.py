@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_checkpoint._torch import indices_of, is_sharding, local_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.sharding.boxes import Box, Region, box_numel, region_boxes
+from meshwright_dtensor.sharding.boxes import Box, Region, box_numel, intersect, region_boxes, slice_of
 from meshwright_dtensor.sharding.intervals import Interval
 from meshwright_dtensor.stored.permuted import permuted_layout
 
@@ -30,6 +30,11 @@ class LocalShards:
     dtype: torch.dtype
     local: torch.Tensor
     boxes: tuple[tuple[Box, Box], ...]
+
+    def view(self, box: Box) -> torch.Tensor:
+        """The part of the local tensor that holds the global `box`, which must be inside one shard."""
+        there, here = next(pair for pair in self.boxes if intersect(box, pair[0]) == box)
+        return slice_of(self.local, local_box(box, there, here))
 
 
 def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> LocalShards:
