@@ -38,21 +38,21 @@ class Ranks:
         if self.size == 1:
             return [value]
         data = json.dumps(value).encode()
-        rows = self._all(len(data).to_bytes(8, "little") + data[:INLINE_NBYTES], 8 + INLINE_NBYTES)
+        rows = self._gather_bytes(len(data).to_bytes(8, "little") + data[:INLINE_NBYTES], 8 + INLINE_NBYTES)
         lengths = [int.from_bytes(row[:8], "little") for row in rows]
         if max(lengths) > INLINE_NBYTES:
-            rest = self._all(data[INLINE_NBYTES:], max(lengths) - INLINE_NBYTES)
+            rest = self._gather_bytes(data[INLINE_NBYTES:], max(lengths) - INLINE_NBYTES)
             rows = [row + more for row, more in zip(rows, rest, strict=True)]
         return [json.loads(row[8 : 8 + n]) for row, n in zip(rows, lengths, strict=True)]
 
-    def _all(self, data: bytes, nbytes: int) -> list[bytes]:
+    def _gather_bytes(self, data: bytes, nbytes: int) -> list[bytes]:
         """All-gather `data`, padded to `nbytes`."""
         device = self.device
-        mine = torch.zeros(nbytes, dtype=torch.uint8)
+        padded = torch.zeros(nbytes, dtype=torch.uint8)
         if data:
-            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = torch.empty(self.size * nbytes, dtype=torch.uint8, device=device)
-        dist.all_gather_single(parts, mine.to(device), group=self.group)
+        dist.all_gather_single(parts, padded.to(device), group=self.group)
         return [row.tobytes() for row in parts.cpu().view(self.size, nbytes).numpy()]
 
     def gather_checked(self, work: Callable[[], Any]) -> list[Any]:
@@ -70,7 +70,7 @@ class Ranks:
         first = next(((rank, text) for rank, (text, _) in enumerate(gathered) if text is not None), None)
         if first is not None:
             raise error_of_rank(*first)
-        return [value_of_rank for _, value_of_rank in gathered]
+        return [result for _, result in gathered]
 
     def run_checked(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return this rank's result. If any rank fails, every rank raises (collective)."""

@@ -63,11 +63,11 @@ class TransferStats:
     rounds: int
 
 
-def describe_shards(held: Mapping[str, LocalShards]) -> dict[str, Any]:
+def describe_shards(shards: Mapping[str, LocalShards]) -> dict[str, Any]:
     """Shape, dtype and boxes of each tensor, as JSON for the other ranks."""
     return {
-        key: [list(part.shape), dtype_name(part.dtype, key), [there for there, _ in part.boxes]]
-        for key, part in held.items()
+        key: [list(part.shape), dtype_name(part.dtype, key), part.global_boxes]
+        for key, part in shards.items()
     }
 
 

@@ -279,13 +279,7 @@ def _lay_out(rank: int, write_plan: list[list[Piece]], collected: CollectedState
 
 def _catalog(collected: CollectedState) -> list[Any]:
     return [
-        [
-            key,
-            list(part.shape),
-            dtype_name(part.dtype, key),
-            part.dtype.itemsize,
-            [there for there, _ in part.boxes],
-        ]
+        [key, list(part.shape), dtype_name(part.dtype, key), part.dtype.itemsize, part.global_boxes]
         for key, part in collected.shards.items()
     ]
 
@@ -295,14 +289,14 @@ def _merge_catalogs(catalogs: list[list[Any]]) -> tuple[dict[str, Any], dict[str
     types: dict[str, tuple[list[int], str, int]] = {}
     boxes: dict[str, dict[int, Any]] = {}
     for rank, rows in enumerate(catalogs):
-        for key, shape, dtype, itemsize, held in rows:
+        for key, shape, dtype, itemsize, rank_boxes in rows:
             first = types.setdefault(key, (shape, dtype, itemsize))
             if first != (shape, dtype, itemsize):
                 raise UsageError(
                     f"{key} has shape {shape} and dtype {dtype} on rank {rank}, and {first[0]} and {first[1]} on another; "
                     "save one tensor that is equal on all ranks, or a DTensor"
                 )
-            boxes.setdefault(key, {})[rank] = tuple(tuple(map(tuple, box)) for box in held)
+            boxes.setdefault(key, {})[rank] = tuple(tuple(map(tuple, box)) for box in rank_boxes)
     tensors = {
         key: TensorLayout(tuple(shape), itemsize, tuple(boxes[key].get(r, ()) for r in range(len(catalogs))))
         for key, (shape, _, itemsize) in types.items()

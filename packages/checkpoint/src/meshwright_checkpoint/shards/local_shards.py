@@ -31,6 +31,11 @@ class LocalShards:
     local: torch.Tensor
     boxes: tuple[tuple[Box, Box], ...]
 
+    @property
+    def global_boxes(self) -> list[Box]:
+        """The boxes of the global value."""
+        return [there for there, _ in self.boxes]
+
     def view(self, box: Box) -> torch.Tensor:
         """The part of the local tensor that holds the global `box`, which must be inside one shard."""
         there, here = next(pair for pair in self.boxes if intersect(box, pair[0]) == box)

@@ -50,7 +50,7 @@ def plan_writes(tensors: Mapping[str, TensorLayout], ranks: int) -> list[list[Pi
             by_holders[tuple(ranks_of_box)].append((key, box, tensor.itemsize))
     loads = [0] * ranks
     plan: list[list[Piece]] = [[] for _ in range(ranks)]
-    for holder_ranks in sorted(by_holders, key=lambda holder_ranks: (len(holder_ranks), holder_ranks)):
+    for holder_ranks in sorted(by_holders, key=lambda ranks: (len(ranks), ranks)):
         items = by_holders[holder_ranks]
         total = sum(box_numel(box) * size for _, box, size in items)
         budgets = balanced_budgets([loads[rank] for rank in holder_ranks], total)

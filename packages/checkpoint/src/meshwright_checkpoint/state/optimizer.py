@@ -75,10 +75,7 @@ class OptimizerTargets:
             numbers: set[int] = set()
             partial = False
             for name, parameter in zip(params, group["params"], strict=True):
-                tied_names = [
-                    name,
-                    *(other for other, first in names.aliases.items() if first == name),
-                ]
+                tied_names = [name, *(n for n, first in names.aliases.items() if first == name)]
                 if not any(map(chosen, tied_names)):
                     partial = True
                     continue
@@ -123,7 +120,7 @@ class OptimizerTargets:
                     f"{full}: shape {list(source.shape)} is stored, {list(part.shape)} is needed"
                 )
                 continue
-            self.wanted += [Wanted(full, there_, slice_of(part.local, here)) for there_, here in part.boxes]
+            self.wanted += [Wanted(full, box, slice_of(part.local, local)) for box, local in part.boxes]
         return entries
 
     def take_options(
@@ -136,14 +133,12 @@ class OptimizerTargets:
         """
         for number, group in enumerate(self.groups):
             same = [groups[number] for groups in gathered if number < len(groups)]
-            saved = group.saved_as or tuple(
-                sorted({saved_group for other in same for saved_group in other.saved_as})
-            )
-            options = [info.groups[saved_group].options for saved_group in saved]
+            saved = group.saved_as or tuple(sorted({index for other in same for index in other.saved_as}))
+            options = [info.groups[index].options for index in saved]
             self.options.append({})
             if not options or not all(other.whole for other in same):
                 continue
-            if all(saved_group == options[0] for saved_group in options):
+            if all(other == options[0] for other in options):
                 decoded = decode(options[0], scalar_from_text)
                 self.options[-1] = decoded if isinstance(decoded, dict) else {}
             elif group.saved_as:

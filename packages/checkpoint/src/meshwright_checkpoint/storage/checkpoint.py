@@ -39,7 +39,7 @@ class Checkpoint(OpenFiles):
         manifest: the checked manifest.
         tensors: key -> where the values are stored.
         where: the path, for messages.
-        without_optimizer: why the checkpoint has no optimizer, for messages.
+        no_optimizer_reason: why the checkpoint has no optimizer, for messages.
 
     Raises:
         CheckpointError: there is no checkpoint.
