@@ -103,12 +103,16 @@ class DataRank:
 
     def with_moves(self) -> Tape:
         """The tape of the rank's rows, with the collectives for cross-row interactions."""
-        own = self.rank_tape
-        return replace(own, origin=own if own.origin is None else own.origin, division=self.division())
+        rank_tape = self.rank_tape
+        return replace(
+            rank_tape,
+            origin=rank_tape if rank_tape.origin is None else rank_tape.origin,
+            division=self.division(),
+        )
 
     def tape(self) -> Tape:
         """The tape of the rank, derived from the global tape."""
-        tape, own = self.global_tape, self.rank_tape
+        tape, rank_tape = self.global_tape, self.rank_tape
         states_of = dict(self.initial)
         for node, outs in zip(tape.nodes, self.prediction.outs, strict=True):
             states_of.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
@@ -121,9 +125,9 @@ class DataRank:
             tape,
             values=values,
             nodes=[self._node(k, values) for k in range(len(tape.nodes))],
-            saved=self._kept(tape.saved, own.saved, values),
-            dropped=self._kept(tape.dropped, own.dropped, values),
-            rows=own.rows,
+            saved=self._kept(tape.saved, rank_tape.saved, values),
+            dropped=self._kept(tape.dropped, rank_tape.dropped, values),
+            rows=rank_tape.rows,
             origin=None,
             division=self.division(),
         )
@@ -145,9 +149,9 @@ class DataRank:
 
     def _computes_more(self, k: int) -> bool:
         """Whether the rank computes more of a result of a node than its own rows need."""
-        node, whole, own = self.global_tape.nodes[k], self.global_tape.values, self.rank_tape.values
+        node, whole, rank_values = self.global_tape.nodes[k], self.global_tape.values, self.rank_tape.values
         return not is_view(node) and any(
-            math.prod(self.grid.local(whole[r.i].shape, states)) > math.prod(own[r.i].shape)
+            math.prod(self.grid.local(whole[r.i].shape, states)) > math.prod(rank_values[r.i].shape)
             for r, states in zip(node.outs, self.prediction.outs[k], strict=True)
         )
 
