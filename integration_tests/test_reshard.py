@@ -161,7 +161,7 @@ def test_what_is_refused_changes_nothing(rank_pool: RankPool) -> None:
     assert "provenance.model" in told["other model"]
     assert "there are 2 ranks" in told["ranks"]
     assert "is not a parameter of the model" in told["other optimizer"]
-    assert "group 0 of the optimizer has other options" in told["options"]
+    assert "group 0 of the optimizer has different options" in told["options"]
 
 
 def draws_alike(rank: int, size: int) -> tuple[list[int], list[int]]:
