@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright_checkpoint.format.checksum import BLOCK
-from meshwright_checkpoint.read.plan import StoredRange, boxes_in_range, flat_range, plan_reads, wanted_ranges
+from meshwright_checkpoint.read.read_plan import (
+    StoredRange,
+    boxes_in_range,
+    flat_range,
+    plan_reads,
+    wanted_ranges,
+)
 from meshwright_dtensor.sharding.boxes import Box
 
 STEP = 2 * BLOCK

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from meshwright_checkpoint.errors import CorruptError
-from meshwright_checkpoint.read.plan import StoredRange, boxes_in_range, flat_range
+from meshwright_checkpoint.read.read_plan import StoredRange, boxes_in_range, flat_range
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.sharding.boxes import (
     Box,

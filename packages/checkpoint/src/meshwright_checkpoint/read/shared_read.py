@@ -31,7 +31,13 @@ from meshwright_checkpoint.read.node_peers import (
     NodePeers,
     PeerSocket,
 )
-from meshwright_checkpoint.read.plan import ReadChunk, StoredRange, WantedRanges, plan_reads, wanted_ranges
+from meshwright_checkpoint.read.read_plan import (
+    ReadChunk,
+    StoredRange,
+    WantedRanges,
+    plan_reads,
+    wanted_ranges,
+)
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.errors import MeshwrightError
 
