@@ -352,7 +352,7 @@ def test_the_search_shares_long_sequences(monkeypatch: pytest.MonkeyPatch) -> No
     assert plans[0].degrees["cp"] == 2
     assert plans[0].context is not None
     assert plans[0].context.balance == "zigzag"
-    with pytest.raises(mw.errors.UsageError, match=r"cp=4 is not a legal degree .* 1 rows of 510 tokens"):
+    with pytest.raises(mw.errors.UsageError, match=r"cp=4 is not a legal degree .* 1 row of 510 tokens"):
         mw.plan(model, {key: value[:, :510] for key, value in batch.items()}, world_size=4, cp=4)
     short = mw.plan(model, {key: value[:, :64] for key, value in batch.items()}, world_size=2, top_k=8)
     assert isinstance(short, list)

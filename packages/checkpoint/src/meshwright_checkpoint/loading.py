@@ -41,7 +41,7 @@ from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import slice_of
 from meshwright_dtensor.tensor.compute_copy import touch
-from meshwright_dtensor.utils.names import listing
+from meshwright_dtensor.utils.names import count_of, listing
 
 
 def load(
@@ -378,7 +378,8 @@ def _restore_random(checkpoint: Checkpoint, ranks: Ranks) -> None:
     if any(stream.startswith("torch") for stream in per_rank) and ranks.rank == 0:
         saved_ranks = info.streams[per_rank[0]]
         warnings.warn(
-            f"the random streams {', '.join(per_rank)} of {checkpoint.where} were saved per rank, on {saved_ranks} ranks, and "
+            f"the random streams {', '.join(per_rank)} of {checkpoint.where} were saved per rank, on "
+            f"{count_of(saved_ranks, 'rank')}, and "
             f"this run has {ranks.size}: they are not restored. Seed them yourself, or pass random=False.",
             stacklevel=5,
         )

@@ -21,20 +21,25 @@ class UsageError(MeshwrightError):
 class PlanError(UsageError):
     """A plan is malformed, or does not fit the run it is used in.
 
-    Attributes: `field` (path into the plan, such as "degrees.tp"), its `value`, the `rule` that it breaks, and
-    `nearest` (the nearest legal value, or None if there is none to name). The message holds all four.
+    Attributes: `field` (path into the plan, such as "degrees.tp"; "" if the text as a whole is no plan), its `value`,
+    the `rule` that it breaks, `nearest` (the nearest legal value, or None if there is none to name), and the `file`
+    that the plan was read from, or None. The message holds all five.
     """
 
-    def __init__(self, field: str, value: object, rule: str, nearest: str | None = None) -> None:
-        self.field = field
-        self.value = value
-        self.rule = rule
-        self.nearest = nearest
-        text = f"plan field {field} is {_short(value)}: {rule}"
+    def __init__(
+        self, field: str, value: object, rule: str, nearest: str | None = None, file: str | None = None
+    ) -> None:
+        self.field, self.value, self.rule = field, value, rule
+        self.nearest, self.file = nearest, file
+        if field:
+            text = f"plan field {field}{f' of {file}' if file else ''} is {_short(value)}: {rule}"
+        else:
+            subject = f"{file} is not a plan file" if file else "the text is not a plan"
+            text = f"{subject}: {rule}" + ("" if value is None else f", found {_short(value)}")
         super().__init__(_one_line(f"{text}; nearest legal: {nearest}" if nearest else text))
 
-    def __reduce__(self) -> tuple[type[PlanError], tuple[str, object, str, str | None]]:
-        return type(self), (self.field, self.value, self.rule, self.nearest)
+    def __reduce__(self) -> tuple[type[PlanError], tuple[str, object, str, str | None, str | None]]:
+        return type(self), (self.field, self.value, self.rule, self.nearest, self.file)
 
 
 class PluginError(UsageError):

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.utils.names import count_of
 
 MAX_LOCAL_RANKS = 64
 
@@ -45,8 +46,8 @@ def check_world_size(requested: int | None, default: int = 1) -> int:
     if is_rank():
         if requested is not None and requested != world_size():
             raise UsageError(
-                f"--world-size {requested} does not match this job of {world_size()} ranks; "
-                f"leave it out under torchrun, or start {requested} ranks"
+                f"--world-size {requested} does not match this job of {count_of(world_size(), 'rank')}; "
+                f"leave it out under torchrun, or start {count_of(requested, 'rank')}"
             )
         return world_size()
     size = default if requested is None else requested

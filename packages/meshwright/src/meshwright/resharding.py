@@ -16,6 +16,7 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import destroy_groups, init, restrict_world, set_default_world
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.utils.names import count_of
 from meshwright_parallel import parallelize
 from meshwright_parallel.placement.unparallelize import drop_values, unparallelize
 
@@ -100,7 +101,7 @@ def _size(plan: ParallelPlan, ranks: Ranks) -> int:
         raise PlanError(
             "world_size",
             plan.world_size,
-            f"there are {ranks.size} ranks; start more, and make a default process group of all of them first",
+            f"there are {count_of(ranks.size, 'rank')}; start more, and make a default process group of all of them first",
             str(ranks.size),
         )
     return plan.world_size

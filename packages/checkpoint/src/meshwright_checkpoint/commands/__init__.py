@@ -12,6 +12,7 @@ import click
 
 from meshwright_checkpoint.commands.drawing import draw, overview
 from meshwright_checkpoint.plugin import DEFAULT
+from meshwright_dtensor.utils.names import count_of
 
 
 @click.group("checkpoint")
@@ -80,7 +81,10 @@ def verify(path: str, backend: str, as_json: bool) -> int:
             json.dumps({"path": str(path), "ok": not problems, "tensors": count, "problems": problems})
         )
     else:
-        click.echo("\n".join(problems) or f"{path}: {count} tensors, {total} bytes, all as they were saved")
+        click.echo(
+            "\n".join(problems)
+            or f"{path}: {count_of(count, 'tensor')}, {total} bytes, all as they were saved"
+        )
     return 4 if problems else 0
 
 

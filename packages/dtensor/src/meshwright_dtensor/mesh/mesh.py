@@ -18,6 +18,7 @@ from meshwright_dtensor._torch.core import (
 )
 from meshwright_dtensor._torch.meshes import forget_meshes
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.utils.names import count_of
 from meshwright_dtensor.utils.shutdown import settle_at_exit
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
             "degrees",
             dict(plan.degrees),
             f"they multiply to {product}, and must to the world size, {world}",
-            f"run on {product} ranks, or plan for world_size={world}",
+            f"run on {count_of(product, 'rank')}, or plan for world_size={world}",
         )
     names = tuple(plan.degrees)
     return init_device_mesh(here.type, tuple(plan.degrees[n] for n in names), mesh_dim_names=names)

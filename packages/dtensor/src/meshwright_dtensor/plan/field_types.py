@@ -161,7 +161,7 @@ def _path(location: tuple[int | str, ...]) -> str:
         elif part != "[key]":
             shown = str(part).encode("ascii", "backslashreplace").decode()
             text += f".{shown}" if text else shown
-    return text or "(document)"
+    return text
 
 
 def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -238,4 +238,4 @@ def guarded(model: type[BaseModel], make: Callable[[], T]) -> T:
     except ValidationError as error:
         raise plan_error(model, error) from None
     except RecursionError:
-        raise PlanError("(document)", "nested values", "it is nested too deeply to be a plan") from None
+        raise PlanError("", None, "its values are nested too deeply") from None

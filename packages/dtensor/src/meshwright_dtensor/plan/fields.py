@@ -26,6 +26,7 @@ from meshwright_dtensor.plan.field_types import (
 )
 from meshwright_dtensor.plan.prediction import Prediction
 from meshwright_dtensor.sharding.states import State, parse_state
+from meshwright_dtensor.utils.names import count_of
 
 
 class ParameterRule(Model):
@@ -260,7 +261,9 @@ class PlanFields(Model):
             except ValueError as error:
                 index = self.parameters.index(rule) if rule else 0
                 where = f"parameters[{index}].placement.{axis}"
-                raise PlanError(where, placement[axis], f"{fqn!r} on {degree} ranks: {error}") from None
+                raise PlanError(
+                    where, placement[axis], f"{fqn!r} on {count_of(degree, 'rank')}: {error}"
+                ) from None
         return states
 
     def activation_rule(self, module: str, function: str, occurrence: int) -> ActivationRule | None:

@@ -66,11 +66,11 @@ class ParallelPlan(PlanFields):
             text = Path(path).read_bytes()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise PlanError("(file)", where, f"it cannot be read: {reason}") from error
+            raise PlanError("", None, f"it cannot be read ({reason})", file=where) from error
         try:
             return cls.from_json(text)
         except PlanError as error:
-            raise PlanError(f"{error.field} of {where}", error.value, error.rule, error.nearest) from None
+            raise PlanError(error.field, error.value, error.rule, error.nearest, where) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, atomically. Raises PlanError if it cannot be written."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from meshwright_dtensor.plan.fields import PlanFields
 from meshwright_dtensor.utils.console import Console, Table, Text, box
+from meshwright_dtensor.utils.names import count_of
 
 
 def explain(plan: PlanFields, width: int = 110) -> str:
@@ -56,7 +57,7 @@ def explain(plan: PlanFields, width: int = 110) -> str:
 
 def _mesh(plan: PlanFields) -> str:
     degrees = " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items())
-    ranks = f"{plan.world_size} rank{'' if plan.world_size == 1 else 's'}"
+    ranks = count_of(plan.world_size, "rank")
     return f"mesh: {degrees} = {ranks}" if degrees else f"mesh: {ranks}"
 
 
@@ -115,7 +116,8 @@ def _pipeline(plan: PlanFields, console: Console) -> None:
     rule = plan.pipeline
     if rule is None:
         return
-    title = f"pipeline: {len(rule.stages)} stages, {rule.microbatches} microbatches a step, schedule {rule.schedule}"
+    stages, microbatches = count_of(len(rule.stages), "stage"), count_of(rule.microbatches, "microbatch")
+    title = f"pipeline: {stages}, {microbatches} a step, schedule {rule.schedule}"
     table = _table(console, title, ["stage", "modules"])
     for index, stage in enumerate(rule.stages):
         table.add_row(Text(str(index)), Text(", ".join(_number_ranges(stage))))

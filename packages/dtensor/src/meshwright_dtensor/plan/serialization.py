@@ -85,16 +85,15 @@ def loads(text: str | bytes) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         ends = not text[error.pos :].strip() if isinstance(text, str) else False
-        rule = f"it is not JSON at {where}: {'the text ends there' if ends else error.msg}"
-        raise PlanError("(document)", _excerpt(text, error.pos), rule) from None
+        rule = f"expected JSON at {where} ({'the text ends there' if ends else error.msg})"
+        raise PlanError("", _excerpt(text, error.pos), rule) from None
     except UnicodeDecodeError as error:
-        raise PlanError(
-            "(document)", error.object[error.start : error.start + 8], "it is not UTF-8 text"
-        ) from None
+        excerpt = error.object[error.start : error.start + 8]
+        raise PlanError("", excerpt, "expected UTF-8 text") from None
     except RecursionError:
-        raise PlanError("(document)", "nested brackets", "it is nested too deeply to be a plan") from None
+        raise PlanError("", None, "its brackets are nested too deeply") from None
     except (ValueError, TypeError) as error:
-        raise PlanError("(document)", _excerpt(text, 0), f"it cannot be read as JSON: {error}") from None
+        raise PlanError("", _excerpt(text, 0), f"expected JSON ({error})") from None
 
 
 def _excerpt(text: object, position: int) -> object:
@@ -111,4 +110,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    raise PlanError("(document)", text, "numbers in a plan are finite")
+    raise PlanError("", text, "expected finite numbers")

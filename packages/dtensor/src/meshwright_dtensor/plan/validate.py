@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.fields import PlanFields
-from meshwright_dtensor.utils.names import did_you_mean, listing
+from meshwright_dtensor.utils.names import count_of, did_you_mean, listing
 
 
 def check(plan: PlanFields, world_size: int | None, axes: tuple[str, ...] | None) -> None:
@@ -21,7 +21,7 @@ def check(plan: PlanFields, world_size: int | None, axes: tuple[str, ...] | None
         )
     if world_size is not None and plan.world_size != world_size:
         near = _nearest_degrees(dict(plan.degrees), world_size)
-        rule = f"the run has {world_size} ranks; launch {plan.world_size} ranks or plan for {world_size}"
+        rule = f"the run has {count_of(world_size, 'rank')}; launch {count_of(plan.world_size, 'rank')} or plan for {world_size}"
         raise PlanError("world_size", plan.world_size, rule, f"{world_size} with {near}")
     _check_parameters(plan)
     _check_activations(plan)
@@ -111,7 +111,7 @@ def _check_pipeline(plan: PlanFields) -> None:
     if count == 0 or count % degree:
         rule = f"each of the {degree} ranks of pp has equally many stages, at least one"
         nearest = max(1, round(count / degree)) * degree
-        raise PlanError("pipeline.stages", f"{count} stages", rule, f"{nearest} stages")
+        raise PlanError("pipeline.stages", count_of(count, "stage"), rule, count_of(nearest, "stage"))
     for index, stage in enumerate(pipeline.stages):
         if not stage:
             raise PlanError(f"pipeline.stages[{index}]", [], "a stage needs at least one module")

@@ -33,6 +33,12 @@ def listing(names: Iterable[str], limit: int = 12) -> str:
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown or "none"
 
 
+def count_of(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks", "3 microbatches"."""
+    plural = f"{noun}es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def path_name(path: Iterable[Any]) -> str:
     """The path of a pytree leaf, its keys joined by dots ("0.image")."""
     return ".".join(map(_path_key, path))

@@ -21,6 +21,7 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import StrategySpec
+from meshwright_dtensor.utils.names import count_of
 
 NOT_CHECKED = "not checked against a model: give --model to check names, shapes and the batch too"
 
@@ -192,8 +193,8 @@ def _check(state: State, plan: ParallelPlan, chosen: ModelChoice) -> str:
     model, batch = chosen.source().to_plan()
     check_fit(model, plan, batch, state.host, plan.world_size)
     sizes = Batch.of(batch)
-    tokens = "" if sizes.sequence_length is None else f" of {sizes.sequence_length} tokens"
-    return f"{type(model).__name__} and a batch of {sizes.size} rows{tokens}"
+    tokens = "" if sizes.sequence_length is None else f" of {count_of(sizes.sequence_length, 'token')}"
+    return f"{type(model).__name__} and a batch of {count_of(sizes.size, 'row')}{tokens}"
 
 
 def _why_not(
@@ -228,7 +229,8 @@ def _why_not(
         made_for.get("tokens", sizes.sequence_length),
     ):
         raise UsageError(
-            f"the plan was made for {dict(made_for)}, and this batch has {rows} rows of {sizes.sequence_length} tokens; "
+            f"the plan was made for {dict(made_for)}, and this batch has {count_of(rows, 'row')} of "
+            f"{sizes.sequence_length} tokens; "
             "give the same batch, or plan for this one"
         )
     answers = [why_not(plan, model, batch, request, pins, state.host) for pins in wanted]
@@ -247,7 +249,7 @@ def _timeline(plan: ParallelPlan, png: Path | None, as_json: bool) -> None:
         from meshwright.rendering.schedule_picture import draw
 
         assert plan.pipeline is not None
-        draw(table, f"{plan.pipeline.schedule}, {plan.pipeline.microbatches} microbatches", png)
+        draw(table, f"{plan.pipeline.schedule}, {count_of(plan.pipeline.microbatches, 'microbatch')}", png)
     if as_json:
         ranks = [[[a.kind, a.stage, a.microbatch] for a in actions] for actions in table.ranks]
         click.echo(json.dumps({"bubble": table.bubble, "alive": table.alive, "ranks": ranks}))

@@ -23,6 +23,7 @@ from meshwright.commands.options import (
 from meshwright.sources import loss_of
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy.plan_request import unknown
+from meshwright_dtensor.utils.names import count_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,7 +103,7 @@ def command(
         plan = ParallelPlan.load(plan_file)
     size = ranks.check_world_size(world_size, default=plan.world_size if plan else 4)
     if plan is not None and plan.world_size != size:
-        rule = f"this run has {size} ranks: start {plan.world_size}, or plan for {size}"
+        rule = f"this run has {count_of(size, 'rank')}: start {plan.world_size}, or plan for {size}"
         raise PlanError("world_size", plan.world_size, rule, str(size))
     request = options.request(state.host, world_size=size)
     if size > 1 and not ranks.is_rank():

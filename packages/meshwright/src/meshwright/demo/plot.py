@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.demo.train import Outcome
+from meshwright_dtensor.utils.names import count_of
 
 
 def draw(outcome: Outcome, path: Path) -> None:
@@ -22,7 +23,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     )
     upper.set_ylabel("loss")
     upper.set_title(
-        f"{outcome.model}, {outcome.parameters / 1e6:.1f}M parameters, {outcome.world_size} ranks"
+        f"{outcome.model}, {outcome.parameters / 1e6:.1f}M parameters, {count_of(outcome.world_size, 'rank')}"
     )
     upper.legend()
     floor = 1e-8  # a difference of zero has no logarithm

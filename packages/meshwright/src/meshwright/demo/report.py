@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meshwright.demo.plot import draw
 from meshwright.demo.train import Options, Outcome, Step
 from meshwright_dtensor.utils.console import Console
+from meshwright_dtensor.utils.names import count_of
 
 
 class Report:
@@ -42,7 +43,7 @@ class Report:
         self.console.print(plan.explain(), markup=False, soft_wrap=True)
         self.console.print(
             f"\n{outcome.model}: {outcome.parameters / 1e6:.2f}M parameters, batch {options.batch_size} x "
-            f"{options.sequence_length}, {options.optimizer}, {outcome.world_size} ranks, compared with one device\n"
+            f"{options.sequence_length}, {options.optimizer}, {count_of(outcome.world_size, 'rank')}, compared with one device\n"
         )
         heading = "  step      parallel    one device   difference   seconds: parallel   one"
         self.console.print(heading, soft_wrap=True)
@@ -80,7 +81,7 @@ class Report:
 def verdict(outcome: Outcome) -> str:
     """One line: whether the parallel run was the one-device run."""
     first, last, worst = outcome.steps[0], outcome.steps[-1], outcome.worst
-    run = f"{outcome.model} on {outcome.world_size} ranks ({outcome.layout}), {len(outcome.steps)} steps"
+    run = f"{outcome.model} on {count_of(outcome.world_size, 'rank')} ({outcome.layout}), {count_of(len(outcome.steps), 'step')}"
     curve = f"loss {first.parallel:.3f} -> {last.parallel:.3f}"
     size = f"largest difference {worst.difference:.1e} at step {worst.step + 1}"
     if outcome.passed:

@@ -16,6 +16,7 @@ from meshwright.trial.measure import STEPS
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy import Planner, PlanRequest
+from meshwright_dtensor.utils.names import count_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +49,7 @@ def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = 
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise UsageError(
-                f"the plans could not be tried on {plans[0].world_size} ranks of this machine (exit code "
+                f"the plans could not be tried on {count_of(plans[0].world_size, 'rank')} of this machine (exit code "
                 f"{done.returncode}, see above); plan without a trial, or mend what was said"
             )
         seconds: list[float] = json.loads(output.read_text())["seconds"]
@@ -91,7 +92,7 @@ class TrialPlanner(Planner):
         if request.global_batch_size not in (None, rows):
             raise UsageError(
                 f"global_batch_size={request.global_batch_size} with planner='trial', which runs the batch itself, and that "
-                f"has {rows} rows; give a batch of so many, or leave global_batch_size out"
+                f"has {count_of(rows, 'row')}; give a batch of so many, or leave global_batch_size out"
             )
         plans = EagerPlanner().plan(model, batch, replace(request, top_k=max(request.top_k, PLANS)))
         with tempfile.TemporaryDirectory(prefix="meshwright-trial-") as folder:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from meshwright_dtensor.errors import VerificationError
+from meshwright_dtensor.utils.names import count_of
 
 Kind = Literal["loss", "gradient", "parameter", "buffer", "state"]
 
@@ -185,7 +186,9 @@ class VerificationReport:
             )
         text = io.StringIO()
         console = Console(file=text, width=width, no_color=True)
-        console.print(f"{self.model} on {mesh} against one device, {self.steps} steps", highlight=False)
+        console.print(
+            f"{self.model} on {mesh} against one device, {count_of(self.steps, 'step')}", highlight=False
+        )
         console.print(summary)
         for step, (one_device, parallel) in enumerate(self.losses):
             console.print(
@@ -194,7 +197,7 @@ class VerificationReport:
         console.print("furthest from one device:")
         console.print(table)
         console.print(
-            "the same as one device" if self.ok else f"DIFFERENT: {len(self.failures)} tensors",
+            "the same as one device" if self.ok else f"DIFFERENT: {count_of(len(self.failures), 'tensor')}",
             highlight=False,
         )
         if self.fault is not None:

@@ -10,7 +10,7 @@ from meshwright_dtensor.plugins import ScheduleSpec, discover
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_dtensor.strategy import SearchRequest, divisors
-from meshwright_dtensor.utils.names import listing
+from meshwright_dtensor.utils.names import count_of, listing
 from meshwright_pipeline.analysis.row_mixing import CannotSplit
 from meshwright_pipeline.planning.survey import survey_of
 
@@ -116,7 +116,8 @@ def degree_refusal(request: SearchRequest, degree: int) -> str | None:
         )
     if degree > request.batch_size:
         return (
-            f"each stage needs a microbatch, and the batch of a pipeline has {request.batch_size} rows. Use more rows, or a "
+            f"each stage needs a microbatch, and the batch of a pipeline has "
+            f"{count_of(request.batch_size, 'row')}. Use more rows, or a "
             "smaller degree"
         )
     return None
@@ -144,7 +145,7 @@ def _checked(count: int, request: SearchRequest) -> int:
     if count < 1 or rows % count:
         others = [f"{axis} {n}" for axis, n in request.step.degrees.items() if n > 1 and axis != "pp"]
         shares = f" with {' x '.join(others)}" if others else ""
-        row_count = f"{rows} row{'s' if rows != 1 else ''}"
+        row_count = count_of(rows, "row")
         rule = (
             f"the {row_count} of a pipeline in a step{shares} cannot be split into {count} equal microbatches"
         )

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.utils.names import count_of
 from meshwright_pipeline._torch import hooks_of, ordinary_call
 from meshwright_pipeline.partition.boundaries import Cut
 from meshwright_pipeline.pytrees import leaves_of, map_leaves
@@ -161,8 +162,9 @@ class _StageForward:
         index = stage.cut.stage.get(key)
         if index is None:
             raise UnsupportedError(
-                f"module {key[0]!r} is called for the {key[1] + 1}. time in one forward, more often than when the model was cut "
-                "into stages; a pipeline needs the same calls for every microbatch of the same shapes"
+                f"module {key[0]!r} is called {count_of(key[1] + 1, 'time')} in this forward. When the pipeline was planned "
+                f"it was called {count_of(key[1], 'time')}. A pipeline needs the same module calls for every microbatch of the "
+                "same shapes: use pp=1, or make the calls independent of the data"
             )
         if index > stage.index:
             raise _EndOfStage

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.utils.names import count_of
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.pytrees import tensors_of
 
@@ -36,7 +37,7 @@ def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> l
     for leaf in pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence)):
         _check_splittable(leaf, rows, count)
     if rows is None or rows % count:
-        what = "the batch has no rows" if rows is None else f"a batch of {rows} rows"
+        what = "the batch has no rows" if rows is None else f"a batch of {count_of(rows, 'row')}"
         fix = "pad the batch, drop its rest, or change pipeline.microbatches"
         raise UsageError(f"{what} cannot be split into {count} equal microbatches; {fix}")
     step = rows // count

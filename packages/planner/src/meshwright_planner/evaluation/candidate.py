@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
 from meshwright_dtensor.strategy import CollectiveUse
+from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.recompute.rules import in_words
@@ -125,7 +126,7 @@ def configuration_name(
     """ "dp 2 x zero 2 (stage 3) x tp 4"; `pipeline`: its schedule and microbatches."""
     details = {"zero": f" (stage {stage})"} if stage else {}
     if pipeline is not None:
-        details["pp"] = f" ({pipeline[0]}, {pipeline[1]} microbatches)"
+        details["pp"] = f" ({pipeline[0]}, {count_of(pipeline[1], 'microbatch')})"
     axes = (f"{axis} {degree}{details.get(axis, '')}" for axis, degree in degrees.items())
     recomputed = in_words(recompute)
     return (" x ".join(axes) or "one rank") + (f", recompute {recomputed}" if recomputed else "")

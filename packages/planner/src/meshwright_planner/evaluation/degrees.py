@@ -8,6 +8,7 @@ from dataclasses import replace
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy import SearchRequest
 from meshwright_dtensor.strategy.plan_request import KEYWORDS
+from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.context import SHARED, Basis, Setting
 from meshwright_planner.placement.legal_rows import balanced
 
@@ -68,7 +69,8 @@ def _illegal_pin(basis: Basis, request: SearchRequest, axis: str, degree: int) -
     if reason is not None:
         return PlanError(f"degrees.{axis}", degree, reason, options)
     length = setting.batch.sequence_length
-    rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
+    size = setting.batch.size
+    rows = f"{size}" if length is None else f"{count_of(size, 'row')} of {count_of(length, 'token')}"
     nearest = min(allowed, key=lambda d: (abs(d - degree), d), default=1)
     return UsageError(
         f"{word}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "

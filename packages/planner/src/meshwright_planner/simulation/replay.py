@@ -11,6 +11,7 @@ from typing import Any
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.simulation.events import Outcome, Span, run
 from meshwright_planner.simulation.faults import LinkFault, Straggler
@@ -138,7 +139,7 @@ class Simulation:
     def render(self) -> str:
         """As text."""
         lines = [
-            f"{self.world_size} ranks of {self.cluster}: a step takes {human_seconds(self.sound_seconds)} simulated, "
+            f"{count_of(self.world_size, 'rank')} of {self.cluster}: a step takes {human_seconds(self.sound_seconds)} simulated, "
             f"{human_seconds(self.predicted_seconds)} predicted by the plan"
         ]
         lines += [f"note: {text}" for text in self.notes]

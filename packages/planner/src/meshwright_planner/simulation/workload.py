@@ -12,6 +12,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, StageTime
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.strategy.cost import TIED
+from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.simulation.events import (
     Actor,
     JoinCollective,
@@ -115,7 +116,7 @@ class Workload:
             return (StageTime(forward_seconds=third, backward_seconds=2 * third),)
         if len(self.split.stages) != count:
             raise UsageError(
-                f"the plan has {count} stages and times of {len(self.split.stages)} "
+                f"the plan has {count_of(count, 'stage')} and times of {len(self.split.stages)} "
                 "(predicted.split.stages); make it with `meshwright plan`"
             )
         return self.split.stages
