@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright_dtensor import plugins
-from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plugins import OpRuleSpec
 from meshwright_dtensor.rules import (
     NodeView,
@@ -305,3 +305,10 @@ def test_plugin_target_that_is_no_rule_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plugins, "discover", lambda: Plugins("NONSENSE"))
     with pytest.raises(PluginError, match=r"acme.*int.*mapping of op names"):
         RuleBook.default()
+
+
+def test_a_rule_with_an_unknown_source_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"rule of aten.tan has source 'indexing'; it must be one of einsum, factory"
+    ):
+        RuleBook({"aten.tan": RuleEntry(lambda view: [], "indexing")})

@@ -7,11 +7,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.lift import Known, extended
 from meshwright_dtensor.rules.node import (
+    SOURCES,
     NodeView,
     Row,
     RuleEntry,
@@ -56,6 +57,11 @@ class RuleBook:
     ) -> None:
         """``rules``: ``"aten.op"`` or ``"aten.op.overload"`` -> rule; rows of source "plugin" are checked."""
         self._rules = dict(rules)
+        for op, entry in self._rules.items():
+            if entry.source not in SOURCES:
+                raise UsageError(
+                    f"the rule of {op} has source {entry.source!r}; it must be one of {', '.join(sorted(SOURCES))}"
+                )
         self.composites: dict[Callable[..., Any], Composite] = {}
         self._by_name: dict[str, Composite] = {}
         for composite in composites:

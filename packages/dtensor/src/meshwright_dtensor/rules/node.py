@@ -112,12 +112,17 @@ class NodeView:
         return dtype.is_floating_point or dtype.is_complex
 
 
+SOURCES = frozenset({"hand", "einsum", "view", "pointwise", "factory", "plugin"})
+"""What a rule may give as the source of its rows. All but "plugin" promise rows that hold for any division of the
+elements, not only for equal chunks; "factory": no gradient flows from the outputs to the inputs."""
+
+
 class RuleEntry(NamedTuple):
     """A rule: yields legal rows; those that do not fit the shapes or the axis size are dropped by the book.
 
     Attributes:
         rule: rows of a node.
-        source: origin of the rows (see :class:`Strategy`); rows of ``"plugin"`` are checked before use.
+        source: one of SOURCES; rows of ``"plugin"`` are checked before use.
         complete: replicated outputs next to sharded inputs carry no gradient.
     """
 

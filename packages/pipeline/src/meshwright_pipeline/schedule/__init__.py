@@ -1,1 +1,1 @@
-"""The seven schedules of this package."""
+"""The schedules of this package."""
