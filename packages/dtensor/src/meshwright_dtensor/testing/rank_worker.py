@@ -93,6 +93,9 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
 
 def _join(rank: int, world_size: int, rendezvous: str) -> None:
     _leave()
+    # What is alive now stays: modules, with millions of objects after an import of transformers. Collections of the
+    # next world need not visit them.
+    gc.freeze()
     dist.init_process_group(
         "gloo",
         store=FileStore(rendezvous, world_size),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,10 +99,7 @@ def check_optimizers(model: nn.Module) -> None:
         UsageError: a live optimizer holds a parameter of the model.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    for candidate in gc.get_objects():
-        # isinstance() would make lazy objects load
-        if not issubclass(type(candidate), torch.optim.Optimizer):
-            continue
+    for candidate in _live_optimizers():
         for group in candidate.__dict__.get("param_groups", ()):
             name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
             if name is not None:
@@ -109,6 +107,23 @@ def check_optimizers(model: nn.Module) -> None:
                     f"a {type(candidate).__name__} optimizer holds parameter {name!r}, which parallelize() replaces; "
                     "make the optimizer afterwards, from model.parameters()"
                 )
+
+
+def _live_optimizers() -> Iterator[torch.optim.Optimizer]:
+    """Every optimizer of this process.
+
+    A process that has imported transformers has millions of objects, so the filter runs in C. It compares types:
+    isinstance() would also make lazy objects load.
+    """
+    kinds: set[type] = set()
+    waiting: list[type] = [torch.optim.Optimizer]
+    while waiting:
+        kind = waiting.pop()
+        if kind not in kinds:
+            kinds.add(kind)
+            waiting += type.__subclasses__(kind)
+    objects = gc.get_objects()
+    return itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
 
 
 def stored_states(
