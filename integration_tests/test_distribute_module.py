@@ -51,7 +51,7 @@ def makes_dtensors(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 def refused(rank: int, world_size: int) -> None:
     nameless = init_device_mesh("cpu", (2,))
-    with pytest.raises(UsageError, match="without names"):
+    with pytest.raises(UsageError, match="has no names for its axes"):
         mw.distribute_module(build("llama"), nameless, batch=example())
     other = init_device_mesh("cpu", (2,), mesh_dim_names=("pd",))
     with pytest.raises(UsageError, match="mesh axis 'pd'"):

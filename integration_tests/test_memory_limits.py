@@ -250,7 +250,7 @@ def staying(rank: int, size: int, text: str) -> int:
         model.zero_grad()
     engine = reduction_of(model)
     assert engine is not None
-    return sum(b.numel * b.dtype.itemsize for b in engine._buckets if b.before is not None)
+    return sum(b.numel * b.dtype.itemsize for b in engine._buckets if b.previous is not None)
 
 
 def test_what_stays_of_gradients_of_experts(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:

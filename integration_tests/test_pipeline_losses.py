@@ -93,7 +93,7 @@ def planned(rank: int, size: int) -> list[str]:
     batch = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(3))}
     plan = plan_once(Numbered(), batch, cluster="laptop-cpu", pp=2)
     assert plan.pipeline is not None and plan.pipeline.microbatches == 1
-    assert "one microbatch" in said(plan) and "'layers.0' makes a number" in said(plan)
+    assert "one microbatch" in said(plan) and "'layers.0' computes a scalar from its rows" in said(plan)
     report = verify(Numbered, batch, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 

@@ -80,7 +80,7 @@ def test_a_comparison_shows_what_was_measured(tmp_path: Path, monkeypatch: pytes
         [*command, "--compare", "trial"], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "measured" in done.stdout and "the order is that of the predictions" in done.stdout
+    assert "measured" in done.stdout and "the order is by predicted time" in done.stdout
 
 
 def test_trial_needs_values() -> None:

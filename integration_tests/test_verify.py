@@ -70,9 +70,9 @@ def test_a_model_without_its_loss_is_told_in_terms_of_the_command_line(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     arguments = ["verify", "--model", f"{HERE}/refusing.py:lossless", "--world-size", "2", "--tp", "2"]
-    with pytest.raises(UsageError, match="no loss was found in the model's output, a dict") as error:
+    with pytest.raises(UsageError, match="the model returned a dict without a loss") as error:
         run_on(rank_pool, 2, arguments, tmp_path)
-    assert "let --model file.py:function return one that computes its loss" in str(error.value)
+    assert "let --model file.py:function return a module that computes its loss" in str(error.value)
     assert "lambda" not in str(error.value)
 
 
