@@ -99,6 +99,7 @@ def compared_with_one_device(
     return Told([c for c in compared if not c.ok], len(output.router_logits), hung)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "world", "pins"),
     [("Mixtral", *mix) for mix in MIXES] + [(family, *MIXES[-1]) for family in ("Qwen3Moe", "Olmoe")],
@@ -113,6 +114,7 @@ def test_the_balance_of_experts_is_that_of_one_device(
         assert not t.wrong and t.logits == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "pins"), MIXES, ids=str)
 def test_padding_counts_for_nothing(rank_pool: RankPool, world: int, pins: dict[str, int]) -> None:
     for t in rank_pool.run(world, compared_with_one_device, "Mixtral", pins, True, timeout=120):

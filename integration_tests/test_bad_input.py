@@ -71,6 +71,7 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_and_an_exit_code(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, code, words = CASES[case]
@@ -98,6 +99,7 @@ def plan_for(degrees: dict[str, int], folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_degrees_that_do_not_match_the_world_size(tmp_path: Path) -> None:
     plan = plan_for({"dp": 2, "tp": 2}, tmp_path)
     done = run_ranks(
@@ -109,6 +111,7 @@ def test_degrees_that_do_not_match_the_world_size(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_axis_that_no_strategy_owns(rank_pool: RankPool, tmp_path: Path) -> None:
     plan = plan_for({"dp": 1, "xp": 2}, tmp_path)
     arguments = ["train", "--world-size", "2", "--plan", str(plan), "--out", str(tmp_path)]
@@ -116,6 +119,7 @@ def test_an_axis_that_no_strategy_owns(rank_pool: RankPool, tmp_path: Path) -> N
         run_on(rank_pool, 2, arguments, tmp_path)
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_rank_speaks_and_all_leave() -> None:
     done = run_ranks(["plan", "--model", MODEL, "--planner", "nobody"], launcher=True)
     assert done.returncode != 0
@@ -124,6 +128,7 @@ def test_under_torchrun_one_rank_speaks_and_all_leave() -> None:
     assert "exitcode  : 2" in done.stderr  # torchrun's own report of what the ranks returned
 
 
+@pytest.mark.slow
 def test_the_world_size_of_a_job_is_not_to_be_contradicted() -> None:
     done = run_ranks(["train", "--world-size", "3"], launcher=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]

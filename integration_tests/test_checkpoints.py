@@ -86,6 +86,7 @@ def loads(
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layouts"), [("llama", LAYOUTS), ("gpt2", LAYOUTS), ("mixtral", MIXTURE)])
 def test_any_to_any(name: str, layouts: dict[str, Any], rank_pool: RankPool, tmp_path: Path) -> None:
     chosen = {k: v for k, v in layouts.items() if name != "gpt2" or k in ("one", "dp2-tp2")}
@@ -104,6 +105,7 @@ def test_any_to_any(name: str, layouts: dict[str, Any], rank_pool: RankPool, tmp
                 assert losses == pytest.approx(went_on, rel=1e-5), f"{source} -> {key}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pins", [{"zero": 3, "dp": 2, "tp": 1}, {"zero": 1, "dp": 2, "tp": 2}])
 def test_written_for_a_plan_each_rank_has_its_part_in_one_file(pins: dict[str, Any], tmp_path: Path) -> None:
     """Also of what ZeRO shares, which no rule of the plan names."""
@@ -156,6 +158,7 @@ def to_and_fro(rank: int, size: int, name: str, plan: Any, folder: str) -> Any:
     return {n: p.full_tensor() for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral"])
 def test_from_pretrained_and_back(name: str, rank_pool: RankPool, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ SOME = [
 """Four ranks: starting eight takes longer than all of this."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("composition", "optimizer"), SOME, ids=lambda value: getattr(value, "name", value))
 def test_three_steps_are_those_of_one_device(
     rank_pool: RankPool, composition: Composition, optimizer: str

@@ -36,6 +36,7 @@ def check(
     return wrong, plan.pipeline.stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_pipelines_are_one_device(rank_pool: RankPool, name: str) -> None:
     for wrong, stages in rank_pool.run(
@@ -45,6 +46,7 @@ def test_planned_pipelines_are_one_device(rank_pool: RankPool, name: str) -> Non
         assert len(stages) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pins"),
     [
@@ -76,6 +78,7 @@ def runs(rank: int, size: int, name: str, part: str, pins: dict[str, Any]) -> tu
     return times[0], [rule.pattern for rule in plan.recompute]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "part"), [("dicts", "layers.3.m"), ("bypassed", "layers.3.outer"), ("topmost", "parts.layers.3")]
 )
@@ -85,6 +88,7 @@ def test_what_is_called_runs_again(rank_pool: RankPool, name: str, part: str) ->
     assert times == 2 and patterns
 
 
+@pytest.mark.slow
 def test_a_plan_may_name_parts_of_modules(rank_pool: RankPool) -> None:
     """A layer is cut in two, where a plan says so; what its forward does between its parts runs on both stages."""
     for wrong in rank_pool.run(2, inside, True):
@@ -110,6 +114,7 @@ def inside(rank: int, size: int, whole: bool) -> list[str]:
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
 
+@pytest.mark.slow
 def test_modules_that_are_never_called_are_told(rank_pool: RankPool) -> None:
     with pytest.raises(PlanError, match=r"'layers.0' itself is never called.*\(layers.0.\*\)"):
         rank_pool.run(2, inside, False)

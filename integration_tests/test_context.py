@@ -71,6 +71,7 @@ def check(pool: RankPool, name: str, plan: ParallelPlan) -> None:
     assert ok, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("form", ["all_gather", "ring", "all_to_all"])
 def test_two_ranks_train_as_one_device(name: str, form: str, rank_pool: RankPool) -> None:
@@ -78,6 +79,7 @@ def test_two_ranks_train_as_one_device(name: str, form: str, rank_pool: RankPool
         check(rank_pool, name, plan_of({"cp": 2}, form, balance))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "degrees", "form", "balance"),
     [
@@ -94,6 +96,7 @@ def test_four_ranks_train_as_one_device(
     check(rank_pool, name, plan_of(degrees, form, balance))
 
 
+@pytest.mark.slow
 def test_tokens_divided_twice(rank_pool: RankPool) -> None:
     """Sequence parallelism on tp inside the part of cp: the hidden state is sharded on its tokens by both axes."""
     rules = tuple(
@@ -103,6 +106,7 @@ def test_tokens_divided_twice(rank_pool: RankPool) -> None:
     check(rank_pool, "llama", plan_of({"cp": 2, "tp": 2}, "ring", "zigzag").replace(activations=rules))
 
 
+@pytest.mark.slow
 def test_training_state_is_sharded_over_zero_with_cp(rank_pool: RankPool) -> None:
     plan = plan_of({"zero": 2, "cp": 2}, "all_gather", "zigzag")
     check(rank_pool, "gpt2", plan.replace(zero={"stage": 2}))
@@ -138,6 +142,7 @@ def kept(rank: int, world_size: int, form: str, balance: str, padded: bool) -> i
     return sum(held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "padded"), [("all_gather", False), ("ring", False), ("all_to_all", False), ("ring", True)]
 )
@@ -156,6 +161,7 @@ def step_log(rank: int, world_size: int, name: str, plan_json: str) -> list[Comm
     return log.events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "balance"), [("llama", "zigzag"), ("gpt2", "none")])
 def test_only_attention_moves_activations_and_says_where(
     name: str, balance: str, rank_pool: RankPool
@@ -191,6 +197,7 @@ def worked(rank: int, world_size: int, balance: str) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_zigzag_gives_every_rank_the_same_work(rank_pool: RankPool) -> None:
     zigzag, chunks = (rank_pool.run(4, worked, balance) for balance in ("zigzag", "none"))
     layers = 2
@@ -211,6 +218,7 @@ def planned(
     return plan, events, *verified(rank, world_size, "llama", plan.to_json())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "degrees"),
     [
@@ -292,6 +300,7 @@ def shortened(rank: int, world_size: int, form: str, balance: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["ring", "all_to_all", "all_gather"])
 def test_a_sequence_that_the_model_shortens_may_be_of_any_length(form: str, rank_pool: RankPool) -> None:
     """Seven tokens: the ranks hold four and three (under zig-zag three and four)."""
@@ -309,6 +318,7 @@ def looped(rank: int, world_size: int) -> list[float]:
     return [model(**batch).loss.item() for batch in mw.shard_loader(loader)]
 
 
+@pytest.mark.slow
 def test_a_sharded_loader_feeds_rows_and_tokens(rank_pool: RankPool) -> None:
     results = rank_pool.run(4, looped)
     torch.manual_seed(3)
@@ -339,6 +349,7 @@ def test_the_command_line_pins_degree_and_form(capsys: pytest.CaptureFixture[str
     assert plan.context == ContextSharing(attention="ring", balance="zigzag")
 
 
+@pytest.mark.slow
 def test_the_search_shares_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """One long row on two ranks that cannot hold it: only the sequence can be divided; short rows are left alone."""
     from meshwright_parallel.strategies import context
@@ -359,6 +370,7 @@ def test_the_search_shares_long_sequences(monkeypatch: pytest.MonkeyPatch) -> No
     assert short and all(plan.degree("cp") == 1 for plan in short)
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_of_different_lengths(rank_pool: RankPool) -> None:
     ok, text = rank_pool.run(2, verified_case, "t5", plan_of({"cp": 2}, "ring", "none").to_json())[0]
     assert ok, text
@@ -370,6 +382,7 @@ def verified_case(rank: int, world_size: int, name: str, plan_json: str) -> tupl
     return report.ok, report.render()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-eager", "qwen3", "mixtral"])
 def test_other_models(name: str, rank_pool: RankPool) -> None:
     ok, text = rank_pool.run(2, verified_case, name, plan_of({"cp": 2}, "all_gather", "zigzag").to_json())[0]

@@ -112,6 +112,7 @@ def steps(rank_pool: RankPool) -> Steps:
     return Steps(rank_pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_predicted_collectives_are_executed(steps: Steps, name: str) -> None:
     result = steps[name]
@@ -141,6 +142,7 @@ def test_a_note_says_what_data_parallelism_does_not_help(steps: Steps, name: str
     assert module in where and call in why and why.endswith(" needs rows of other ranks")
 
 
+@pytest.mark.slow
 def test_the_same_with_shards_and_replicas(rank_pool: RankPool) -> None:
     """Two axes divide the rows: what is inner is moved first."""
     names = ["batch norm", "routed", "lstm, rows in the middle", "sort rows"]
@@ -154,6 +156,7 @@ def test_the_same_with_shards_and_replicas(rank_pool: RankPool) -> None:
         assert result[name]["planned"] == {k: n for k, n in executed.items() if n}, name
 
 
+@pytest.mark.slow
 def test_cross_row_interaction_with_a_tensor_axis(rank_pool: RankPool) -> None:
     """What that divides is moved by each of its ranks in part."""
     names = ["index_add of rows", "compared", "batch norm", "gru, rows in the middle", "gru"]

@@ -94,6 +94,7 @@ def fresh_pool() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.slow
 def test_four_ranks_never_hold_the_model(fresh_pool: RankPool) -> None:
     results = fresh_pool.run(4, keep_a_quarter, SHAPES, True, timeout=300)
     torch.manual_seed(0)
@@ -111,6 +112,7 @@ def test_four_ranks_never_hold_the_model(fresh_pool: RankPool) -> None:
         assert torch.equal(seen.rows, slice_of(first, chunk_box(first.shape, (4,), (rank,), (0,)))[:2])
 
 
+@pytest.mark.slow
 def test_plain_initialisation_holds_all_of_it(fresh_pool: RankPool) -> None:
     """The negative control: the same measurement sees all of a smaller model when nothing is deferred."""
     (seen,) = fresh_pool.run(1, keep_a_quarter, SHAPES[-3:], False, timeout=300)

@@ -63,10 +63,12 @@ def refused(rank: int, world_size: int) -> None:
         mw.distribute_module(build("llama"), mesh, "auto", batch=example())
 
 
+@pytest.mark.slow
 def test_it_is_laid_over_the_mesh(rank_pool: RankPool) -> None:
     rank_pool.run(4, laid_out)
 
 
+@pytest.mark.slow
 def test_what_it_refuses(rank_pool: RankPool) -> None:
     rank_pool.run(2, refused)
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -24,6 +26,7 @@ def losses(*launcher: str) -> list[str]:
     return re.findall(r"step +\d+  loss (\S+)", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_example_is_the_same_on_one_device_and_on_two() -> None:
     single = losses()
     two = losses("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

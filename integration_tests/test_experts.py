@@ -197,18 +197,21 @@ def check(told: Told, share: float) -> None:
     assert any(note.startswith("experts: ") for note in told.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_that_of_one_device(rank_pool: RankPool, family: str) -> None:
     for told in rank_pool.run(2, compared_with_one_device, family, None, {"ep": 2, "tp": 1}):
         check(told, 1 / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_the_implementations_of_experts(rank_pool: RankPool, implementation: str) -> None:
     for told in rank_pool.run(2, compared_with_one_device, "mixtral", implementation, {"ep": 2, "tp": 1}):
         check(told, 1 / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pins",
     [
@@ -229,6 +232,7 @@ def test_mixtral_with_other_axes(rank_pool: RankPool, pins: dict[str, int]) -> N
 ALONG = [{"dp": 2}, {"dp": 2, "zero": 3}, {"cp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "pins"),
     [
@@ -248,6 +252,7 @@ def test_tokens_stay_on_their_data_ranks(rank_pool: RankPool, family: str, pins:
         assert not told.wrong and not told.missing and not told.moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["switch", "nllb-moe"])
 def test_experts_that_are_called_by_their_numbers(rank_pool: RankPool, family: str) -> None:
     """The number of an expert is a global value, of which the model makes the name of a module."""
@@ -264,12 +269,14 @@ def unproved(rank: int, world_size: int, pins: dict[str, int]) -> Told:
         detect.probe = kept
 
 
+@pytest.mark.slow
 def test_without_a_proof_tokens_are_gathered(rank_pool: RankPool) -> None:
     for told in rank_pool.run(2, unproved, {"dp": 2, "tp": 1, "ep": 1}):
         assert told.loss <= 5e-6 and not told.wrong and not told.missing
         assert {kind for _, kind, _ in told.moved} >= {"all_gather", "all_reduce", "all_to_all"}
 
 
+@pytest.mark.slow
 def test_interleaved_experts_with_biases_are_divided_inside(rank_pool: RankPool) -> None:
     for told in rank_pool.run(4, compared_with_one_device, "gpt-oss", None, {"ep": 2, "tp": 2}):
         told.kinds &= {"all_to_all"}
@@ -291,6 +298,7 @@ def trained(rank: int, world_size: int) -> list[str]:
     return [c.name for c in report.failures]
 
 
+@pytest.mark.slow
 def test_three_steps_of_mixtral(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(2, trained):
         assert not wrong
@@ -318,6 +326,7 @@ def test_dropout_inside_experts_is_told_and_replicated() -> None:
         mw.plan(model, batch(), world_size=2, ep=2)
 
 
+@pytest.mark.slow
 def test_states_of_experts_are_shared_once() -> None:
     """What ranks of ep have of the experts' states, ranks of zero divide: no part of it is forgotten."""
 

@@ -40,6 +40,7 @@ def test_rows(planner: str) -> None:
         degrees(dp=2)
 
 
+@pytest.mark.slow
 def test_tokens() -> None:
     model, x = OfSizes(1, 4096), torch.randn(2, 4096, 64)
     plan = mw.plan(model, x, cluster="laptop-cpu", world_size=4)

@@ -161,6 +161,7 @@ def check_right(result: dict[str, Any]) -> None:
     assert result["worst"] < 1e-5 and not result["wrong"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ENDS))
 def test_megatrons_communication_and_no_other(rank_pool: RankPool, name: str) -> None:
     result = rank_pool.run(2, step, name, {"sequence_parallel": False})[0]
@@ -190,6 +191,7 @@ def test_chunks_of_a_fused_projection_gather(rank_pool: RankPool, name: str) -> 
     assert name == "gpt2" or len(gathers) > LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_sequence_parallelism_is_megatrons_too(rank_pool: RankPool, name: str) -> None:
     """Two gathers and two scatters a layer each way, and the gradients of norms and biases that the sequence splits."""

@@ -32,6 +32,7 @@ def check(rank: int, size: int, name: str, text: str) -> list[str]:
     return [f"{f.kind} {f.name} {f.relative:.1e} {f.note}" for f in report.failures]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_is_planned_applied_and_that_of_one_device(rank_pool: RankPool, name: str) -> None:
     plan = planned(name, world_size=4)
@@ -40,6 +41,7 @@ def test_a_kind_is_planned_applied_and_that_of_one_device(rank_pool: RankPool, n
         assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_is_that_of_one_device_on_a_searched_axis(rank_pool: RankPool, name: str) -> None:
     plan = planned(name, world_size=2, tp=2)
@@ -47,6 +49,7 @@ def test_a_kind_is_that_of_one_device_on_a_searched_axis(rank_pool: RankPool, na
         assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_real_size_is_planned_for_a_cluster(name: str) -> None:
     kind, ranks = KINDS[name], 64
@@ -62,6 +65,7 @@ def test_a_kind_of_real_size_is_planned_for_a_cluster(name: str) -> None:
     assert plan.predicted.compute_seconds < 2 * alone.predicted.compute_seconds
 
 
+@pytest.mark.slow
 def test_tables_that_do_not_fit_are_divided(rank_pool: RankPool) -> None:
     """Where memory asks for it, the large table is sharded, and training equals one device."""
     size, free = 2048 * 16 * 4, planned("recommender", world_size=4)
@@ -76,6 +80,7 @@ def test_tables_that_do_not_fit_are_divided(rank_pool: RankPool) -> None:
         assert not wrong
 
 
+@pytest.mark.slow
 def test_tables_that_no_device_holds_are_divided() -> None:
     """64 million rows of 128, with their state, are four times what a device has."""
     with torch.device("meta"):

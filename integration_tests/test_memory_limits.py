@@ -85,6 +85,7 @@ def counted_peak(model: nn.Module, loss: Callable[[], torch.Tensor]) -> int:
         return counting.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_called_feasible_fits(rank_pool: RankPool, case: str) -> None:
     """Planned for just the memory that the planner says is needed, and not for less."""
@@ -125,6 +126,7 @@ def peak_of_large(rank: int, size: int, text: str) -> int:
 LARGE_IDS = torch.arange(1024) % 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_memory_of_large_gradients_that_stays_is_planned_for(
     rank_pool: RankPool, precision: str | None
@@ -152,6 +154,7 @@ class Rooted(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_what_a_loss_of_the_whole_batch_takes_is_planned_for(rank_pool: RankPool, schedule: str) -> None:
     """All microbatches are held, whatever the schedule: a plan that fits fits, and says why it needs so much."""
@@ -191,6 +194,7 @@ def again(plan: ParallelPlan) -> list[set[int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "layers"), [(0.95, [{0}, set()]), (0.75, [{0, 1}, {2}])])
 def test_each_stage_runs_again_what_its_memory_asks_for(
     rank_pool: RankPool, part: float, layers: list[set[int]]
@@ -211,6 +215,7 @@ def test_each_stage_runs_again_what_its_memory_asks_for(
         assert 0.75 * tight.predicted.total_bytes <= counted <= limit
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_counted_and_refused(rank_pool: RankPool) -> None:
     """The negative control: replicas do hold more than sharing takes; planned for that much they recompute, or are refused."""
     free, shared = planned("dp", None), planned("zero", None).predicted
@@ -253,6 +258,7 @@ def staying(rank: int, size: int, text: str) -> int:
     return sum(b.numel * b.dtype.itemsize for b in engine._buckets if b.previous is not None)
 
 
+@pytest.mark.slow
 def test_what_stays_of_gradients_of_experts(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes by what a rank has of them, half."""
     notes: list[float] = []

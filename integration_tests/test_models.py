@@ -35,6 +35,7 @@ def check(difference: Difference) -> None:
     assert all(re.search(r"(key|k_proj)\.bias$", name) for name in noise), noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "layout"), RUNS)
 def test_a_model_is_that_of_one_device(rank_pool: RankPool, case: str, layout: str) -> None:
     degrees = LAYOUTS[layout]
@@ -46,6 +47,7 @@ def test_a_model_is_that_of_one_device(rank_pool: RankPool, case: str, layout: s
         assert difference.sharded or degrees["tp"] == 1 or case in WHOLE
 
 
+@pytest.mark.slow
 def test_four_way_tensor_parallelism_with_two_key_value_heads(rank_pool: RankPool) -> None:
     for difference in rank_pool.run(4, compare, "qwen3", {"dp": 1, "tp": 4}):
         check(difference)

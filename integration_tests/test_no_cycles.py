@@ -74,6 +74,7 @@ def garbage(rank: int, size: int, name: str, pins: dict[str, Any]) -> list[tuple
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_tensor_of_a_step_is_in_a_cycle(rank_pool: RankPool, layout: str) -> None:
     assert rank_pool.run(4, garbage, *LAYOUTS[layout]) == [[]] * 4

@@ -91,6 +91,7 @@ def compared_with_one_device(
     return len(got), [c for c in compared if not c.ok]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "pins"), [(2, {"dp": 2}), (2, {"tp": 2}), (4, {"dp": 2, "tp": 2})], ids=str
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from plan_once import plan_once
 from zoo import CASES
@@ -57,6 +58,7 @@ def alone(rank: int, size: int) -> list[float]:
     return _train(model, optimizer, STEPS)
 
 
+@pytest.mark.slow
 def test_stages_are_saved_and_loaded_in_any_layout(rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "step-2")
     held = rank_pool.run(2, save_from_stages, path)

@@ -54,6 +54,7 @@ def check(rank: int, size: int, name: str, schedule: str, degrees: dict[str, int
     return [f"{name} {failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_data_ranks_share_uneven_rows(rank_pool: RankPool, name: str) -> None:
     for failures in rank_pool.run(4, check, name, "1f1b", {"dp": 2}):
@@ -98,6 +99,7 @@ def planned(rank: int, size: int) -> list[str]:
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
 
+@pytest.mark.slow
 def test_numbers_that_modules_make_are_planned_with_one_microbatch(rank_pool: RankPool) -> None:
     for failures in rank_pool.run(2, planned):
         assert not failures
@@ -128,6 +130,7 @@ def normed(rank: int, size: int) -> list[str]:
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
 
+@pytest.mark.slow
 def test_statistics_of_the_batch_are_planned_with_one_microbatch(rank_pool: RankPool) -> None:
     for failures in rank_pool.run(2, normed):
         assert not failures
@@ -154,6 +157,7 @@ def balanced(rank: int, size: int, pins: dict[str, Any]) -> tuple[list[str], int
     ], plan.pipeline.microbatches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pins", [{"microbatches": 1}, {"microbatches": 4}, {"microbatches": 2, "schedule": "zero-bubble"}]
 )
@@ -162,6 +166,7 @@ def test_experts_are_balanced_over_the_whole_batch(rank_pool: RankPool, pins: di
         assert not failures and count == pins["microbatches"]
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_over_data_ranks(rank_pool: RankPool) -> None:
     for failures, _ in rank_pool.run(4, balanced, {"dp": 2, "microbatches": 2}):
         assert not failures

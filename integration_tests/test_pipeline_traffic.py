@@ -136,11 +136,13 @@ def check(pool: RankPool, size: int, name: str, **pins: Any) -> None:
     assert sent == {phase: count * (size // pins["pp"]) for phase, count in results[0][0].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_what_crosses_is_what_is_planned(rank_pool: RankPool, name: str) -> None:
     check(rank_pool, 2, name, pp=2, schedule="1f1b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -168,11 +170,13 @@ OTHERS: Sequence[tuple[str, dict[str, Any]]] = (
 """A model, and an axis of degree 2 in addition to the pipeline."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "pins"), OTHERS, ids=str)
 def test_other_axes_leave_a_rank_its_part(rank_pool: RankPool, name: str, pins: dict[str, Any]) -> None:
     check(rank_pool, 4, name, pp=2, schedule="1f1b", **pins)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chosen", "t5"])
 def test_what_skips_stages_is_passed_on(rank_pool: RankPool, name: str) -> None:
     check(rank_pool, 4, name, pp=4, schedule="1f1b")

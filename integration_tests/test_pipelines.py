@@ -37,12 +37,14 @@ def check(rank: int, size: int, model: str, pins: dict[str, Any], max_norm: floa
 ONE = {"dp": 1, "tp": 1, "cp": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "t5", "mixtral"])
 def test_planned_pipelines_are_one_device(rank_pool: RankPool, model: str) -> None:
     for failures in rank_pool.run(2, check, model, {"pp": 2, **ONE}, 1.0):
         assert not failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "pins"),
     [
@@ -80,6 +82,7 @@ def check_outside(rank: int, size: int, model: str, pins: dict[str, Any]) -> lis
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "pins"),
     [("gpt2", {**ONE, "dp": 2, "zero": 3}), ("llama", {**ONE, "tp": 2, "recompute": "full"})],
@@ -105,6 +108,7 @@ def alone(rank: int, size: int) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_data_ranks_with_different_batches_are_told(rank_pool: RankPool) -> None:
     for told in rank_pool.run(4, alone, timeout=120):
         assert (
@@ -112,6 +116,7 @@ def test_data_ranks_with_different_batches_are_told(rank_pool: RankPool) -> None
         )
 
 
+@pytest.mark.slow
 def test_losses_with_dropout_stay_those_of_one_device(rank_pool: RankPool) -> None:
     """python integration_tests/pipeline_dropout.py runs fifty steps."""
     for results in rank_pool.run(4, losses, 6, "1f1b"):
@@ -132,6 +137,7 @@ def differ(rank: int, size: int, rows: int, length: int, pins: dict[str, Any]) -
     return told, model(**batch).loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "length", "says", "pins"),
     [(3, 100, "cannot be split", {"tp": 2}), (4, 5, "give every rank the same", {"dp": 2, "zero": 3})],

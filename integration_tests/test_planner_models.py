@@ -112,6 +112,7 @@ def step(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> tupl
     return float(expected), float(loss.full_tensor()), worst, dict(planned), dict(executed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "one-kv-head", "gpt2", "t5", "mixtral", *OTHERS])
 def test_what_is_planned_is_executed(rank_pool: RankPool, name: str) -> None:
     expected, loss, worst, planned, executed = rank_pool.run(2, step, name, {"tp": 2})[0]
@@ -120,6 +121,7 @@ def test_what_is_planned_is_executed(rank_pool: RankPool, name: str) -> None:
     assert planned == executed and any(key[2] == "bytes" and size for key, size in planned.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_two_axes(rank_pool: RankPool, name: str) -> None:
     expected, loss, worst, planned, executed = rank_pool.run(4, step, name, {"dp": 2, "tp": 2})[0]
@@ -137,6 +139,7 @@ def along_data(rank: int, world_size: int) -> tuple[Any, ...]:
     return planned, executed, len(list(model.parameters()))
 
 
+@pytest.mark.slow
 def test_data_ranks_of_experts_sum_gradients_and_nothing_else(rank_pool: RankPool) -> None:
     planned, executed, parameters = rank_pool.run(2, along_data)[0]
     assert (

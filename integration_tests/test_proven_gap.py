@@ -36,6 +36,7 @@ def every(search: Search) -> Iterator[Candidate]:
                         continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "pins"),
     [
@@ -67,6 +68,7 @@ def test_no_configuration_beats_the_gap(case: str, pins: dict[str, Any], cluster
         assert floor.seconds(stages) <= candidate.step_seconds, candidate.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["laptop-cpu", "dgx-h100"])
 def test_exact_is_said_of_every_number_of_microbatches(cluster: str) -> None:
     """By default the search tries 2, 4 and 12 microbatches of 12 rows. The proof tries all, and its best becomes the plan."""

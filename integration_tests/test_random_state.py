@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 STATES = """
 import importlib, pkgutil, random
 import numpy as np
@@ -39,17 +41,20 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_imports_and_reports_leave_the_random_state() -> None:
     done = run(STATES + REPORTS)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_first_use_of_a_report_leaves_the_random_state() -> None:
     """Without the imports before it: a report must not be the first to import a module that draws."""
     done = run(STATES.partition("names =")[0] + REPORTS)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_a_draw() -> None:
     """rich draws from `random` when it is first imported."""
     done = run(STATES.partition("import meshwright")[0] + "import rich.style\nassert states() == before")

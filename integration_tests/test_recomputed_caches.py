@@ -76,6 +76,7 @@ def differences(rank: int, world_size: int, name: str, options: dict[str, Any]) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "options"), RUNS)
 def test_loss_gradients_and_cache_are_those_of_one_device(
     rank_pool: RankPool, case: str, options: dict[str, Any]
@@ -122,6 +123,7 @@ def piped(rank: int, world_size: int, name: str) -> tuple[list[str], Any]:
     return [f"{f.kind} {f.name} {f.difference}" for f in report.failures], output.past_key_values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "t5"])
 def test_stages_of_a_pipeline_run_again_with_caches_of_their_own(rank_pool: RankPool, case: str) -> None:
     """No stage has the whole cache, so none is returned."""

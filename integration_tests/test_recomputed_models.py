@@ -31,6 +31,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "options"), RUNS)
 def test_a_recomputed_model_is_that_of_one_device(
     rank_pool: RankPool, case: str, options: dict[str, Any]
@@ -85,6 +86,7 @@ DRY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "alternate", "selective"])
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_what_is_planned_to_run_again_does(case: str, policy: str) -> None:

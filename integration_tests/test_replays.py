@@ -54,6 +54,7 @@ def differs(plan: ParallelPlan, cluster: Any = DGX_H100) -> float:
     return simulate(plan, cluster).seconds / plan.predicted.step_seconds - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "tp"), [(4, 2), (8, 1)])
 def test_schedules_take_what_is_predicted_and_are_ranked_alike(pp: int, tp: int) -> None:
     times: dict[str, tuple[float, float]] = {}
@@ -70,6 +71,7 @@ def test_schedules_take_what_is_predicted_and_are_ranked_alike(pp: int, tp: int)
             assert (first[0] < second[0]) == (first[1] < second[1]), (a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_stages_that_gather_take_what_is_predicted(schedule: str, zero: int) -> None:
@@ -81,6 +83,7 @@ def test_stages_that_gather_take_what_is_predicted(schedule: str, zero: int) -> 
         assert abs(differs(plan)) < SHARED, (pp, microbatches, tp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [8, 512])
 def test_plans_without_stages_take_what_is_predicted(world: int) -> None:
     assert abs(differs(planned(world, dp=world, tp=1, pp=1, zero=0))) < 1e-9
@@ -93,6 +96,7 @@ def test_plans_without_stages_take_what_is_predicted(world: int) -> None:
         assert abs(differs(planned(world, pp=1, tp=tp, dp=world // tp, **how))) < SHARED, (tp, how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [True, False])
 def test_so_where_hosts_hide_nothing(loss: bool) -> None:
     """Of a model that returns no loss, the code after the stages runs once, on the whole batch."""
@@ -104,6 +108,7 @@ def test_so_where_hosts_hide_nothing(loss: bool) -> None:
         assert abs(differs(plan, apart)) < 0.01, (schedule, pp)
 
 
+@pytest.mark.slow
 def test_one_microbatch_hides_no_sums() -> None:
     """A pipeline does not hide them under its backward pass: gradients go to autograd after the schedule."""
     plan = planned(64, pp=2, tp=1, dp=32, zero=0, schedule="zbv", microbatches=1)

@@ -68,6 +68,7 @@ def goes_around(rank: int, size: int, name: str, route: list[ParallelPlan]) -> l
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ROUTE))
 def test_a_run_goes_around(name: str, rank_pool: RankPool) -> None:
     route = [plan_of(name, 4, pins) for pins in ROUTE[name]]
@@ -113,6 +114,7 @@ def grows_and_shrinks(
     return losses
 
 
+@pytest.mark.slow
 def test_the_world_grows_and_shrinks(rank_pool: RankPool, tmp_path: Path) -> None:
     layouts: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}),
@@ -154,6 +156,7 @@ def refused(rank: int, size: int, plan: ParallelPlan, good: ParallelPlan) -> dic
     return told
 
 
+@pytest.mark.slow
 def test_what_is_refused_changes_nothing(rank_pool: RankPool) -> None:
     told = rank_pool.run(2, refused, plan_of("llama", 2, {"tp": 2}), plan_of("gpt2", 2, {"tp": 2}))[0]
     assert "is on no plan; call parallelize()" in told["no plan"]

@@ -72,6 +72,7 @@ def test_it_can_be_turned_off_before_it_is_imported() -> None:
     assert "vocabulary-shard" not in discover(disabled=[DISTRIBUTION]).strategies()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bert"])
 def test_it_is_searched_applied_and_right(rank_pool: RankPool, case: str) -> None:
     for difference in rank_pool.run(2, searched_and_applied, case, {"dp": 1, "vp": 2, "tp": 1}):
@@ -82,6 +83,7 @@ def test_it_is_searched_applied_and_right(rank_pool: RankPool, case: str) -> Non
         assert set(difference.sharded) == TABLES[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{"dp": 2, "vp": 2, "tp": 1}, {"dp": 1, "vp": 2, "tp": 2}])
 def test_it_combines_with_our_strategies(rank_pool: RankPool, degrees: dict[str, int]) -> None:
     for difference in rank_pool.run(4, searched_and_applied, "llama", degrees):
@@ -96,6 +98,7 @@ def trained(rank: int, world_size: int, name: str, plan: ParallelPlan) -> tuple[
     return report.ok, report.render()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pins"),
     [
@@ -164,6 +167,7 @@ def scheduled(rank: int, world_size: int) -> tuple[bool, int, str]:
     return report.ok, call_of(model).last.most_alive, plan.pipeline.schedule  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_its_schedule_is_planned_with_and_runs(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, scheduled) == [(True, 1, "one-by-one")] * 2
 
@@ -177,6 +181,7 @@ def predicted(cost_model: str | None, **pins: Any) -> Prediction:
     return plan.predicted
 
 
+@pytest.mark.slow
 def test_its_cost_model_changes_predictions() -> None:
     """Compute, sums of gradients, messages between stages and the optimizer's step all come from its tables."""
     for pins in ({"dp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 4}):
@@ -202,6 +207,7 @@ def test_a_broken_cost_model_is_named(monkeypatch: pytest.MonkeyPatch, wrong: fl
         predicted("host-tables", dp=2)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_cost_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     size = ["--model", "gpt2", "--batch-size", "4", "--sequence-length", "16"]

@@ -50,6 +50,7 @@ def planned(width: int, rows: int, planner: str = "eager", **pins: object) -> Pa
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "rows"), [(256, 16), (128, 1024)])
 def test_schedule_and_microbatches_are_the_best_that_may_be_pinned(width: int, rows: int) -> None:
     """On few rows one microbatch is, on many rows several; and which schedule is depends on that."""
@@ -62,6 +63,7 @@ def test_schedule_and_microbatches_are_the_best_that_may_be_pinned(width: int, r
     assert (best.pipeline.microbatches == 1) == (rows == 16)
 
 
+@pytest.mark.slow
 def test_what_holds_too_much_in_large_microbatches_is_tried_in_small_ones() -> None:
     """Where memory is short, another schedule with more microbatches may be faster than the schedule tried first."""
     with torch.device("meta"):

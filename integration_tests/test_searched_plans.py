@@ -55,6 +55,7 @@ def searched(model: str, size: int, **options: Any) -> list[ParallelPlan]:
     return plans
 
 
+@pytest.mark.slow
 def test_every_kind_of_plan_that_is_found_runs(rank_pool: RankPool) -> None:
     chosen = kinds(searched("llama", 4))
     axes = {axis for plan in chosen for axis, degree in plan.degrees.items() if degree > 1}
@@ -63,6 +64,7 @@ def test_every_kind_of_plan_that_is_found_runs(rank_pool: RankPool) -> None:
         assert not wrong
 
 
+@pytest.mark.slow
 def test_memory_decides_for_recomputation(rank_pool: RankPool) -> None:
     free = searched("llama", 2, pp=1)
     assert not any(plan.recompute for plan in free)
@@ -75,6 +77,7 @@ def test_memory_decides_for_recomputation(rank_pool: RankPool) -> None:
         assert not wrong
 
 
+@pytest.mark.slow
 def test_what_draws_is_recomputed_in_a_pipeline_too(rank_pool: RankPool) -> None:
     """GPT-2 with dropout: the second run draws what the first has drawn."""
     plan = searched("gpt2", 2, pp=2, recompute="full")[0]
@@ -83,6 +86,7 @@ def test_what_draws_is_recomputed_in_a_pipeline_too(rank_pool: RankPool) -> None
         assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"world_size": 1}, {"world_size": 2, "pp": 1}])
 def test_what_would_fit_is_found_where_pipelines_were_out_of_the_question(options: dict[str, int]) -> None:
     needed = mw.plan(build("llama"), example(), cluster="laptop-cpu", **options).predicted.total_bytes
@@ -90,6 +94,7 @@ def test_what_would_fit_is_found_where_pipelines_were_out_of_the_question(option
         mw.plan(build("llama"), example(), cluster="laptop-cpu", memory_limit=needed // 3, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pinned", "fits", "others"),
     [
@@ -108,6 +113,7 @@ def test_what_would_fit_without_an_option_is_found(
         mw.plan(build("llama"), batch, memory_limit=allowing(enough), **pins, **{name: pinned})
 
 
+@pytest.mark.slow
 def test_where_ranks_share_cores_no_pinned_plan_is_faster(tmp_path: Path) -> None:
     """Half of the ranks may wait: two stages of two replicas with one microbatch leave a core to each that computes."""
     cluster = replace(named("laptop-cpu"), crowding=((1, 1.0), (2, 1.05), (4, 2.2)))

@@ -27,6 +27,7 @@ def check(rank: int, size: int, name: str, microbatches: int) -> list[str]:
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", RUN)
 def test_side_values_are_those_of_one_device(rank_pool: RankPool, name: str, microbatches: int) -> None:
@@ -58,6 +59,7 @@ def by_hand(rank: int, size: int, name: str) -> list[str]:
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_sent_is_refused_in_the_first_step(rank_pool: RankPool, name: str) -> None:
     with pytest.raises(UnsupportedError, match=REFUSED[name][1]):

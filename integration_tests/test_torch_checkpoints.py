@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from test_reshard import plan_of
@@ -85,6 +86,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_from_fsdp2_and_back(rank_pool: RankPool, tmp_path: Path) -> None:
     there, back = str(tmp_path / "torch"), str(tmp_path / "back")
     saved, went_on = rank_pool.run(2, fsdp_saves, there)[0]

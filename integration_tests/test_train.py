@@ -26,6 +26,7 @@ def check(result: Any, folder: Path) -> None:
     assert json.loads((folder / "plan.json").read_text())["world_size"] == 4
 
 
+@pytest.mark.slow
 def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
     arguments = ["train", "--json", "--out", str(tmp_path), "--model", "gpt2", "--sequence-length", "32"]
     done = run_ranks([*arguments, *FOUR], launcher=False)
@@ -34,6 +35,7 @@ def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
     assert done.stderr.rstrip().splitlines()[-1].startswith("PASS: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "size"), [("bert", ["--sequence-length", "32"]), ("vit", [])])
 def test_so_do_other_models(rank_pool: RankPool, tmp_path: Path, model: str, size: list[str]) -> None:
     arguments = ["train", "--json", "--out", str(tmp_path), "--model", model, *size, *FOUR]
@@ -43,6 +45,7 @@ def test_so_do_other_models(rank_pool: RankPool, tmp_path: Path, model: str, siz
     assert done[0].stderr.rstrip().splitlines()[-1].startswith("PASS: ")
 
 
+@pytest.mark.slow
 def test_a_file_of_ones_own_and_a_plan_file(rank_pool: RankPool, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be, or not to be, that is the question. " * 40)
@@ -56,6 +59,7 @@ def test_a_file_of_ones_own_and_a_plan_file(rank_pool: RankPool, tmp_path: Path)
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_one_rank_is_exactly_one_device(tmp_path: Path) -> None:
     arguments = ["train", "--json", "--out", str(tmp_path), "--world-size", "1", "--steps", "2"]
     done = run_ranks([*arguments, "--batch-size", "2", "--sequence-length", "16"], launcher=False)

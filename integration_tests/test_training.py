@@ -24,6 +24,7 @@ def _label(value: object) -> str | None:
 PIPELINES = [{"dp": 1, "tp": 1, "pp": 2}, {"dp": 2, "tp": 1, "pp": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", PIPELINES, ids=_label)
 def test_pipelined_models_train_each_other(rank_pool: RankPool, degrees: dict[str, int]) -> None:
     """The generator learns from a gradient that comes back through the whole pipeline of the critic."""
@@ -38,6 +39,7 @@ def test_pipelined_models_train_each_other(rank_pool: RankPool, degrees: dict[st
     assert compared == set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "degrees", "planner"), RUNS, ids=_label)
 def test_training_is_that_of_one_device(
     rank_pool: RankPool, name: str, degrees: dict[str, int], planner: Planner

@@ -17,6 +17,7 @@ import meshwright as mw
 from meshwright_dtensor.errors import UsageError
 
 
+@pytest.mark.slow
 def test_trial_of_the_command_line(tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
     sizes = ["--batch-size", "4", "--sequence-length", "16", "--world-size", "2"]
@@ -59,6 +60,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_the_planner_that_tries_has_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "large_model.py").write_text(LARGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)  # where the ranks find its class too
@@ -72,6 +74,7 @@ def test_the_planner_that_tries_has_values(tmp_path: Path, monkeypatch: pytest.M
     assert plan.provenance.measured_seconds
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "large_model.py").write_text(LARGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

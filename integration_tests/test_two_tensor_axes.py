@@ -120,6 +120,7 @@ def step(rank: int, world_size: int, name: str, text: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mlp"])
 def test_what_is_planned_on_both_axes_is_executed(rank_pool: RankPool, name: str) -> None:
     for result in rank_pool.run(4, step, name, planned(name)):
@@ -133,6 +134,7 @@ def test_what_is_planned_on_both_axes_is_executed(rank_pool: RankPool, name: str
         assert all(any(part in key for part in norms) for key in whole), whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_where_bytes_decide_axes_are_placed_differently(rank_pool: RankPool, name: str) -> None:
     """Over a slow outer link the two axes take different dims; that is carried out as planned all the same."""
@@ -144,6 +146,7 @@ def test_where_bytes_decide_axes_are_placed_differently(rank_pool: RankPool, nam
         assert result["worst"] < 1e-5 and result["planned"] == result["executed"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_changed_communicates_otherwise(rank_pool: RankPool) -> None:
     """What the comparison above is worth: a weight stored otherwise is carried out, and is not what was planned."""
     plan = ParallelPlan.from_json(planned("mlp"))
@@ -164,6 +167,7 @@ def verified(rank: int, world_size: int, name: str, text: str) -> tuple[bool, st
     return report.ok, report.render()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size", "options"),
     [
@@ -211,6 +215,7 @@ def loaded(rank: int, world_size: int, name: str, text: str, path: str) -> dict[
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach() for k, v in result.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mlp"])
 def test_checkpoints_go_from_two_tensor_axes_to_any_plan_and_back(
     rank_pool: RankPool, tmp_path: Path, name: str
@@ -249,6 +254,7 @@ def refused(rank: int, world_size: int, text: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_dim_that_both_axes_do_not_divide_is_refused(rank_pool: RankPool) -> None:
     """26 classes are cut in two, and not in four."""
     plan = ParallelPlan.from_json(planned("mlp"))

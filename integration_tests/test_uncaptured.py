@@ -23,6 +23,7 @@ def _captures() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "pins"),
     [

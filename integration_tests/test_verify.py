@@ -42,6 +42,7 @@ def check(report: Any, states: set[str], no_measure: set[tuple[str, bool]]) -> N
     assert {(entry["kind"], entry["step"] < 0) for entry in entries if not entry["measured"]} == no_measure
 
 
+@pytest.mark.slow
 def test_three_steps_are_those_of_one_device(rank_pool: RankPool, tmp_path: Path) -> None:
     arguments = ["verify", "--model", "gpt2", "--optimizer", "adamw", *LAYOUT, *SIZE]
     done, *_ = run_on(rank_pool, 4, arguments, tmp_path)
@@ -49,6 +50,7 @@ def test_three_steps_are_those_of_one_device(rank_pool: RankPool, tmp_path: Path
     check(json.loads(done.stdout), {"exp_avg", "exp_avg_sq", "step"}, {("parameter", False)})
 
 
+@pytest.mark.slow
 def test_with_momentum_every_parameter_is_measured(rank_pool: RankPool, tmp_path: Path) -> None:
     arguments = ["verify", "--model", f"{HERE}/refusing.py:small_llama", "--optimizer", "sgd-momentum"]
     first, *others = run_on(rank_pool, 4, [*arguments, *LAYOUT, *SIZE], tmp_path)
@@ -57,6 +59,7 @@ def test_with_momentum_every_parameter_is_measured(rank_pool: RankPool, tmp_path
     assert all(other.returncode == 0 and not other.stdout for other in others)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_the_same_everywhere_is_caught(rank_pool: RankPool, tmp_path: Path) -> None:
     model = f"{HERE}/refusing.py:rankish"
     arguments = ["verify", "--model", model, "--world-size", "2", "--degree", "tp=2", "--json"]
@@ -66,6 +69,7 @@ def test_a_model_that_is_not_the_same_everywhere_is_caught(rank_pool: RankPool, 
     assert not report["ok"] and report["failures"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_without_its_loss_is_told_in_terms_of_the_command_line(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
@@ -76,6 +80,7 @@ def test_a_model_without_its_loss_is_told_in_terms_of_the_command_line(
     assert "lambda" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_what_differs_is_said_before_anyone_leaves() -> None:
     arguments = ["verify", "--model", "refusing.py:slow_to_say", "--world-size", "2", "--tp", "2"]
     done = run_ranks(arguments, launcher=False)

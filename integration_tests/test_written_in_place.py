@@ -140,6 +140,7 @@ def step(rank: int, size: int, name: str) -> tuple[float, Counter[str], Counter[
     return worst, planned, sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_planned_is_communicated(rank_pool: RankPool, name: str) -> None:
     for worst, planned, sent in rank_pool.run(2, step, name):

@@ -38,12 +38,14 @@ def second_step(
     return dict(planned), dict(executed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"zero": 2}, {"zero": 3, "precision": "bf16"}])
 def test_what_is_planned_is_executed(rank_pool: RankPool, options: dict[str, Any]) -> None:
     for planned, executed in rank_pool.run(2, second_step, {"tp": 1, **options}):
         assert planned == executed and len(planned) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_of_experts_ranks_gather_what_ep_leaves_to_them(rank_pool: RankPool, stage: int) -> None:
     options = {"zero": stage, "dp": 2, "ep": 2, "tp": 1}
@@ -67,6 +69,7 @@ def used(plan: Any) -> dict[str, int]:
     return {axis: degree for axis, degree in plan.degrees.items() if degree > 1}
 
 
+@pytest.mark.slow
 def test_pins_and_degrees() -> None:
     assert used(planned(zero=2, tp=1)) == {"zero": 4}
     hybrid = planned(zero=3, zero_degree=2, dp=4)
@@ -78,6 +81,7 @@ def test_pins_and_degrees() -> None:
     assert "zero" not in none.degrees and none.zero is None
 
 
+@pytest.mark.slow
 def test_it_is_taken_up_where_nothing_else_fits() -> None:
     plain, shared = planned(dp=4), [planned(dp=4, zero=stage) for stage in (1, 2, 3)]
     needed = [plan.predicted.total_bytes for plan in (plain, *shared)]
@@ -104,6 +108,7 @@ def verified(rank: int, world_size: int, plan: Any) -> Any:
     return report.ok, report.render()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"zero": 3, "zero_degree": 2}, {"zero": 2, "precision": "bf16"}])
 def test_verified(rank_pool: RankPool, options: dict[str, Any]) -> None:
     plan = mw.plan(build("llama"), example(), cluster="laptop-cpu", world_size=4, dp=4, **options)
@@ -111,6 +116,7 @@ def test_verified(rank_pool: RankPool, options: dict[str, Any]) -> None:
         assert ok, text
 
 
+@pytest.mark.slow
 def test_running_again_may_be_faster_than_gathering_twice() -> None:
     """On a slow network stage 2 with a little run again beats stage 3, though stage 3 fits with nothing run again."""
     from transformers import LlamaConfig, LlamaForCausalLM

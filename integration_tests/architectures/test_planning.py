@@ -14,6 +14,7 @@ EVERY = 37
 """One in so many, across tasks and families."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", architectures()[::EVERY], ids=lambda each: each.name)
 def test_an_architecture_is_planned(architecture: Architecture) -> None:
     planned = plan_architecture(architecture)
@@ -22,6 +23,7 @@ def test_an_architecture_is_planned(architecture: Architecture) -> None:
     assert planned.kind == "planned", planned.text
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, arguments = tmp_path / "planned.jsonl", ["--only", "GPT2LMHead", "--only", "ResNetForImage"]
     done = {"kind": "failed", "text": "as it was then", "seconds": 7.0, "peak": 3 * 2**30}

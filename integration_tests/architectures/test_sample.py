@@ -19,6 +19,7 @@ def test_the_sample_covers_tasks_and_layouts() -> None:
     assert {each.task for each, _ in sample()} == {"causal-lm", "masked-lm", "seq2seq-lm", "image"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "layout"), CASES)
 def test_an_architecture_is_that_of_one_device(
     rank_pool: RankPool, architecture: Architecture, layout: str

@@ -38,6 +38,7 @@ def loaded(rank: int, size: int, paths: list[str], layout: str) -> list[dict[str
     return [*result, everything(model, optimizer)]
 
 
+@pytest.mark.slow
 def test_every_layout_loads_every_layout(rank_pool: RankPool, tmp_path: Path) -> None:
     paths, values = [], []
     for layout, size in LAYOUTS:
@@ -99,6 +100,7 @@ def streams(rank: int, size: int, path: str, private: bool, loads: bool) -> list
     return [float(torch.rand(())), random.random()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("private", [False, True])
 def test_random_streams_are_restored(private: bool, rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "x")

@@ -242,6 +242,7 @@ PIECED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIECED)
 @pytest.mark.parametrize("piece", [16, 48, 112])
 def test_pieces_equal_the_whole(name: str, piece: int) -> None:

@@ -139,6 +139,7 @@ def test_explain_tells_plans_apart(run: Any, tmp_path: Path) -> None:
     assert code == 0 and out == "the plans are equal\n"
 
 
+@pytest.mark.slow
 def test_explain_draws_a_schedule(run: Any, tmp_path: Path) -> None:
     path, picture = tmp_path / "plan.json", tmp_path / "timeline.png"
     stages = tuple((f"layers.{stage}",) for stage in range(4))
@@ -247,6 +248,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_plan_compare(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     arguments = (
@@ -267,6 +269,7 @@ def test_plan_compare(run: Callable[..., tuple[int, str, str]], tmp_path: Path) 
     assert code == 2 and "--output has no effect together with --compare" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [[], ["--compare", "manual"]])
 def test_data_is_data_where_nothing_fits(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, command: list[str]

@@ -81,6 +81,7 @@ def test_a_loss_that_is_no_number_never_passes() -> None:
     assert not outcome(math.nan).passed
 
 
+@pytest.mark.slow
 def test_the_picture_and_the_json(tmp_path: Path) -> None:
     draw(outcome(0.0, 1e-6), tmp_path / "new" / "losses.png")
     assert (tmp_path / "new" / "losses.png").read_bytes().startswith(b"\x89PNG")

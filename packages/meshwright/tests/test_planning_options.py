@@ -199,6 +199,7 @@ def test_refused_options_give_one_line_errors(run: Run, file: str, case: str) ->
         assert word in error, error
 
 
+@pytest.mark.slow
 def test_rows_reach_a_function_that_takes_them(run: Run, file: str) -> None:
     code, out, _ = run("plan", "--model", f"{file}:sized", "--batch-size", "24", "--json")
     assert code == 0 and ParallelPlan.from_json(out).provenance.batch == {"rows": 24}
@@ -237,6 +238,7 @@ def test_explain_says_whether_it_checked(run: Run, file: str, tmp_path: Path) ->
         assert code == 2 and message in error
 
 
+@pytest.mark.slow
 def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     arguments = (
@@ -383,6 +385,7 @@ def test_a_model_without_values_is_planned_as_one_with_them(run: Run, file: str)
     assert isinstance(best, list) and answer == best[0]
 
 
+@pytest.mark.slow
 def test_planning_takes_no_memory_for_parameters(file: str) -> None:
     """256 GiB of parameters, planned in a process that never holds one of them."""
     command = [sys.executable, "-c", PEAK, "plan", "--model", f"{file}:huge", "--world-size", "16"]

@@ -83,6 +83,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "code", "line"),
     [("both", 3, "all of us"), ("second", 4, "rank 1: only me"), ("neither", 0, None)],

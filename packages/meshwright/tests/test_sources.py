@@ -71,6 +71,7 @@ def test_functions_that_will_not_do(file: Path, attribute: str, message: str) ->
         get(f"{file}:{attribute}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt7", "nowhere.py:build", "no.such.module:build", "no-such.json"])
 def test_names_that_mean_nothing(name: str) -> None:
     with pytest.raises(UsageError, match=name.partition(":")[0]):

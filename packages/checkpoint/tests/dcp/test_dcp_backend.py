@@ -57,6 +57,7 @@ def we_read(
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [False, True])
 def test_dcp_load_reads_torch_checkpoint_in_any_layout(
     flat: bool, rank_pool: RankPool, tmp_path: Path
@@ -129,6 +130,7 @@ def torch_reads(rank: int, size: int, folder: str, layouts: list[str]) -> list[d
     return result
 
 
+@pytest.mark.slow
 def test_torch_reads_dcp_save(rank_pool: RankPool, tmp_path: Path) -> None:
     want = {}
     for size, layouts in LAYOUTS.items():
@@ -179,6 +181,7 @@ def test_dcp_load_never_runs_pickle(where: str, tmp_path: Path) -> None:
     assert not harm.exists()
 
 
+@pytest.mark.slow
 def test_damaged_dcp_metadata_raise_checkpoint_error_only(tmp_path: Path) -> None:
     path = tmp_path / "torch"
     model = build("plain")

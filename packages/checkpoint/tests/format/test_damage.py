@@ -50,6 +50,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy", dirs_exist_ok=True))
 
 
+@pytest.mark.slow
 def test_load_detects_every_flipped_bit(saved: Path, tmp_path: Path) -> None:
     take(saved)
     path = copied(saved, tmp_path)
@@ -134,6 +135,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_manifest_raises_meshwright_errors_only(

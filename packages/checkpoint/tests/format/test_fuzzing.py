@@ -11,6 +11,7 @@ import pytest
 SECONDS = 60
 
 
+@pytest.mark.slow
 def test_fuzzing_raises_package_errors_in_bounded_memory(tmp_path: Path) -> None:
     pytest.importorskip("atheris", reason="atheris is not installed; tox installs it where it has a wheel")
     script = Path(__file__).parent / "fuzzing.py"

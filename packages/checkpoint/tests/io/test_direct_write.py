@@ -136,6 +136,7 @@ save(sys.argv[1] + "/step-1", model=model)
 """
 
 
+@pytest.mark.slow
 def test_process_finishes_save_before_exit(tmp_path: Path) -> None:
     done: Any = subprocess.run(
         [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, check=False
@@ -156,6 +157,7 @@ direct_write.Writer.write = full
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waited", [False, True])
 def test_unreported_save_error_is_printed_at_exit(waited: bool, tmp_path: Path) -> None:
     code = FAILS

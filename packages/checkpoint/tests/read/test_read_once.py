@@ -70,6 +70,7 @@ def reads(rank: int, size: int, path: str, dim: int | None, alone: bool) -> int:
     return sum(read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "dim"), [(2, 1), (4, None)])
 def test_machine_reads_shared_bytes_once(
     size: int, dim: int | None, rank_pool: RankPool, tmp_path: Path
@@ -165,6 +166,7 @@ def fails(rank: int, size: int, path: str, how: str) -> str:
     return "loaded"
 
 
+@pytest.mark.slow
 def test_read_error_on_one_rank_raises_on_all(rank_pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "x"
     rank_pool.run(2, put, str(path))
@@ -182,6 +184,7 @@ def test_read_error_on_one_rank_raises_on_all(rank_pool: RankPool, tmp_path: Pat
     assert [text.split(":")[0] for text in messages] == [CorruptError.__name__] * 2
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_the_load(tmp_path: Path) -> None:
     with RankPool(grace=20.0) as pool:
         pool.run(2, put, str(tmp_path / "x"))

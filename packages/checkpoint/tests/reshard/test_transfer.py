@@ -38,6 +38,7 @@ def from_each_to_each(rank: int, size: int) -> dict[str, list[str]]:
     return wrong
 
 
+@pytest.mark.slow
 def test_reshard_from_each_layout_to_each(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(4, from_each_to_each, timeout=120):
         assert not wrong
@@ -147,6 +148,7 @@ def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
     return taken, 4 * rows * half
 
 
+@pytest.mark.slow
 def test_transfer_memory_is_bounded(rank_pool: RankPool) -> None:
     count, rows = 24, 2048  # 8 MiB a part, 192 MiB held by each rank
     for taken, nbytes in rank_pool.run(2, large, count, rows):

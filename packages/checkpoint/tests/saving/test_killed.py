@@ -26,6 +26,7 @@ def model_of(step: int) -> torch.nn.Module:
     )
 
 
+@pytest.mark.slow
 def test_committed_checkpoints_survive_kills(tmp_path: Path) -> None:
     rng = random.Random(7)
     save(tmp_path / "step-0", model=model_of(0), asynchronous=False)
@@ -65,6 +66,7 @@ def check(folder: Path, committed: int) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_save_rejects_second_job(tmp_path: Path) -> None:
     code = f"""
 import sys

@@ -52,6 +52,7 @@ def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) ->
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_write_error_on_one_rank_fails_next_save(
     failing_rank: int, rank_pool: RankPool, tmp_path: Path
@@ -62,6 +63,7 @@ def test_write_error_on_one_rank_fails_next_save(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killed_rank_commits_nothing(killed: int, tmp_path: Path) -> None:
     with RankPool(grace=20.0) as pool, pytest.raises(RankError, match="SIGKILL"):

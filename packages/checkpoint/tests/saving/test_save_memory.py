@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from resident import extra, freed_goes_back
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +49,7 @@ def takes(rank: int, size: int, folder: str) -> list[int]:
     return [waited, background, prepared, first, same, across]
 
 
+@pytest.mark.slow
 def test_save_and_load_memory_is_bounded(rank_pool: RankPool, tmp_path: Path) -> None:
     for waited, background, prepared, first, same, across in rank_pool.run(2, takes, str(tmp_path)):
         assert waited < 26 << 20  # two chunks of 8 MiB that are written

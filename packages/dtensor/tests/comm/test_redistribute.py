@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from meshwright_dtensor.tensor.global_tensor import local_in, wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
+@pytest.mark.slow
 def test_conversion_between_all_states_on_one_axis(rank_pool: RankPool):
     for n in (2, 3):
         cases = [
@@ -35,6 +37,7 @@ def test_conversion_between_all_states_on_one_axis(rank_pool: RankPool):
 states = st.sampled_from(STATES)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     raw=st.lists(
@@ -90,6 +93,7 @@ def count_collectives(rank, world):
     return actual
 
 
+@pytest.mark.slow
 def test_collectives_follow_gradient_rule_and_are_shared(rank_pool: RankPool):
     size = 4 * 6 * 4
     for actual in rank_pool.run(2, count_collectives):

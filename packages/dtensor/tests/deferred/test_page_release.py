@@ -38,6 +38,7 @@ print(status("VmHWM:") - before, status("VmRSS:") - before, float(big[7]), float
 BUILT = 6 * (1 << 28)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="the system does not say what a process holds"
 )

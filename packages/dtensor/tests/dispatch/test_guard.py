@@ -327,6 +327,7 @@ def run(rank, world, name, state):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["I", 0, 1])
 @pytest.mark.parametrize("name", list(CASES))
 def test_bypassing_calls_work_or_raise(rank_pool: RankPool, name: str, state):

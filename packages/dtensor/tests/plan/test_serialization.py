@@ -88,6 +88,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
     return ParallelPlan(**fields)
 
 
+@pytest.mark.slow
 @given(plans())
 @RELAXED
 def test_a_plan_survives_json(plan: ParallelPlan) -> None:
@@ -102,6 +103,7 @@ def test_a_plan_survives_json(plan: ParallelPlan) -> None:
     plan.validate_for(plan.world_size, plan.axes)
 
 
+@pytest.mark.slow
 @given(plans(), plans())
 @RELAXED
 def test_diff_is_empty_exactly_for_equal_plans(plan: ParallelPlan, other: ParallelPlan) -> None:
@@ -161,6 +163,7 @@ def test_fuzzed_fields_give_only_plan_errors(value: dict[str, object]) -> None:
     only_plan_errors(json.dumps({"world_size": 4, "degrees": {"tp": 4}} | value))
 
 
+@pytest.mark.slow
 @given(plans(), st.data())
 @settings(RELAXED, max_examples=200)
 def test_plan_with_one_corrupt_value_gives_only_plan_errors(plan: ParallelPlan, data: st.DataObject) -> None:

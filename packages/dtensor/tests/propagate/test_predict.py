@@ -115,6 +115,7 @@ def predicted(name: str, sizes: tuple[int, ...], states: tuple[Any, ...]) -> tup
     return moved, actual.states.get(result or 0, ("I",) * len(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "states"),
     [((2,), (0,)), ((4,), (0,)), ((2,), (1,)), ((2, 2), (0, 0)), ((2, 2), (0, 1))],

@@ -85,6 +85,7 @@ def count(rank, world, shape, names):
     return failures, otherwise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "shape"), [(2, (5, 5)), (3, (7, 5)), (4, (13, 5))], ids=str)
 def test_counts_are_those_of_one_device(rank_pool: RankPool, world, shape):
     for failures, otherwise in rank_pool.run(world, count, shape, [*ON_SHARDS, *GATHERED]):

@@ -193,12 +193,14 @@ def dual(row: Strategy, k: int) -> Any:
     return "R" if state == "P" or all(s == "R" for s in row.ins + row.outs) else "P"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_composite_rows_on_one_axis(name: str, rank_pool: RankPool) -> None:
     count, _ = rank_pool.run(2, run_case, name, [2])[0]
     assert count > 1 or name == "ce one row"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["linear", "sdpa gqa", "sdpa dropout", "embedding", "ce ignore", "ce spatial", "ce none", "dropout"],
@@ -218,6 +220,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_expected_rows_are_there(name: str, rank_pool: RankPool) -> None:
     _, kinds = rank_pool.run(2, run_case, name, [2])[0]
@@ -271,6 +274,7 @@ def recorded(rank: int, world_size: int) -> list[tuple[str, int, int, str]]:
     return log
 
 
+@pytest.mark.slow
 def test_communication_inside_of_composites_is_recorded(rank_pool: RankPool) -> None:
     log = rank_pool.run(4, recorded)[0]
     assert log == [

@@ -196,6 +196,7 @@ def run_cases(rank, world, names):
     return results
 
 
+@pytest.mark.slow
 def test_interval_rules_on_real_ranks(rank_pool: RankPool):
     results = rank_pool.run(2, run_cases, list(CASES))[0]
     for name, (_, _, _, forward, back) in CASES.items():
@@ -203,6 +204,7 @@ def test_interval_rules_on_real_ranks(rank_pool: RankPool):
             assert (len(results[name][0]), len(results[name][1])) == (forward, back), (name, results[name])
 
 
+@pytest.mark.slow
 def test_plain_shards_of_a_fused_projection_move_data(rank_pool: RankPool):
     """The negative control: without runs the same model has to gather."""
     (results, _) = rank_pool.run(2, plain_fused)
@@ -240,6 +242,7 @@ def two_axes(rank, world):
     return True
 
 
+@pytest.mark.slow
 def test_interval_rules_on_two_axes(rank_pool: RankPool):
     assert all(rank_pool.run(4, two_axes))
 

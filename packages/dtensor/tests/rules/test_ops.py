@@ -36,6 +36,7 @@ def book() -> RuleBook:
     return RuleBook.first_party()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("case", TABLE)
 def test_op_rows_equal_the_whole_op(case: str, n: int, book: RuleBook) -> None:

@@ -109,6 +109,7 @@ def compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_rank_runs_its_own_rows(rank_pool: RankPool, world: int) -> None:
     for name, (agrees, moved, shape, others) in rank_pool.run(world, compare, list(MODELS))[0].items():

@@ -101,6 +101,7 @@ def record(name: str) -> tuple[list[Node], list[Value]]:
     return recorder.nodes, recorder.values
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_a_real_model(name: str) -> None:

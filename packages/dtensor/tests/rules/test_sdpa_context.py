@@ -92,6 +92,7 @@ def run_case(
     return worst, [(e.kind, e.phase, e.why) for e in log.events if e.function]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_context_attention_equals_one_device(form: str, rank_pool: RankPool) -> None:
     for name in CASES:
@@ -119,6 +120,7 @@ def halved(rank: int, world_size: int, form: str) -> tuple[float, float]:
     return max(errors[0]), max(errors[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_blocks_are_merged_in_float32(form: str, rank_pool: RankPool) -> None:
     shared, single = rank_pool.run(4, halved, form)[0]
@@ -127,6 +129,7 @@ def test_half_precision_blocks_are_merged_in_float32(form: str, rank_pool: RankP
     )  # kernels round what each block gives to a gradient, and the sum is rounded once more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"cp": 4}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
 def test_context_attention_on_four_ranks(sizes: dict[str, int], rank_pool: RankPool) -> None:
     for form, name in itertools.product(FORMS, ("causal", "mask", "bias", "dropout causal gqa")):
@@ -134,6 +137,7 @@ def test_context_attention_on_four_ranks(sizes: dict[str, int], rank_pool: RankP
         assert worst < 1e-5, (form, name)
 
 
+@pytest.mark.slow
 def test_context_attention_communication(rank_pool: RankPool) -> None:
     """Per call: one gather forward, a gather and a scatter backward; n-1 sends forward, 2n-1 backward; four exchanges each."""
     counts = {}
@@ -169,6 +173,7 @@ def kept(rank: int, world_size: int, form: str) -> int:
     return sum(held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_saved_tensors_shrink_with_the_ranks(form: str, rank_pool: RankPool) -> None:
     single, two, four = (rank_pool.run(n, kept, form)[0] for n in (1, 2, 4))

@@ -155,6 +155,7 @@ def states_of_dim(dim, total, n):
     return [s for s in states if isinstance(s, IntervalShard)]
 
 
+@pytest.mark.slow
 def test_conversion_between_all_states_on_one_axis(rank_pool: RankPool):
     for n in (2, 3):
         shape = (12, 6, 5)
@@ -170,6 +171,7 @@ def test_conversion_between_all_states_on_one_axis(rank_pool: RankPool):
         assert all(rank_pool.run(n, run_many, (n,), cases))
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_conversion_between_states_on_two_axes(rank_pool: RankPool, data):

@@ -72,6 +72,7 @@ def written(rank, world):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_writes_reach_parameters(rank_pool: RankPool, world: int) -> None:
     # three ranks do not divide the rows

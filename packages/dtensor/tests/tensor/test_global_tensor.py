@@ -109,6 +109,7 @@ def _legal(shape, states, sizes):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2,), (3,)])
 def test_functions_from_all_placements(rank_pool: RankPool, sizes):
     for failures, _, _ in rank_pool.run(sizes[0], run_cases, sizes, list(CASES), timeout=600):
@@ -121,6 +122,7 @@ TWO_AXES = (
 ).split()
 
 
+@pytest.mark.slow
 def test_two_axes(rank_pool: RankPool):
     for failures, _, _ in rank_pool.run(4, run_cases, (2, 2), TWO_AXES, timeout=600):
         assert not failures, failures[0][-1] + "\n" + "\n".join(str(f[:3]) for f in failures)

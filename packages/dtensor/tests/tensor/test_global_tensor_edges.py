@@ -89,6 +89,7 @@ def compare_all(rank, world, names):
     return failures
 
 
+@pytest.mark.slow
 def test_edge_cases_from_all_states(rank_pool: RankPool):
     for failures in rank_pool.run(2, compare_all, list(CASES), timeout=300):
         assert not failures, failures

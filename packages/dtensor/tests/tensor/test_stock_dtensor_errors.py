@@ -203,6 +203,7 @@ ON_THREE = {
 RUNS = [(name, 2) for name in CASES] + [(name, 3) for name in CASES if name in ON_THREE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), RUNS)
 def test_errors_of_stock_dtensor_do_not_occur(rank_pool: RankPool, name: str, world: int):
     assert all(rank_pool.run(world, run, name))

@@ -96,6 +96,7 @@ def exits_badly(rank: int, world_size: int) -> None:
     atexit.register(os._exit, 7)
 
 
+@pytest.mark.slow
 def test_results_come_in_rank_order(rank_pool: RankPool) -> None:
     start = torch.tensor([1.0, 2.0])
     for size in (1, 4, 2):
@@ -105,6 +106,7 @@ def test_results_come_in_rank_order(rank_pool: RankPool) -> None:
         assert all(torch.equal(result, want) for result in results)
 
 
+@pytest.mark.slow
 def test_processes_are_reused_and_the_default_group_is_the_world(rank_pool: RankPool) -> None:
     first = rank_pool.run(3, process_and_world)
     again = rank_pool.run(2, process_and_world)
@@ -126,6 +128,7 @@ def test_classes_of_the_test_module_are_sent_to_ranks(rank_pool: RankPool) -> No
     assert rank_pool.run(2, here, Here(7)) == [Here(0), Here(1)]
 
 
+@pytest.mark.slow
 def test_the_exception_of_the_rank_that_failed_first_is_raised_with_its_traceback(
     rank_pool: RankPool,
 ) -> None:
@@ -153,6 +156,7 @@ def test_a_world_outside_the_pool_is_refused(rank_pool: RankPool, size: int) -> 
         rank_pool.run(size, draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [1, JOIN_ATTEMPTS])
 def test_world_that_fails_to_join_is_created_again(broken: int, tmp_path: Path) -> None:
     with RankPool(grace=5.0) as pool:
@@ -168,6 +172,7 @@ def test_world_that_fails_to_join_is_created_again(broken: int, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]  # it has run once on each
 
 
+@pytest.mark.slow
 def test_hangs_and_deaths_are_errors_and_the_pool_recovers() -> None:
     with RankPool(grace=2.0) as pool:
         assert len(pool.run(2, draw)) == 2
@@ -182,6 +187,7 @@ def test_hangs_and_deaths_are_errors_and_the_pool_recovers() -> None:
         assert len(pool.run(2, draw)) == 2
 
 
+@pytest.mark.slow
 def test_ranks_exit_without_interpreter_shutdown() -> None:
     with RankPool() as pool:
         pool.run(2, exits_badly)
@@ -205,6 +211,7 @@ def fails_to_join(rank: int, world_size: int, path: str) -> None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.2))
 
 
+@pytest.mark.slow
 def test_a_rank_that_could_not_join_finds_its_peers_next_time(rank_pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         rank_pool.run(2, fails_to_join, str(tmp_path / "alone"))
@@ -215,6 +222,7 @@ def parent_and_environment(rank: int, world_size: int, name: str) -> tuple[int, 
     return os.getppid(), os.environ.get(name)
 
 
+@pytest.mark.slow
 def test_ranks_are_forked_and_have_the_environment_of_their_pool(
     rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +249,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_are_forked_with_preloaded_modules(tmp_path: Path) -> None:
     script = tmp_path / "forked.py"  # in a process of its own: that of the tests has its server
     script.write_text(FORKED_WITH)
@@ -248,6 +257,7 @@ def test_ranks_are_forked_with_preloaded_modules(tmp_path: Path) -> None:
     assert output.split("\n")[0] == "[False, True] [False, True]"
 
 
+@pytest.mark.slow
 def test_groups_of_earlier_runs_end() -> None:
     with RankPool() as pool:
         threads = [pool.run(2, make_groups)[0] for _ in range(2 * RUNS_PER_WORLD)]

@@ -98,6 +98,7 @@ def planned_where_one_rank_lacks_a_plugin(rank: int, world_size: int) -> list[st
     return heard
 
 
+@pytest.mark.slow
 def test_missing_plugin_on_one_rank_raises_on_all(rank_pool: RankPool) -> None:
     here, there = rank_pool.run(2, planned_where_one_rank_lacks_a_plugin)
     assert here == there  # not: one rank fails, the other waits for ever

@@ -108,6 +108,7 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "changes"), PLANS)
 def test_bf16_equals_a_manual_loop(rank_pool: RankPool, world_size: int, changes: dict[str, Any]) -> None:
     # cross-entropy of a sum over the count of all ranks is what a rank computes; one rounding of bf16 is 4e-3
@@ -160,6 +161,7 @@ def scaled(rank: int, world_size: int, changes: dict[str, Any]) -> Any:
     return seen
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_the_same_step(rank_pool: RankPool) -> None:
     plans = [{"degrees": {"dp": 2}}, {"degrees": {"zero": 2}, "zero": {"stage": 2}}]
     for changes in plans:

@@ -41,6 +41,7 @@ def trained(rank: int, world_size: int, degrees: dict[str, int], dtype: torch.dt
     return expected, actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "degrees"), MESHES)
 @pytest.mark.parametrize(("dtype", "dropout"), [(torch.float64, 0.0), (torch.float64, 0.3)])
 def test_training_equals_one_device(
@@ -58,6 +59,7 @@ def without_engine(rank: int, world_size: int) -> Any:
     return loop(make(), torch.nn.utils.clip_grad_norm_), loop(model, clip_grad_norm_)
 
 
+@pytest.mark.slow
 def test_without_the_engine_training_differs(rank_pool: RankPool) -> None:
     for expected, actual in rank_pool.run(2, without_engine):
         with pytest.raises(AssertionError):
@@ -100,6 +102,7 @@ def check_calls(model: Language) -> None:
     assert sum(e.axis == "dp" and e.function == "data" for e in log.events) == 1
 
 
+@pytest.mark.slow
 def test_parallelize_keeps_the_model_interface(rank_pool: RankPool) -> None:
     rank_pool.run(4, keeps_interface)
 
@@ -115,6 +118,7 @@ def copied(rank: int, world_size: int) -> Any:
     return [{n: full(p.grad) for n, p in m.named_parameters()} for m in (twin, model)]
 
 
+@pytest.mark.slow
 def test_deepcopy_has_its_own_engine(rank_pool: RankPool) -> None:
     for twin, model in rank_pool.run(2, copied):
         same([twin], [model], rtol=0.0, atol=0.0)
@@ -162,6 +166,7 @@ def unlike(rank: int, world_size: int, what: str) -> None:
     parallelize(model, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -278,6 +283,7 @@ def two_data_axes(rank: int, world_size: int) -> Any:
     return expected, actual
 
 
+@pytest.mark.slow
 def test_two_data_axes_share_one_engine(rank_pool: RankPool) -> None:
     for expected, actual in rank_pool.run(4, two_data_axes):
         same(actual, expected)
@@ -307,5 +313,6 @@ def hooked_later(rank: int, world_size: int) -> None:
     same([full(g) for g in actual], expected)
 
 
+@pytest.mark.slow
 def test_hooks_freezing_and_autograd_grad(rank_pool: RankPool) -> None:
     rank_pool.run(2, hooked_later)

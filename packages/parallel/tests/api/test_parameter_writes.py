@@ -180,6 +180,7 @@ def to_gradients_and_states(rank: int, world_size: int, layout: str) -> dict[str
     return actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "frozen"),
     [*((layout, False) for layout in LAYOUTS), *((layout, True) for layout in (*THROUGHOUT, "dp2"))],
@@ -190,6 +191,7 @@ def test_writes_to_parameters(rank_pool: RankPool, layout: str, frozen: bool) ->
         assert actual == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_writes_to_gradients_and_states(rank_pool: RankPool, layout: str) -> None:
     for actual in rank_pool.run(LAYOUTS[layout][0], to_gradients_and_states, layout):

@@ -24,6 +24,7 @@ LAYOUTS = {"tp2": {"dp": 1, "tp": 2}, "dp2": {"dp": 2, "tp": 1}}
 Degrees = dict[str, int]
 
 
+@pytest.mark.slow
 def test_every_optimizer_steps_as_on_one_device(rank_pool: RankPool) -> None:
     for actual in rank_pool.run(2, optimizers, {"dp": 1, "tp": 2}):
         assert {name: wrong for name, wrong in actual.items() if wrong} == {}
@@ -234,6 +235,7 @@ def _quiet(rank: int, world_size: int, degrees: Degrees) -> None:
 SURFACES = (_quiet, _norms, _accumulation, _groups_and_schedules, _frozen, _state_dicts, _refusals, _copies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda f: f.__name__[1:])
 def test_training_script_equals_one_device(rank_pool: RankPool, surface: Any, layout: str) -> None:

@@ -103,6 +103,7 @@ def read_rows(rank: int, world_size: int, degrees: dict[str, int], workers: int)
     return local.dataset.read, first.to_local().shape[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "degrees", "share"),
     [(2, {"dp": 2}, 2), (4, {"dp": 2, "tp": 2}, 2), (2, {"dp": 1, "tp": 2}, 4)],
@@ -120,6 +121,7 @@ def test_each_rank_reads_its_rows(
         assert not set(read[0]) & set(read[-1])  # no row is read twice
 
 
+@pytest.mark.slow
 def test_workers(rank_pool: RankPool) -> None:
     for _, local_rows in rank_pool.run(2, read_rows, {"dp": 2}, 2):
         assert local_rows == 2
@@ -158,6 +160,7 @@ def other_loaders(rank: int, world_size: int) -> None:
     assert len(list(tensors)) == 1  # a loop that was left early does not disturb the next
 
 
+@pytest.mark.slow
 def test_other_loaders_and_containers(rank_pool: RankPool) -> None:
     rank_pool.run(2, other_loaders)
 
@@ -207,5 +210,6 @@ def two_models(rank: int, world_size: int) -> None:
     assert [b.to_local().numel() for b in shard_loader(batches)] == [4]  # a dropped model is forgotten
 
 
+@pytest.mark.slow
 def test_models_with_different_meshes(rank_pool: RankPool) -> None:
     rank_pool.run(4, two_models)

@@ -142,6 +142,7 @@ def accumulated(rank: int, world_size: int, engine: bool) -> list[torch.Tensor]:
     return actual
 
 
+@pytest.mark.slow
 def test_accumulated_passes_equal_one_device(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, accumulated, False)
     for actual in rank_pool.run(2, accumulated, True):
@@ -198,6 +199,7 @@ def staying(rank: int, world_size: int, plan: ParallelPlan) -> int:
     return sum(bucket.numel for bucket in engine._buckets if bucket.previous is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "large"), [(None, False), ("bf16", True)])
 def test_predicted_bucket_memory_equals_actual(
     rank_pool: RankPool, precision: str | None, large: bool

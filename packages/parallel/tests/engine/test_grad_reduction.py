@@ -109,6 +109,7 @@ def train(
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "axes"), [(2, ("dp",)), (4, ("dp",)), (4, ("outer", "inner"))])
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 2**20, SINGLES])
 def test_sums_equal_one_device(
@@ -120,6 +121,7 @@ def test_sums_equal_one_device(
             assert_same(got, want)
 
 
+@pytest.mark.slow
 def test_without_engine_the_difference_shows(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, train, ("dp",), SMALL, True)
     actual = rank_pool.run(2, train, ("dp",), SMALL, False)
@@ -142,6 +144,7 @@ def first_gradients(rank: int, world_size: int, dtype: torch.dtype) -> Any:
     return once, gradients(model), before, log.events
 
 
+@pytest.mark.slow
 def test_retain_graph_log_and_order(rank_pool: RankPool) -> None:
     ((once, twice, _, events),) = rank_pool.run(1, first_gradients, torch.float32)
     assert not events  # nothing to sum in a world of one
@@ -268,6 +271,7 @@ def reentrant(rank: int, world_size: int) -> Any:
     return gradients(model)
 
 
+@pytest.mark.slow
 def test_reentrant_checkpoints(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, reentrant)
     for actual in rank_pool.run(2, reentrant):
@@ -286,6 +290,7 @@ def thawed(rank: int, world_size: int) -> Any:
     return gradients(model)
 
 
+@pytest.mark.slow
 def test_freezing_and_thawing(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, thawed)
     for actual in rank_pool.run(2, thawed):
@@ -386,6 +391,7 @@ def overlapped(rank: int, world_size: int) -> tuple[int, int]:
     return under_way[0], len(log.events)
 
 
+@pytest.mark.slow
 def test_sums_start_while_backward_goes_on(rank_pool: RankPool) -> None:
     for under_way, total in rank_pool.run(2, overlapped):
         assert 0 < under_way < total
@@ -403,6 +409,7 @@ def dropped(rank: int, world_size: int, steps: int) -> list[bool]:
     return [reference() is not None for reference in left]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 2])
 def test_dropped_model_is_freed(rank_pool: RankPool, steps: int) -> None:
     for actual in rank_pool.run(2, dropped, steps):
@@ -421,6 +428,7 @@ def dropped_before_backward(rank: int, world_size: int) -> dict[str, torch.Tenso
     return {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
 
 
+@pytest.mark.slow
 def test_the_engine_lives_as_long_as_a_parameter(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, dropped_before_backward)
     for actual in rank_pool.run(2, dropped_before_backward):
@@ -435,5 +443,6 @@ def one_sum_over_two_axes(rank: int, world_size: int) -> Any:
     return [(e.kind, e.axis) for e in log.events]
 
 
+@pytest.mark.slow
 def test_two_axes_are_one_collective(rank_pool: RankPool) -> None:
     assert rank_pool.run(4, one_sum_over_two_axes)[0] == [("all_reduce", "outer+inner")]

@@ -58,6 +58,7 @@ def trained(rank: int, world_size: int, plan: ParallelPlan, dropout: float, alon
         return expected, loop(parallelize(make(dropout, dtype), plan), clip_grad_norm_)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [1, 2**19])
 @pytest.mark.parametrize(("stage", "degrees"), CASES)
 def test_training_equals_one_device(
@@ -85,6 +86,7 @@ def cut_small(rank: int, world_size: int, stage: int) -> Any:
         strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY = original
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_may_have_empty_shards(rank_pool: RankPool, stage: int) -> None:
     parts = []
@@ -104,6 +106,7 @@ def without_reduction(rank: int, world_size: int, stage: int) -> Any:
     return {n: full(p.grad) for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_without_the_engine_no_gradient_arrives(rank_pool: RankPool) -> None:
     for actual in rank_pool.run(2, without_reduction, 3):
         assert all(value is None for value in actual.values())
@@ -272,6 +275,7 @@ def flat(tree: Any) -> list[Any]:
     return [x for item in tree for x in flat(item)] if isinstance(tree, (list, tuple)) else [tree]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [1, 2**19])
 @pytest.mark.parametrize("stage", STAGES)
 def test_scenarios_equal_one_device(rank_pool: RankPool, stage: int, alone: int) -> None:
@@ -328,6 +332,7 @@ def clamped(rank: int, world_size: int, stage: int, alone: int) -> Any:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [1, 2**19])
 @pytest.mark.parametrize("stage", STAGES)
 def test_forward_may_write_to_its_parameters(rank_pool: RankPool, stage: int, alone: int) -> None:
@@ -410,6 +415,7 @@ def test_prefetch_starts_after_the_previous_group_is_unsharded(rank_pool: RankPo
     assert rank_pool.run(2, in_flight) == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_large_shards_have_their_own_collective(rank_pool: RankPool, stage: int) -> None:
     matrix = 12 * WIDTH * 4 // 2  # bytes of what a rank holds of it

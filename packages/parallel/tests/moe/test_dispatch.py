@@ -67,6 +67,7 @@ def steps(
     return {"wrong": wrong, "share": held / whole, "events": events}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [False, True], ids=["spread", "idle-ranks"])
 @pytest.mark.parametrize(
     ("kind", "degrees"),
@@ -167,6 +168,7 @@ def refused(rank: int, world_size: int, plan: str, dense: bool) -> tuple[str, st
     return caught.value.field, str(caught.value)
 
 
+@pytest.mark.slow
 def test_impossible_plans_are_refused(rank_pool: RankPool) -> None:
     base = plan_for(Mixture(), {"ep": 2})
     three = base.replace(degrees={"ep": 3}, world_size=3)

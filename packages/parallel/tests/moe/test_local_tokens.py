@@ -110,6 +110,7 @@ def steps(rank: int, world_size: int, kind: str, fields: dict[str, Any], top: in
     return {"wrong": wrong, "collectives": collectives, "chosen": chosen}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fields", "top"),
     [
@@ -152,6 +153,7 @@ def rejecting(rank: int, world_size: int) -> dict[str, Any]:
         detect.probe = kept
 
 
+@pytest.mark.slow
 def test_rejected_experts_are_gathered_and_right(rank_pool: RankPool) -> None:
     for result in rank_pool.run(2, rejecting):
         assert not result["wrong"] and result["collectives"]
@@ -197,6 +199,7 @@ def used(rank: int, world_size: int, fields: dict[str, Any]) -> list[Any]:
     return problems
 
 
+@pytest.mark.slow
 def test_recomputation_evaluation_and_copies(rank_pool: RankPool) -> None:
     for problems in rank_pool.run(2, used, DP):
         assert not problems

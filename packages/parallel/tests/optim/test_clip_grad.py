@@ -64,6 +64,7 @@ def clipped(
     return expected, actual, [q.grad for q in plain[:-1]], grads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [2.0, math.inf, 1.0, 3.5, -math.inf, 0.0])
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -71,6 +71,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["adamw", "fused", "derived"])
 def test_the_step_sees_local_tensors(rank_pool: RankPool, plan: dict[str, Any], kind: str) -> None:
@@ -122,6 +123,7 @@ def as_one_device(rank: int, world_size: int, plan: dict[str, Any]) -> Any:
     return [torch.equal(a, b) for a, b in zip(*finals, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_local_step_equals_the_step_on_dtensors(rank_pool: RankPool, plan: dict[str, Any]) -> None:
     for same in rank_pool.run(4, as_one_device, plan):

@@ -133,6 +133,7 @@ def _wrong(rank: int, world_size: int, layout: str) -> dict[str, list[str]]:
     return {name: wrong for name, wrong in actual.items() if wrong}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", PLANS)
 def test_each_form_steps_as_on_one_device(rank_pool: RankPool, layout: str) -> None:
     for wrong in rank_pool.run(2, _wrong, layout):
@@ -167,6 +168,7 @@ def _muon(rank: int, world_size: int, layout: str) -> tuple[list[str], list[str]
     return unequal[0], unequal[1], placed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", PLANS)
 def test_muon_orthogonalises_whole_matrices(rank_pool: RankPool, layout: str) -> None:
     for wrong, derived, placed in rank_pool.run(2, _muon, layout):

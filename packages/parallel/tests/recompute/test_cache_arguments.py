@@ -144,6 +144,7 @@ def _wrong(rank: int, world_size: int, degrees: dict[str, int], policy: str | No
     return [f"{c.name} {c.relative:.1e} {c.note}" for c in actual if not c.ok]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cache_equals_one_device(rank_pool: RankPool, layout: str, policy: str) -> None:
@@ -221,6 +222,7 @@ def _freed(rank: int, world_size: int) -> None:
             gc.enable()
 
 
+@pytest.mark.slow
 def test_copies_are_freed_with_the_graph(rank_pool: RankPool) -> None:
     rank_pool.run(2, _freed)
 
@@ -291,5 +293,6 @@ def _refused(rank: int, world_size: int) -> None:
             loss.backward()
 
 
+@pytest.mark.slow
 def test_writes_to_tensors_of_an_object_are_refused(rank_pool: RankPool) -> None:
     rank_pool.run(2, _refused)

@@ -123,6 +123,7 @@ def _steps(
     return wrong, live
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_recomputed_blocks_equal_one_device_with_less_memory(rank_pool: RankPool, layout: str) -> None:
     live = {}

@@ -69,6 +69,7 @@ def _step(rank: int, world_size: int, reentrant: bool) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_user_checkpoint_recomputes_with_the_planned_layouts(rank_pool: RankPool, reentrant: bool) -> None:
     assert rank_pool.run(2, _step, reentrant) == [[], []]

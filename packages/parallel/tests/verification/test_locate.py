@@ -49,6 +49,7 @@ def faulty(rank: int, world_size: int, how: str) -> VerificationReport:
         return verify(make, batch_of(rows=4), plan, steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "phase", "module", "function"),
     [

@@ -37,6 +37,7 @@ def checked(rank: int, world_size: int, degrees: dict[str, int]) -> Verification
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "degrees"), [(1, {"dp": 1}), (2, {"dp": 2}), (4, {"dp": 2, "tp": 2})])
 def test_right_run_passes(rank_pool: RankPool, world_size: int, degrees: dict[str, int]) -> None:
     reports = rank_pool.run(world_size, checked, degrees)
@@ -93,6 +94,7 @@ def sabotaged(rank: int, world_size: int, how: str) -> VerificationReport:
     return verify(kind, batch_of(), plan_of(degrees={"dp": 2}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["engine", "loss", "rank"])
 def test_wrong_run_fails(rank_pool: RankPool, how: str) -> None:
     reports = rank_pool.run(2, sabotaged, how)
@@ -240,6 +242,7 @@ def spoilt(rank: int, world_size: int, how: str, which: str = "", factor: float 
     return verify(model, batch, plan_of(degrees={"dp": 2}), steps=3, optimizer=OPTIMIZERS[how])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sgd", "adamw"])
 def test_only_noise_and_adaptive_steps_are_no_measure(rank_pool: RankPool, how: str) -> None:
     report = rank_pool.run(2, spoilt, how)[0]
@@ -257,6 +260,7 @@ def test_only_noise_and_adaptive_steps_are_no_measure(rank_pool: RankPool, how: 
     assert "no measure" in report.render()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [name for name, _ in Attention().named_parameters() if name != "key.bias"])
 def test_one_wrong_gradient_fails_however_small(rank_pool: RankPool, which: str) -> None:
     report = rank_pool.run(2, spoilt, "sgd", which, 1.001)[0]
@@ -265,6 +269,7 @@ def test_one_wrong_gradient_fails_however_small(rank_pool: RankPool, which: str)
     assert {name for kind, name in first if kind == "gradient"} == {which}
 
 
+@pytest.mark.slow
 def test_swapped_rows_of_a_parameter_fail(rank_pool: RankPool) -> None:
     first = {(c.kind, c.name) for c in rank_pool.run(2, spoilt, "swapped")[0].failures if c.step == 0}
     assert first == {("parameter", "embed")}

@@ -116,6 +116,7 @@ def steps(rank: int, size: int, kind: str, loss: str | None) -> tuple[list[list[
     return told, call_of(many).last.most_alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "loss"), [("function", None), ("inside", "batch"), ("pre", "microbatches")])
 def test_first_step_names_the_hook_once(rank_pool: RankPool, kind: str, loss: str | None) -> None:
     (first, held), (second, _) = rank_pool.run(2, steps, kind, loss)

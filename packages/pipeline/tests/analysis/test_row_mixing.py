@@ -332,6 +332,7 @@ def step(rank: int, size: int, cases: list[tuple[str, bool]], count: int, looks:
 CASES = [(name, inside) for name in MIXING for inside in (True, False)]
 
 
+@pytest.mark.slow
 def test_several_microbatches_are_rejected_before_the_first_step(rank_pool: RankPool) -> None:
     for told in rank_pool.run(2, step, CASES, 4):
         for (_, inside), text in zip(CASES, told, strict=True):
@@ -339,17 +340,20 @@ def test_several_microbatches_are_rejected_before_the_first_step(rank_pool: Rank
             assert f"plan field pipeline.microbatches is 4: {where}" in text and "nearest legal: 1" in text
 
 
+@pytest.mark.slow
 def test_one_microbatch_matches_one_device(rank_pool: RankPool) -> None:
     for distances in rank_pool.run(2, step, CASES, 1):
         assert max(distances) < LIMIT
 
 
+@pytest.mark.slow
 def test_results_are_wrong_without_the_check(rank_pool: RankPool) -> None:
     """The negative control."""
     first, second = rank_pool.run(2, step, CASES, 4, False)
     assert min(map(max, zip(first, second, strict=True))) > 100 * LIMIT
 
 
+@pytest.mark.slow
 def test_batch_independent_models_match_one_device_in_microbatches(rank_pool: RankPool) -> None:
     cases = [(name, inside) for name in BY_ROW for inside in (True, False)]
     for distances in rank_pool.run(2, step, cases, 4):
@@ -381,6 +385,7 @@ def written(
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "between"])
 def test_written_state_matches_one_device(rank_pool: RankPool, inside: bool) -> None:
     for told in rank_pool.run(2, written, [*WRITES], 4, inside):
@@ -389,6 +394,7 @@ def test_written_state_matches_one_device(rank_pool: RankPool, inside: bool) -> 
         assert all(value is True for value in same.values()), same
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the schedule")
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "between"])
 def test_written_state_differs_without_the_check(rank_pool: RankPool, inside: bool) -> None:

@@ -49,6 +49,7 @@ def search(rank: int, size: int, options: dict[str, Any]) -> tuple[str, float]:
     return str(error.value), worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}], ids=["plain", "wolfe"])
 def test_optimizer_that_searches_is_refused(rank_pool: RankPool, options: dict[str, Any]) -> None:
     for told, worst in rank_pool.run(2, search, options, timeout=150):
@@ -113,6 +114,7 @@ def test_unequal_closure_calls_are_an_error_on_every_rank(rank_pool: RankPool) -
         assert "Often.step(closure)" in told and "differently often" in told and "plan without pp" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 3])
 def test_equal_closure_calls_match_one_device(rank_pool: RankPool, times: int) -> None:
     for told, worst in rank_pool.run(2, often, times, timeout=100):

@@ -144,6 +144,7 @@ def train_twice(rank: int, size: int) -> float:
     return max(worst, *map(float, far))
 
 
+@pytest.mark.slow
 def test_layers_on_two_stages_match_one_device(rank_pool: RankPool) -> None:
     assert max(rank_pool.run(2, train_twice)) < 1e-5
 

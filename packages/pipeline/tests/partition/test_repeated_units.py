@@ -189,6 +189,7 @@ def test_training_mode_and_missing_parameters_distinguish_blocks() -> None:
     assert len(set(built.values())) == 3
 
 
+@pytest.mark.slow
 def test_caches_may_read_the_layer_index() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -68,6 +68,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, StageBytes]:
     return all_ranks, stages, StageBytes(saved, over, waiting, gradients, draw(st.booleans()), first)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_vectorised_memory_matches_a_loop(case: tuple[list[list[int]], int, StageBytes]) -> None:

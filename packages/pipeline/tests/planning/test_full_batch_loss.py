@@ -308,6 +308,7 @@ def test_first_step_warns_once(rank_pool: RankPool) -> None:
     assert "would hold 2. Why:" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "loss"),
     [("products", "1f1b", "batch"), ("products", "gpipe", "microbatches"), ("mean", "1f1b", None)],

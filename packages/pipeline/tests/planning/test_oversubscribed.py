@@ -71,6 +71,7 @@ def test_deadlock_is_reported() -> None:
     assert shared_core_time([[], []], (1.0, 1.0)) == (0.0, [0.0, 0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("company", [(0.5, 0.5, 0.75, 1.0), (0.25, 0.5, 0.75, 1.0)])
 @pytest.mark.parametrize("name", NAMES)
 def test_long_steps_are_extrapolated(

@@ -47,6 +47,7 @@ def differ(
     return told, took, many(**chain_batch())["loss"].item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "what", "warm", "schedule"),
     [
@@ -72,6 +73,7 @@ def test_different_batches_are_reported_on_every_rank(
         assert both and len({told for told, _, _ in ranks}) == 1
 
 
+@pytest.mark.slow
 def test_unsplittable_batch_is_reported_on_every_rank(rank_pool: RankPool) -> None:
     ranks = rank_pool.run(4, differ, 1, "rows", False, "1f1b", timeout=150)
     assert ranks[1][0].startswith("UsageError a batch of 6 rows")
@@ -106,6 +108,7 @@ def die(rank: int, size: int, victim: int, where: str, folder: str) -> None:
         time.sleep(0.05)  # stay alive until the other ranks have their error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "where"), [(0, "tied"), (3, "outputs")])
 def test_rank_that_dies_after_its_actions_is_reported(victim: int, where: str, tmp_path: Path) -> None:
     """The first holder of a tied weight, which sums its gradients; the rank of the last stage, which sends the result."""

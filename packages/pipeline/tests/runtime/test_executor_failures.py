@@ -73,6 +73,7 @@ def die(rank: int, size: int, stage: int, where: str, folder: str) -> None:
         time.sleep(0.05)  # stay alive until the other ranks have their error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (0, "backward")])
 def test_dead_rank_is_reported_on_all_others(stage: int, where: str, tmp_path: Path) -> None:
     """No rank waits for gradients of the first stage: its death is noticed by a send, or at the end of the step."""
@@ -154,6 +155,7 @@ def change(rank: int, size: int) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_changed_shape_is_reported_on_every_rank(rank_pool: RankPool) -> None:
     for text in rank_pool.run(4, change, timeout=150):
         assert "stage 1 failed in the forward of microbatch 2, on rank 1" in text

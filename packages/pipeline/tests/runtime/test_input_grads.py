@@ -86,6 +86,7 @@ def train(rank: int, size: int, schedule: str, inside: bool) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
 def test_input_gradients_match_one_device(rank_pool: RankPool, schedule: str, inside: bool) -> None:
@@ -139,6 +140,7 @@ def alternate(rank: int, size: int, detach: bool) -> tuple[float, float]:
     return float((losses_of_one - losses_of_many).abs().max()), worst
 
 
+@pytest.mark.slow
 def test_two_pipelined_models_train_each_other(rank_pool: RankPool) -> None:
     for losses, parameters in rank_pool.run(2, alternate, False, timeout=150):
         assert losses < LIMIT and parameters < LIMIT
@@ -187,6 +189,7 @@ def refuse(rank: int, size: int) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_double_backward_is_refused(rank_pool: RankPool) -> None:
     first, second = rank_pool.run(2, refuse, timeout=150)
     for told in (*first[:2], *second[:2]):

@@ -42,6 +42,7 @@ def verdict(judge: Judge, count: int = 4) -> loss_additivity.Additivity | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", ADDING)
 def test_additive_loss_is_proven(name: str, count: int) -> None:
@@ -52,6 +53,7 @@ def test_additive_loss_is_proven(name: str, count: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", WHOLE)
 def test_other_losses_are_not_proven(name: str, count: int) -> None:
@@ -132,6 +134,7 @@ def check(ranks: list[list[tuple[str, float, float, int]]]) -> None:
             assert values < LIMIT and gradients < LIMIT, (name, values, gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_losses_match_one_device(rank_pool: RankPool, schedule: str) -> None:
     ranks = rank_pool.run(2, run, [*ADDING, *WHOLE], schedule, "loss", timeout=300)
@@ -142,6 +145,7 @@ def test_losses_match_one_device(rank_pool: RankPool, schedule: str) -> None:
         assert {held[name] for name in WHOLE} == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_output_numbers_match_one_device(rank_pool: RankPool, schedule: str) -> None:
     check(rank_pool.run(2, run, [*OUTSIDE], schedule, "loss", timeout=300))
@@ -251,6 +255,7 @@ def warm_up(rank: int, size: int) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_loss_that_changes_later_is_refused(rank_pool: RankPool) -> None:
     for first, second, third, fourth in rank_pool.run(2, warm_up):
         assert not first and not second and not fourth

@@ -78,6 +78,7 @@ def train(rank: int, size: int, schedule: str, dropout: float) -> tuple[float, f
     return losses, worst, call_of(many).last.most_alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "dropout"), [("1f1b", 0.2), ("interleaved", 0.0), ("zero-bubble", 0.0), ("zbv", 0.2)]
 )
@@ -116,6 +117,7 @@ def refuse(rank: int, size: int) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_errors_of_outside_losses(rank_pool: RankPool) -> None:
     for second, both, failed in rank_pool.run(2, refuse, timeout=150):
         assert "a second time" in second and "call backward() once" in second
@@ -158,12 +160,14 @@ def recompute(rank: int, size: int, preserve: bool, schedule: str) -> tuple[floa
     return abs(losses[0] - losses[1]) / losses[0], worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_recomputed_masks_match_one_device(rank_pool: RankPool, schedule: str) -> None:
     for loss, worst in rank_pool.run(2, recompute, True, schedule):
         assert loss < LIMIT and worst < LIMIT
 
 
+@pytest.mark.slow
 def test_recomputation_without_rng_state_is_refused(rank_pool: RankPool) -> None:
     """The negative control: without the generator's state the masks cannot be reproduced."""
     for told in rank_pool.run(2, recompute, False, "1f1b", timeout=150):

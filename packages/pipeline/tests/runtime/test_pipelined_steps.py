@@ -67,6 +67,7 @@ def check(ranks: list[tuple[float, float, list[str]]]) -> None:
         assert losses < LIMIT and gradients < LIMIT, (losses, gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_tied_weights_and_unequal_tokens(rank_pool: RankPool, schedule: str) -> None:
     ranks = rank_pool.run(2, train, "chain", {}, chain_plan(schedule=schedule), 3, True)
@@ -88,10 +89,12 @@ def unweighted(rank: int, size: int, plan: ParallelPlan) -> tuple[float, float, 
     return abs(many(**chain_batch(0, True))["loss"].item() - single) / single, 0.0, []
 
 
+@pytest.mark.slow
 def test_dropout_masks_match_one_device(rank_pool: RankPool) -> None:
     check(rank_pool.run(2, train, "chain", {"dropout": 0.3}, chain_plan(), 3, False))
 
 
+@pytest.mark.slow
 def test_several_stages_per_rank(rank_pool: RankPool) -> None:
     check(rank_pool.run(2, train, "chain", {}, chain_plan(stages=4, schedule="interleaved"), 2, True))
     check(rank_pool.run(2, train, "chain", {"dropout": 0.2}, chain_plan(stages=4, schedule="gpipe"), 2, True))
@@ -100,6 +103,7 @@ def test_several_stages_per_rank(rank_pool: RankPool) -> None:
 SPLIT = ("zero-bubble", "zbv", "dualpipev")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["looped-bfs", *SPLIT])
 def test_every_schedule_matches_one_device(rank_pool: RankPool, schedule: str) -> None:
     check(
@@ -140,6 +144,7 @@ def held(rank: int, size: int, plan: ParallelPlan) -> tuple[float, int, tuple[in
     return Saved.most * len(plan.pipeline.stages) / of_one, call_of(many).last.most_alive, planned(plan).alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "looped-bfs", *SPLIT])
 def test_held_activations_match_theory(rank_pool: RankPool, schedule: str) -> None:
     plan = chain_plan(stages=2 if schedule in ("gpipe", "1f1b") else 4, schedule=schedule)
@@ -147,6 +152,7 @@ def test_held_activations_match_theory(rank_pool: RankPool, schedule: str) -> No
         assert kept == counted == theory[rank]
 
 
+@pytest.mark.slow
 def test_values_that_skip_stages(rank_pool: RankPool) -> None:
     check(rank_pool.run(4, train, "crossed", {}, crossed_plan(), 2, False))
 
@@ -164,6 +170,7 @@ def evaluate(rank: int, size: int) -> tuple[float, float, float, int]:
     return far(got["logits"], want["logits"]), far(alone["logits"], want["logits"]), other, most
 
 
+@pytest.mark.slow
 def test_evaluation_runs_forwards_alone_at_any_shape(rank_pool: RankPool) -> None:
     for given in rank_pool.run(2, evaluate):
         assert max(given[:3]) < LIMIT and given[3] == 0
@@ -256,6 +263,7 @@ def fail(rank: int, size: int, where: str, late: bool) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_failing_stage_is_reported_on_every_rank(rank_pool: RankPool, where: str, late: bool) -> None:
@@ -273,6 +281,7 @@ def load(rank: int, size: int) -> float:
     return abs(loss.item() - single(**chain_batch())["loss"].item())
 
 
+@pytest.mark.slow
 def test_state_dict_of_one_device_loads(rank_pool: RankPool) -> None:
     assert max(rank_pool.run(2, load)) < LIMIT
 

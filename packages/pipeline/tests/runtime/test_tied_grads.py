@@ -84,6 +84,7 @@ def add(rank: int, size: int) -> tuple[dict[str, list[float] | None], list[int]]
     ]
 
 
+@pytest.mark.slow
 def test_holders_get_the_sum_of_their_gradients(rank_pool: RankPool) -> None:
     ranks = rank_pool.run(3, add)
     first, second, third = ({name: g and g[0] for name, g in sums.items()} for sums, _ in ranks)
@@ -102,5 +103,6 @@ def frozen(rank: int, size: int) -> dict[str, float | None]:
     return {name: None if g is None else float(g) for name, g in sums.items()}
 
 
+@pytest.mark.slow
 def test_frozen_parameter_is_left_out(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, frozen) == [{"b": 2.0}] * 2

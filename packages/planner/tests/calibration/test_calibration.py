@@ -77,6 +77,7 @@ def test_interpolation_and_extrapolation_of_curves() -> None:
     assert interpolated(points, 1e6) == pytest.approx(1e-1)
 
 
+@pytest.mark.slow
 def test_profile_of_several_ranks_is_usable(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(2, measured_together, str(tmp_path / "part.json"))
     part = RankMeasurements.load(tmp_path / "part.json")
@@ -130,6 +131,7 @@ def test_an_optimizer_step_counts_its_parameters() -> None:
     assert optimizer_seconds(plain, 7.0, 2, 10) == pytest.approx(1e-4, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_one_rank_measures_all_but_links(rank_pool: RankPool, tmp_path: Path) -> None:
     """A machine with one device has a profile too, and says what is missing."""
     rank_pool.run(1, measured_together, str(tmp_path / "part.json"))

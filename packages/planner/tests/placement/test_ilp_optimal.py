@@ -84,6 +84,7 @@ def test_no_placement_costs_less(seed: int) -> None:
     assert solved.compute_seconds + solved.communication_seconds == pytest.approx(best, rel=1e-4, abs=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(BLOCKS))
 def test_no_placement_costs_less_where_memory_counts(seed: int) -> None:
     """Bytes with a price, a limit between what is least and what is most, and weights that are to be divided."""

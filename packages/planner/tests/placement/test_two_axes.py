@@ -67,6 +67,7 @@ def seconds(placement: Placement) -> float:
     return placement.compute_seconds + placement.communication_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(BLOCKS))
 def test_no_joint_placement_costs_less(seed: int) -> None:
     problem = drawn(seed)
@@ -78,6 +79,7 @@ def test_no_joint_placement_costs_less(seed: int) -> None:
     assert seconds(solved) == pytest.approx(best, rel=1e-4, abs=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, BLOCKS, 2))
 def test_alternation_is_between_the_bound_and_sequential_axes(seed: int) -> None:
     problem = drawn(seed, most=4000)

@@ -82,6 +82,7 @@ def test_equal_requests_give_equal_plans(model: Transformer, planner: type[Eager
     assert first == second and len(first) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", [Alpa, Mcmc])
 def test_pins_and_marks_hold_for_other_planners(planner: type[EagerPlanner]) -> None:
     model = Transformer(layers=2)

@@ -53,6 +53,7 @@ def test_recompute_adds_to_the_backward_pass() -> None:
     assert 2.55 * again.forward_seconds < again.backward_seconds < 2.7 * again.forward_seconds
 
 
+@pytest.mark.slow
 def test_policies_trade_time_for_memory() -> None:
     """Each keeps less than the one before, and takes longer; the first that fits is taken."""
     plans = [planned(policy) for policy in (None, "selective", "alternate", "full")]
@@ -126,6 +127,7 @@ def divided(
     return EagerPlanner(host_of(strategy)).plan(model, batch, request)[0]
 
 
+@pytest.mark.slow
 def test_stages_recompute_as_much_as_the_memory_requires() -> None:
     free, full = divided(None).predicted, divided(None, "full").predicted
     assert free is not None and full is not None and not divided(None).recompute
@@ -147,6 +149,7 @@ def test_stages_recompute_as_much_as_the_memory_requires() -> None:
     assert not _has(tight, "recompute", "selective") and _has(tight, "recompute", "layers.[0-2]")
 
 
+@pytest.mark.slow
 def test_stage_choice_counts_in_the_proof() -> None:
     """Where nobody let stages choose, the best that is left is as fast as that would be."""
     free = divided(None).predicted
@@ -169,6 +172,7 @@ def test_stage_choice_counts_in_the_proof() -> None:
     assert proof.least == pytest.approx(chosen.step_seconds) and proof.words.startswith("bounded")
 
 
+@pytest.mark.slow
 def test_recomputing_every_block_by_stage_costs_the_same_as_the_policy() -> None:
     """Where every stage recomputes everything, time and memory are those of the policy for the whole model."""
     full = divided(None, "full")
@@ -178,6 +182,7 @@ def test_recomputing_every_block_by_stage_costs_the_same_as_the_policy() -> None
     assert tight.predicted.step_seconds == pytest.approx(full.predicted.step_seconds)
 
 
+@pytest.mark.slow
 def test_pinned_recompute_has_no_stage_choice() -> None:
     free = divided(None).predicted
     assert free is not None

@@ -300,6 +300,7 @@ class Unlike(Transformer):
         return loss if ids.shape[0] == 1 else loss.tanh()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Transformer, Unlike])
 def test_bound_counts_products_of_rows_for_the_whole_batch(kind: type[Transformer]) -> None:
     """The bound is the same for any number of rows of the tape."""

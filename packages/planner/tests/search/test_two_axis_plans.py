@@ -106,6 +106,7 @@ def test_placements_of_one_axis_are_not_reused_for_the_other() -> None:
             assert candidate.placement.stored[candidate.problem.tape.parameters["up.weight"]] == state
 
 
+@pytest.mark.slow
 def test_memory_and_recomputation_count_on_both_axes() -> None:
     model, batch = Transformer(layers=2, hidden=32), tokens(rows=4)
     (free,) = plans(model, batch, tp=2)
@@ -119,6 +120,7 @@ def test_memory_and_recomputation_count_on_both_axes() -> None:
         plans(model, batch, tp=2, memory_limit=1000)
 
 
+@pytest.mark.slow
 def test_sequence_parallel_splits_along_one_of_two_axes() -> None:
     (plan,) = plans(Transformer(layers=2), tokens(rows=4), tp=2, sequence_parallel=True)
     (none,) = plans(Transformer(layers=2), tokens(rows=4), tp=2, sequence_parallel=False)

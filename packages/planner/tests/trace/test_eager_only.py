@@ -23,6 +23,7 @@ from meshwright_planner.trace.tape import Tape
 BOOK = RuleBook.first_party()
 
 
+@pytest.mark.slow
 def test_graph_captures_are_all_detected() -> None:
     x, linear = torch.ones(2), nn.Linear(2, 2)
     ways: dict[str, Callable[[], Any]] = {

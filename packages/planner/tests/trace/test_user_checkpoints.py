@@ -206,6 +206,7 @@ def test_user_checkpoints_are_predicted_like_planned_recomputation() -> None:
     assert (ours.forward_seconds, ours.backward_seconds) == (theirs.forward_seconds, theirs.backward_seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["each", "each, reentrant", "pairs", "all together"])
 def test_memory_equals_that_of_a_real_step(name: str) -> None:
     """What they run again is there again while it goes back."""
