@@ -37,7 +37,8 @@ def free_memory(tensor: torch.Tensor) -> None:
     storage = local.untyped_storage()
     if storage.resizable():
         storage.resize_(0)
-    else:  # numpy() was called: the memory is freed with the last tensor that uses it
+    else:
+        # numpy() was called: the memory is freed with the last tensor that uses it
         local.data = local.new_empty(0)
 
 

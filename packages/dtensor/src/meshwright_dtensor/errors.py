@@ -89,7 +89,8 @@ def _short(value: object, limit: int = 120) -> str:
     """`ascii(value)`, cut to `limit` characters. ascii, so that a lone surrogate can still be printed."""
     try:
         text = ascii(value)
-    except Exception:  # a hostile or half-built object must not hide the error being reported
+    except Exception:
+        # a hostile or half-built object must not hide the error being reported
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

@@ -56,7 +56,8 @@ class MeshParameter(DTensor):
 
     _layout: Layout
     _key: tuple[str, Layout]
-    _order: States | None  # the states, if one is an interval shard
+    # the states, if one is an interval shard
+    _order: States | None
     _copy: ComputeCopy | None = None
     _shown_gradient: DTensor | None = None
 
@@ -74,7 +75,8 @@ class MeshParameter(DTensor):
     def compute_with(self, copy: ComputeCopy | None) -> None:
         """Let computations take `copy` instead of the stored value (None: the stored value again)."""
         self._copy = copy
-        self._key = ("parameter", self.compute_layout)  # its part in the keys of programs
+        # its part in the keys of programs
+        self._key = ("parameter", self.compute_layout)
 
     @property
     def grad(self) -> DTensor | None:  # type: ignore[override]
@@ -143,7 +145,8 @@ class MeshParameter(DTensor):
     def copy_(self, other: Any, non_blocking: bool = False) -> MeshParameter:
         """Overwrite the value; a plain tensor is the global value, as in ``load_state_dict`` of a one-device checkpoint."""
         if isinstance(other, Tensor) and not isinstance(other, DTensor):
-            if hasattr(other, "full_tensor"):  # a global tensor
+            # a global tensor
+            if hasattr(other, "full_tensor"):
                 other = other.full_tensor()
             if other.shape != self.shape:
                 other = other.expand(self.shape)
@@ -205,7 +208,8 @@ class MeshParameter(DTensor):
         if is_permuted(self._layout.states):
             return redistributed(self, self._layout, placements, device_mesh, options)
         source: DTensor = self
-        if not torch.is_grad_enabled():  # torch would warn about the gradient of the leaf inside
+        # torch would warn about the gradient of the leaf inside
+        if not torch.is_grad_enabled():
             source = dtensor_from(dtensor_local(self).detach(), dtensor_spec(self))
         with stock_call(), quiet_exchanges():
             result = DTensor.redistribute(source, device_mesh, placements, **options)

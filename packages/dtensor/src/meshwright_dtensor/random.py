@@ -263,7 +263,8 @@ def _draw_in_pieces(
     for size in sizes[:depth]:
         total *= size
     buffer = torch.empty(piece_numel + _BLOCK + row, dtype=dtype)
-    drawn = held = done = 0  # elements drawn, of these still in the buffer, rows finished
+    # elements drawn, of these still in the buffer, rows finished
+    drawn = held = done = 0
     while drawn < total:
         left = total - drawn
         # the last piece is never shorter than a block
@@ -295,7 +296,8 @@ def _copy_rows(
     number = 0
     while number < rows.shape[0]:
         index, along = divmod(first + number, step)
-        count = min(step - along, rows.shape[0] - number)  # the rows that share all outer dims but the last
+        # the rows that share all outer dims but the last
+        count = min(step - along, rows.shape[0] - number)
         place = []
         for size, (offset, length) in zip(
             reversed(outer[:-1]), reversed(spans[: len(outer) - 1]), strict=True

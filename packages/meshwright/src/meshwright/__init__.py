@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from meshwright_planner import plan as plan
     from meshwright_planner import profile_model
 
-    profile = profile_model  # in the planner that name is a package of its own
+    # in the planner that name is a package of its own
+    profile = profile_model
 
 __version__ = "0.1.0"
 

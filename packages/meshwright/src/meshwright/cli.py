@@ -48,7 +48,8 @@ class PluginGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _host(ctx).commands():
-            _host(ctx).get(CommandSpec, args[0])  # raises, with what was meant
+            # raises, with what was meant
+            _host(ctx).get(CommandSpec, args[0])
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -92,7 +92,8 @@ def fail(message: str, code: int, data: str | None = None) -> NoReturn:
             print(data, flush=True)
     if not is_rank():
         sys.exit(code)
-    _end(code)  # without the destructors, which wait for collectives that will never finish
+    # without the destructors, which wait for collectives that will never finish
+    _end(code)
 
 
 def leave(code: int) -> NoReturn:
@@ -116,8 +117,10 @@ def _first_to_fail() -> bool:
         return True
     first = rank() == 0
     if not first:
-        time.sleep(0.5)  # what fails everywhere is rank 0's to say
-    with suppress(Exception):  # the launcher's store is a courtesy: without it rank 0 speaks
+        # what fails everywhere is rank 0's to say
+        time.sleep(0.5)
+    # the launcher's store is a courtesy: without it rank 0 speaks
+    with suppress(Exception):
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -43,7 +43,8 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{module}", __name__), name)
-    globals()[name] = value  # found directly from now on
+    # found directly from now on
+    globals()[name] = value
     return value
 
 

@@ -16,7 +16,8 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discover_on_all_ranks
 
 _SAMPLES = 64
-_CHUNK = 2**22  # words that are converted to int64 at a time
+# words that are converted to int64 at a time
+_CHUNK = 2**22
 _MASK = (1 << 62) - 1
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

@@ -171,7 +171,8 @@ class _Computed(torch.autograd.Function):
 def computed(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """The new tensor that `make` returns, as if it had been computed from something that requires a gradient."""
     with torch._C.DisableTorchFunction():
-        anchor = torch.empty(0, requires_grad=True)  # makes the result require a gradient
+        # makes the result require a gradient
+        anchor = torch.empty(0, requires_grad=True)
         return _Computed.apply(anchor, make)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -206,7 +207,8 @@ def checkpoint_of(hooks: SavingHooks) -> Any:
 def _enclosed(function: Callable[..., Any]) -> Iterator[Any]:
     """The closure variables of a function."""
     for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
+        # an empty cell
+        with contextlib.suppress(ValueError):
             yield cell.cell_contents
 
 

@@ -113,9 +113,11 @@ def diff(a: str, b: str, backend: str, as_json: bool) -> int:
             lines = [f"{d.kind:9} {d.name}{f': {d.detail}' if d.detail else ''}" for d in differences]
             click.echo("\n".join(lines) or "the checkpoints hold the same")
     except MeshwrightError as error:
-        error.exit_code = 2  # also for damage, which has exit code 4 in other commands
+        # also for damage, which has exit code 4 in other commands
+        error.exit_code = 2
         raise
-    except Exception as error:  # exit code 1 would mean a difference
+    except Exception as error:
+        # exit code 1 would mean a difference
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{a} and {b} could not be compared: {kind}{error}") from error
     return 1 if differences else 0

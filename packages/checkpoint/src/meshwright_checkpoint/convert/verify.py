@@ -53,7 +53,8 @@ def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbyt
             return f"{key}: {error}"
         return None
 
-    for file in checkpoint.manifest.files:  # including files without tensors
+    # including files without tensors
+    for file in checkpoint.manifest.files:
         try:
             checkpoint.file(file.name)
         except CorruptError as error:

@@ -82,7 +82,8 @@ class DcpStorage(ForeignStorage):
         try:
             state = _state(model, optimizer, extra, ranks)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns about a single process
+                # torch warns about a single process
+                warnings.simplefilter("ignore")
                 ranks.run_checked(lambda: _save(state, staging))
             ranks.run_checked(finish)
         except BaseException:

@@ -192,7 +192,8 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
     for index, info in metadata.get("storage_data").items():
         if info.state.get("transform_descriptors"):
             raise ValueError("files are compressed, which is not supported")
-        offset = index.state.get("offset")  # a default is not stored
+        # a default is not stored
+        offset = index.state.get("offset")
         at, length = info.get("offset"), info.get("length")
         if not all(type(x) is int and x >= 0 for x in (at, length)):
             raise ValueError("negative sizes")

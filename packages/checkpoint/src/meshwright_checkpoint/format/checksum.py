@@ -37,7 +37,8 @@ def block_sum(data: memoryview | bytes) -> str:
     rows, rest = divmod(words.size, COLUMNS)
     table, tail = words[: rows * COLUMNS].reshape(rows, COLUMNS), words[rows * COLUMNS :]
     sums = np.zeros(COLUMNS + rows + (rest > 0), dtype="<u8")
-    np.add.reduce(table, axis=1, out=sums[COLUMNS : COLUMNS + rows])  # rows first: faster on cold memory
+    # rows first: faster on cold memory
+    np.add.reduce(table, axis=1, out=sums[COLUMNS : COLUMNS + rows])
     np.add.reduce(table, axis=0, out=sums[:COLUMNS])
     if rest:
         sums[:rest] += tail

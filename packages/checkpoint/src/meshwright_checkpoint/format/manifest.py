@@ -176,7 +176,8 @@ class Manifest(_Model):
 def _json(data: bytes, where: str) -> Any:
     try:
         return json.loads(data)
-    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, or nested to exhaust the stack
+    except (ValueError, RecursionError) as error:
+        # not UTF-8, no JSON, or nested to exhaust the stack
         raise CorruptError(f"{where} is damaged: {ascii(str(error))[:120]}") from None
 
 

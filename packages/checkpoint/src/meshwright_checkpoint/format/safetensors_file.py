@@ -49,7 +49,8 @@ def lay_out_file(
         nbytes = box_nbytes(piece.box, shapes[piece.key][1])
         return min(nbytes & -nbytes or ALIGN, ALIGN)
 
-    ordered = sorted(pieces, key=alignment, reverse=True)  # the sort is stable
+    # the sort is stable
+    ordered = sorted(pieces, key=alignment, reverse=True)
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at, placed = 0, []
     for piece in ordered:

@@ -92,5 +92,6 @@ class Pretrained(OpenFiles):
     def file(self, name: str) -> ReadFile:
         """See `Store`."""
         if name not in self._files:
-            self._files[name] = Reader(self._path / name, follow=True)  # download caches have links
+            # download caches have links
+            self._files[name] = Reader(self._path / name, follow=True)
         return self._files[name]

@@ -99,7 +99,8 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
                 if _mincore()(address + page_index * page, 1, resident.ctypes.data):
                     return True
                 cached_pages += int(resident[0]) & 1
-    except (OSError, ValueError, AttributeError):  # the file is shorter, or there is no mincore
+    except (OSError, ValueError, AttributeError):
+        # the file is shorter, or there is no mincore
         return True
     return cached_pages * 2 > len(sampled)
 

@@ -37,7 +37,8 @@ class Writer:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._at = 0  # bytes submitted to the worker
+        # bytes submitted to the worker
+        self._at = 0
         self._direct = False
         self._worker: Worker[None] | None = None
         self._in_flight: deque[Future[None]] = deque()
@@ -144,7 +145,8 @@ def _set_direct(fd: int, on: bool = True) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
-    except OSError:  # not supported by this file system
+    except OSError:
+        # not supported by this file system
         return False
     return on
 
@@ -155,5 +157,6 @@ def _start_writing(fd: int, start: int, nbytes: int) -> None:
     POSIX_FADV_DONTNEED starts write-back of dirty pages. Without it Linux holds up to a tenth of all memory until fsync.
     """
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # not supported by this file system
+        # not supported by this file system
+        with suppress(OSError):
             os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)

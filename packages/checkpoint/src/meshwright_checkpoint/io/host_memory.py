@@ -22,7 +22,8 @@ HUGE = 2 << 20
 """Bytes of a large page of most systems."""
 PART = HUGE
 """Bytes that are touched at a time. A save may have to wait for one part."""
-_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25  # of Linux; Python's mmap module has none
+# of Linux; Python's mmap module has none
+_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25
 SLACK = 64 << 20
 """Extra bytes of a buffer, because `extra` may grow. Pages that are not touched cost nothing."""
 
@@ -33,7 +34,8 @@ def aligned_memory(nbytes: int) -> torch.Tensor:
     if nbytes < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1), **private), dtype=torch.uint8)[:nbytes]
     mapped = mmap.mmap(-1, nbytes + HUGE, **private)
-    with suppress(OSError):  # a kernel without large pages
+    # a kernel without large pages
+    with suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE
@@ -62,7 +64,8 @@ def collapse_to_large_pages(memory: torch.Tensor) -> bool:
     whole = memory.numel() // HUGE * HUGE
     if not whole or memory.data_ptr() % HUGE:
         return False
-    memory[:whole:HUGE] = 0  # only pages that exist are collapsed
+    # only pages that exist are collapsed
+    memory[:whole:HUGE] = 0
     return _libc().madvise(memory.data_ptr(), whole, _MADV_COLLAPSE) == 0 and whole == memory.numel()
 
 
@@ -104,11 +107,13 @@ class ReservedMemory:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._pinned_for is None:  # pinning cannot be interrupted, and a save may wait for it
+        # pinning cannot be interrupted, and a save may wait for it
+        if self._pinned_for is None:
             yield_to_training()
         try:
             self._memory = new_memory(self._nbytes, self._pinned_for)
-        except (MemoryError, RuntimeError, OSError):  # the save will raise it
+        except (MemoryError, RuntimeError, OSError):
+            # the save will raise it
             return
         if self._pinned_for is not None:
             return

@@ -45,7 +45,8 @@ class Worker(Generic[T]):
                 continue
             try:
                 result = work()
-            except BaseException as error:  # raised by future.result()
+            except BaseException as error:
+                # raised by future.result()
                 future.set_exception(error)
             else:
                 future.set_result(result)

@@ -172,7 +172,8 @@ def _connect(
             sock.settimeout(CONNECT_TIMEOUT)
             try:
                 member, peer_memory = _receive_memory(sock, nbytes, names, None)
-            except ValueError:  # a process of another user, or of another run
+            except ValueError:
+                # a process of another user, or of another run
                 sock.close()
                 continue
             sockets[member], memories[member] = sock, peer_memory

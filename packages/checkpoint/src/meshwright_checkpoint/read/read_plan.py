@@ -154,7 +154,8 @@ def _assign_readers(chunks: Sequence[ReadChunk], members: int) -> list[ReadChunk
             nbytes = chunks[number].nbytes
             while position < len(consumers) - 1 and budgets[position] * 2 < nbytes:
                 position += 1
-                budgets[position] += budgets[position - 1]  # carry over the rest of its budget
+                # carry over the rest of its budget
+                budgets[position] += budgets[position - 1]
             budgets[position] -= nbytes
             loads[consumers[position]] += nbytes
             assigned[number] = replace(chunks[number], reader=consumers[position])

@@ -91,7 +91,8 @@ class SharedRead:
         self._threads = min(threads, SLOTS)
         self._chunk_nbytes = chunk_nbytes(len(self._peer_ranks))
         self._slot_nbytes = slot_nbytes(len(self._peer_ranks))
-        self._large_pages = False  # whether the slots of this rank are in large pages
+        # whether the slots of this rank are in large pages
+        self._large_pages = False
         self._memories = dict(peers.memories) if peers else {}
         self._parts = destinations_of(store, wanted)
         self._wants: dict[int, WantedRanges] = {}
@@ -214,7 +215,8 @@ class SharedRead:
     def _read_chunks(self) -> None:
         """Read the remaining chunks, one after the other."""
         assert self._plan is not None
-        pages: torch.Tensor | None = None  # buffer of this thread for reads that bypass the page cache
+        # buffer of this thread for reads that bypass the page cache
+        pages: torch.Tensor | None = None
         while True:
             with self._changed:
                 if self._error is not None or not self._todo:
@@ -264,7 +266,8 @@ class SharedRead:
         if chunk.nbytes < self._chunk_nbytes:
             return file if file.prefers_direct(chunk.at, chunk.nbytes) else None
         probe_key = (chunk.stored.file, chunk.at // CACHE_PROBE_NBYTES)
-        if probe_key not in self._direct_ranges:  # two threads may look it up
+        # two threads may look it up
+        if probe_key not in self._direct_ranges:
             self._direct_ranges[probe_key] = file.prefers_direct(chunk.at, chunk.nbytes)
         return file if self._direct_ranges[probe_key] else None
 

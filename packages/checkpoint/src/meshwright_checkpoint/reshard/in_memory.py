@@ -219,7 +219,8 @@ class _NewOptimizer:
         self.options = [decode(group["options"], scalar_from_text) for group in optimizers[0]["groups"]]
         for name, parameter in names.tensors.items():
             if name not in group_of:
-                continue  # a buffer, or a parameter without optimizer
+                # a buffer, or a parameter without optimizer
+                continue
             number = group_of[name]
             self.groups[number].append(parameter)
             entries: dict[str, Any] = {}

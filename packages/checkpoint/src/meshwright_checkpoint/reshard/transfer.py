@@ -255,7 +255,8 @@ def _run_round(
     crossing = [route for route in transfer_round.routes if route.source != route.target]
     if not crossing:
         return 0
-    out = sorted((r for r in crossing if r.source == me), key=lambda r: r.target)  # the sort is stable
+    # the sort is stable
+    out = sorted((r for r in crossing if r.source == me), key=lambda r: r.target)
     into = sorted((r for r in crossing if r.target == me), key=lambda r: r.source)
     send = messages.send[: sum(r.nbytes for r in out)]
     received = messages.received[: sum(r.nbytes for r in into)]

@@ -128,7 +128,8 @@ class SaveHandle:
             else:
                 _await_commit(job)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
-            gone = isinstance(error, FileNotFoundError) and job.rank  # rank 0 has removed the files
+            # rank 0 has removed the files
+            gone = isinstance(error, FileNotFoundError) and job.rank
             self._error = CheckpointError(NOT_COMMITTED) if gone else error
             # best effort: rank 0 also sees a released lock without a note
             with suppress(OSError):
@@ -152,7 +153,8 @@ def _write(job: Job) -> None:
         with complete_file(job.storage.writer(_file_name(job.rank))) as writer:
             for part in job.data:
                 view = bytes_of_tensor(part)
-                if len(sums) >= MAX_UNHASHED_PARTS:  # bounds the memory of parts that are copies
+                # bounds the memory of parts that are copies
+                if len(sums) >= MAX_UNHASHED_PARTS:
                     sums[-MAX_UNHASHED_PARTS].result()
                 sums.append(worker.submit(partial(block_sums, view)))
                 for at in range(0, len(view), CHUNK):

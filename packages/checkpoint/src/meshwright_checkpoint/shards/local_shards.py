@@ -54,7 +54,8 @@ def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None
         UnsupportedError: the tensor holds partial sums or is not dense.
     """
     if not isinstance(tensor, DTensor) and hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()  # a global tensor
+        # a global tensor
+        tensor = tensor.full_tensor()
     local = local_of(tensor)
     if local.is_meta:
         raise UsageError(
@@ -98,7 +99,8 @@ def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> 
             )
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
+    # this rank is not in the mesh
+    if coordinate is None:
         return tuple(((0, 0),) for _ in tensor.shape)
     kinds = tuple(map(type, placements))
     return _stock_region(placements, kinds, tuple(mesh.shape), tuple(coordinate), tuple(tensor.shape))

@@ -59,7 +59,8 @@ def named_tensors(model: nn.Module) -> NamedTensors:
     names = NamedTensors()
     inner = unwrapped(model)
     stages = stages_of(inner)
-    first = {} if stages is None else stages.aliases  # a stage may hold a tied tensor under another name
+    # a stage may hold a tied tensor under another name
+    first = {} if stages is None else stages.aliases
     for raw, value in inner.state_dict(keep_vars=True).items():
         name = plain_name(raw)
         if name in first:

@@ -59,7 +59,8 @@ class OptimizerTargets:
         if info is None:
             self.missing.append(f"the optimizer ({checkpoint.no_optimizer_reason})")
             return self
-        if info.cls and info.cls != type(optimizer).__qualname__:  # the DCP format has no class
+        # the DCP format has no class
+        if info.cls and info.cls != type(optimizer).__qualname__:
             mismatched.append(f"the optimizer: {info.cls} was saved, this is {type(optimizer).__qualname__}")
             # do not report the states as unexpected too
             self.used.update(key for key in checkpoint.tensors if key.startswith(OPTIMIZER))
@@ -154,7 +155,8 @@ class OptimizerTargets:
             for key, value in options.items():
                 old = group.get(key)
                 if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-                    old.fill_(value.item())  # keep the tensor object: CUDA graphs refer to it
+                    # keep the tensor object: CUDA graphs refer to it
+                    old.fill_(value.item())
                 else:
                     group[key] = value
         for parameter, state in self.states:

@@ -46,7 +46,8 @@ class Lease:
 
     def _run(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
-            with suppress(OSError):  # the next renewal follows soon
+            # the next renewal follows soon
+            with suppress(OSError):
                 self._renew()
 
     def stop(self) -> None:
@@ -147,7 +148,8 @@ class ObjectStorage:
         if self._fs.exists(self._child_path(NAME)):
             raise CheckpointError(f"{self.where} exists already; save under another name, or remove it first")
         if self._fs.exists(self._path):
-            self._fs.rm(self._path, recursive=True)  # left by a killed save
+            # left by a killed save
+            self._fs.rm(self._path, recursive=True)
         self._fs.makedirs(self._path, exist_ok=True)
         self._lock = Lease(self._fs, lock, save_id)
         if lease_holder(self._fs, lock) != save_id:

@@ -11,7 +11,8 @@ aten = torch.ops.aten
 
 _CPU = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CUDA = (torch.bfloat16, torch.float16)
-_CUDA_FEATURES = 256  # the widest head of the flash kernels; a multiple of 8
+# the widest head of the flash kernels; a multiple of 8
+_CUDA_FEATURES = 256
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:

@@ -56,7 +56,8 @@ def functorch_active() -> bool:
 # bound, not wrapped: these run on every torch call of a model
 make_subclass = (
     torch.Tensor._make_subclass
-)  # (class, data): a tensor of the class with the metadata of the data, 1 us
+    # (class, data): a tensor of the class with the metadata of the data, 1 us
+)
 any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -157,7 +158,8 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The process group over the product of several mesh axes; made on first use, so every rank must call this."""
-    return mesh[axes]._flatten().get_group()  # the mesh keeps it
+    # the mesh keeps it
+    return mesh[axes]._flatten().get_group()
 
 
 def set_default_group(group: dist.ProcessGroup) -> None:

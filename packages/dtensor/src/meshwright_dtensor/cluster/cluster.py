@@ -97,7 +97,8 @@ def members(level: LinkLevel, axes: Spans, ranks: int) -> int:
     bounds = level.groups(ranks)
     offsets = [sum(steps) for steps in product(*(range(0, s * d, s) for s, d in axes))]
     fewest = degree
-    for first in range(ranks):  # each group may cross other boundaries
+    # each group may cross other boundaries
+    for first in range(ranks):
         if first + offsets[-1] < ranks and not any(first // s % d for s, d in axes):
             held = Counter(bisect_right(bounds, first + offset) for offset in offsets)
             fewest = min(fewest, *held.values())
@@ -347,7 +348,8 @@ class Cluster:
         below = [(n, f) for n, f in self.crowding if n <= ranks] or [self.crowding[0]]
         above = [(n, f) for n, f in self.crowding if n >= ranks]
         (low, least), (high, most) = below[-1], above[0] if above else below[-1]
-        if high == low:  # measured, or in proportion beyond the measurements
+        # measured, or in proportion beyond the measurements
+        if high == low:
             return least * max(1.0, ranks / low)
         return least + (most - least) * (ranks - low) / (high - low)
 

@@ -50,7 +50,8 @@ class Step:
             return "all_gather"
         if isinstance(a, int) and isinstance(b, int):
             if isinstance(a, IntervalShard) or isinstance(b, IntervalShard):
-                return "all_to_all"  # its messages may differ in length
+                # its messages may differ in length
+                return "all_to_all"
             return "all_to_all" if self._even(a) and self._even(b) else "all_gather"
         return None
 
@@ -121,7 +122,8 @@ class Step:
             return lambda t: _reduce_scatter(t, b, n, group)
         if a == "P":
             return lambda t: _all_reduce(t, group)
-        return (lambda t: t) if rank == 0 else torch.zeros_like  # a Partial of a replicated value
+        # a Partial of a replicated value
+        return (lambda t: t) if rank == 0 else torch.zeros_like
 
     def _from_shard(self, a: int, b: State) -> Callable[[Tensor], Tensor]:
         n, rank, group = (
@@ -171,7 +173,8 @@ def _gatherer(dim: int, total: int, n: int, group: dist.ProcessGroup) -> Callabl
     size = -(-total // n)
 
     def gather(t: Tensor) -> Tensor:
-        if t.shape[dim] != size:  # the last rank of an uneven shard
+        # the last rank of an uneven shard
+        if t.shape[dim] != size:
             pad = list(t.shape)
             pad[dim] = size - t.shape[dim]
             t = torch.cat([t, t.new_zeros(pad)], dim)

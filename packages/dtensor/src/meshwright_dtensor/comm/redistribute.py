@@ -121,7 +121,8 @@ class Conversion:
         """The conversion of the gradient in the backward pass, itself differentiable."""
         source, target = (tuple(_DUAL.get(s, s) for s in states) for states in (self.target, self.source))
         conversion = conversion_between(self.context, source, target, self.shape)
-        assert conversion is not None  # states that differ have duals that differ
+        # states that differ have duals that differ
+        assert conversion is not None
         return conversion
 
     def apply(self, t: Tensor, site: Site = NOWHERE) -> Tensor:

@@ -68,7 +68,8 @@ def choose_directory(given: str | os.PathLike[str] | None = None) -> Path:
         else:
             tried.append(f"{place!r} {reason}")
     if disks:
-        return max(disks, key=lambda disk: shutil.disk_usage(disk).free)  # the first of several on one disk
+        # the first of several on one disk
+        return max(disks, key=lambda disk: shutil.disk_usage(disk).free)
     raise UsageError(
         f"deferred_init found no disk for its files ({'; '.join(tried)}); set {ENVIRONMENT} to a writable directory on one"
     )

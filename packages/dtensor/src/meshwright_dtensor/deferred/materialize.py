@@ -140,7 +140,8 @@ class _MappedInit(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if fake_mode_active():  # fake tensors take no memory
+        # fake tensors take no memory
+        if fake_mode_active():
             return func(*args, **kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._hollow is not None and op_mutates(func) and _only_writes(func, args):
@@ -198,7 +199,8 @@ class _MappedInit(TorchDispatchMode):
         if _storage(tensor) in shared or is_mapped(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         if tensor.untyped_storage().nbytes() < math.prod(tensor.shape) * tensor.dtype.itemsize:
-            return tensor  # a small one, expanded
+            # a small one, expanded
+            return tensor
         new = self._new(tensor)
         return new if self._is_unwanted(tensor) else new.copy_(tensor)
 

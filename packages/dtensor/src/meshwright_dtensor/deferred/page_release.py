@@ -24,7 +24,8 @@ CEILING = 256 << 20
 INTERVAL = 0.01
 """Seconds between two checks; the ceiling may be exceeded by the bytes written meanwhile."""
 
-_DONTNEED = 4  # on a shared mapping: pages are unmapped, and no data is lost
+# on a shared mapping: pages are unmapped, and no data is lost
+_DONTNEED = 4
 
 
 def release(storage: torch.UntypedStorage) -> None:

@@ -50,7 +50,8 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
     if t is int or t is bool:
         return (t, a)
     if t is float:
-        return (t, a.hex())  # -0.0 is not 0.0, and nan is nan
+        # -0.0 is not 0.0, and nan is nan
+        return (t, a.hex())
     if isinstance(a, Tensor):
         tensors.append(a)
         if isinstance(a, DetachedView):
@@ -61,7 +62,8 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
         if isinstance(a, DTensor):
             return ("dtensor", layout_of_dtensor(a))
         if functorch_active():
-            return object()  # equal to nothing: run on gathered values, every time
+            # equal to nothing: run on gathered values, every time
+            return object()
         return (a.shape, a.dtype)
     if t is tuple or t is list or t is torch.Size:
         return (t, tuple([_freeze(x, tensors) for x in a]))
@@ -72,7 +74,8 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
     try:
         hash(a)
     except TypeError:
-        return object()  # equal to nothing: derived again for every call
+        # equal to nothing: derived again for every call
+        return object()
     return (t, a)
 
 
@@ -190,7 +193,8 @@ def _run(
             return same
     if program.gathered_view:
         return detached(result, out, tensors[0])
-    made: Any = make_subclass(GlobalTensor, out.template)  # wrap(), without the call
+    # wrap(), without the call
+    made: Any = make_subclass(GlobalTensor, out.template)
     made._local = result
     made._layout = out
     return made

@@ -46,7 +46,8 @@ def label(context: MeshContext, tree: Any) -> Any:
             return wrap(x, replicated_layout(context, x))
         return x
 
-    if isinstance(tree, tuple) and hasattr(tree, "n_fields"):  # structseq: a pytree leaf
+    # structseq: a pytree leaf
+    if isinstance(tree, tuple) and hasattr(tree, "n_fields"):
         return type(tree)([labelled(x) for x in tree])
     return pytree.tree_map(labelled, tree)
 
@@ -183,6 +184,7 @@ def _with_plain_results(cls: Any) -> Any:
         return pytree.tree_map(whole, cls.backward(ctx, *gradients))
 
     methods = {"forward": staticmethod(forward)}
-    if cls.backward is not torch.autograd.Function.backward:  # else it has vjp
+    # else it has vjp
+    if cls.backward is not torch.autograd.Function.backward:
         methods["backward"] = staticmethod(backward)
     return type(cls.__name__, (cls,), methods)

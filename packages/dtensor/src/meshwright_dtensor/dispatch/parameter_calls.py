@@ -45,16 +45,19 @@ def parameter_call(
         if result is not NotImplemented:
             return mesh_value(with_order_of(args[0], result))
     if MeshView in types:
-        return NotImplemented  # views have rules of their own
+        # views have rules of their own
+        return NotImplemented
     name, kind = getattr(func, "__name__", ""), kind_of(func)
-    written = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init names it
+    # torch.nn.init names it
+    written = args[0] if args else (kwargs or {}).get("tensor")
     if (
         isinstance(written, MeshParameter)
         and written._copy is not None
         and (kind == "init" or is_in_place(name))
     ):
         copy = written._copy
-        written.compute_with(None)  # the write goes to the stored value
+        # the write goes to the stored value
+        written.compute_with(None)
         try:
             return parameter_call(cls, func, types, args, kwargs)
         finally:

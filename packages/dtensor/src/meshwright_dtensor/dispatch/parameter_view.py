@@ -151,7 +151,8 @@ def as_parameter_views(
     result: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The views that ``func`` gave of a parameter or of a view of one, as ParameterViews."""
-    if isinstance(result, ParameterView):  # p.T is p.permute(1, 0)
+    # p.T is p.permute(1, 0)
+    if isinstance(result, ParameterView):
         return result
     parent, *rest = args
     args, kwargs = (parent, *frozen_arguments(rest)), frozen_arguments(kwargs)

@@ -131,7 +131,8 @@ def _direct_runner(
         and all(isinstance(x, Tensor) for x in first)
         and not _has_tensors((args[1:], kwargs))
     ):
-        return lambda a, k, locals_: func(locals_, *a[1:], **k)  # cat, stack
+        # cat, stack
+        return lambda a, k, locals_: func(locals_, *a[1:], **k)
 
     def run_nested(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
         following = iter(locals_)
@@ -242,13 +243,15 @@ def _random_step(context: MeshContext, d: Derivation, k: int) -> Callable[[list[
         following = iter(tensors)
         a, kw = pytree.tree_unflatten([next(following) if isinstance(x, Ref) else x for x in leaves], spec)
         if not by_element:
-            return node.op(*a, **kw)  # multinomial: its inputs are replicated
+            # multinomial: its inputs are replicated
+            return node.op(*a, **kw)
         parts = [
             Part(tuple(m.shape), dim_order_of(t), m.region) for m, t in zip(layouts, tensors, strict=True)
         ]
         if not shape_only:
             return run_random(node.op, a, kw, parts)
-        with torch.no_grad():  # as torch's own rand_like does: its op has no derivative
+        # as torch's own rand_like does: its op has no derivative
+        with torch.no_grad():
             return run_random(node.op, a, kw, parts)
 
     return run

@@ -64,7 +64,8 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _leaf(t: Tensor) -> Tensor:
     if isinstance(t, GlobalTensor):
         return t._local
-    copy = getattr(t, "_copy", None)  # of a mesh parameter
+    # of a mesh parameter
+    copy = getattr(t, "_copy", None)
     if copy is not None:
         return copy.leaf()  # type: ignore[no-any-return]
     return dtensor_local(t) if isinstance(t, DTensor) else t
@@ -197,7 +198,8 @@ def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _cut_off(x: GlobalTensor, local: Tensor) -> GlobalTensor:
     """The global tensor of ``local``, the local tensor of ``x`` without its autograd history."""
-    if is_of_copy(x._local):  # a detached tensor has no _base
+    # a detached tensor has no _base
+    if is_of_copy(x._local):
         mark_as_copy(local)
     return detached(local, x._layout, x) if isinstance(x, DetachedView) else wrap(local, x._layout)
 

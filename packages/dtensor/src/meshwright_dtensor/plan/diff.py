@@ -46,7 +46,8 @@ def _compare_dicts(path: str, old: dict[Any, Any], new: dict[Any, Any], lines: l
             lines.append(f"{place}: added {_show(new[key])}")
         else:
             _compare(place, old[key], new[key], lines)
-    if path == "degrees":  # elsewhere the order of keys has no meaning
+    # elsewhere the order of keys has no meaning
+    if path == "degrees":
         _compare_order(path, list(old), list(new), lines)
 
 

@@ -216,7 +216,8 @@ Given = StrictBool | StrictInt | Number | Text | Annotated[dict[Axis, Positive],
 
 
 class PlanMeta(ModelMetaclass):
-    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+    # type checkers take the signature from the fields
+    if not TYPE_CHECKING:
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             try:

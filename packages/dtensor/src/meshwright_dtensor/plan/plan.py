@@ -82,7 +82,8 @@ class ParallelPlan(PlanFields):
                 file.write(self.to_json())
             mask = os.umask(0)
             os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files
+            # mkstemp makes private files
+            os.chmod(temporary, 0o666 & ~mask)
             os.replace(temporary, target)
         except OSError as error:
             if temporary is not None:

@@ -50,8 +50,11 @@ def explain(plan: PlanFields, width: int = 110) -> str:
     assert isinstance(file, io.StringIO)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
     kept = [
-        line for place, line in enumerate(lines) if line or (place and lines[place - 1])
-    ]  # no double blanks
+        line
+        for place, line in enumerate(lines)
+        if line or (place and lines[place - 1])
+        # no double blanks
+    ]
     return "\n".join(kept).strip() + "\n"
 
 

@@ -18,10 +18,12 @@ _REQUEST_FIELDS = ("request", "batch")
 def to_data(plan: PlanFields) -> dict[str, Any]:
     """The plan as plain dicts and lists. Mesh axes stand in mesh order, other keys in alphabetical order."""
     data: dict[str, Any] = _plain(plan, tuple(plan.degrees) if isinstance(plan.degrees, Mapping) else ())
-    if not data.get("experts"):  # left out of the text when empty
+    # left out of the text when empty
+    if not data.get("experts"):
         data.pop("experts", None)
     provenance = data.get("provenance")
-    if isinstance(provenance, dict):  # empty for plans that were written by hand
+    # empty for plans that were written by hand
+    if isinstance(provenance, dict):
         for name in _REQUEST_FIELDS:
             if not provenance.get(name):
                 provenance.pop(name, None)

@@ -37,7 +37,8 @@ class Collector:
         self._disabled = {canonical(name): name for name in disabled}
         self._problems = list(problems)
         self._skipped: list[str] = []
-        self._errors: list[str] = []  # raised together once all plugins are checked
+        # raised together once all plugins are checked
+        self._errors: list[str] = []
         self._records: dict[type[Record], dict[str, Registered[Any]]] = {
             kind: {} for kind in RECORD_TYPES.values()
         }
@@ -58,7 +59,8 @@ class Collector:
         for source, point in wanted:
             plugin_name = f"{source.distribution}:{source.entry_point}={point.value}"
             if plugin_name in sources:
-                continue  # the same distribution seen twice on sys.path
+                # the same distribution seen twice on sys.path
+                continue
             if self._register(manager, plugin_name, source, point):
                 sources[plugin_name] = source
         for hook, record_type in RECORD_TYPES.items():
@@ -109,7 +111,8 @@ class Collector:
             return False
         try:
             manager.register(plugin, name)
-        except Exception as error:  # a hook that takes arguments, or one object announced twice
+        except Exception as error:
+            # a hook that takes arguments, or one object announced twice
             if manager.has_plugin(name):
                 manager.unregister(name=name)
             self._problems.append(source.problem(f"cannot be registered: {_describe(error)}"))
@@ -127,7 +130,8 @@ class Collector:
         function = cast("Callable[[], Iterable[object]]", implementation.function)
         try:
             produced = list(function())
-        except (Exception, SystemExit) as error:  # all of a hook's records or none
+        except (Exception, SystemExit) as error:
+            # all of a hook's records or none
             self._problems.append(source.problem(f"{hook} raised {_describe(error)}"))
             return
         for record in produced:
@@ -163,14 +167,16 @@ def search_one_by_one() -> tuple[list[importlib.metadata.EntryPoint], list[Probl
                 Problem(name, version, "", f"its entry points cannot be read: {_describe(error)}")
             )
             continue
-        points.setdefault(canonical(name), entry_points)  # the first on sys.path is imported
+        # the first on sys.path is imported
+        points.setdefault(canonical(name), entry_points)
     return [point for entry_points in points.values() for point in entry_points], problems
 
 
 def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
     try:
         return str(distribution.metadata["Name"] or "unnamed distribution"), str(distribution.version or "")
-    except Exception:  # no METADATA file
+    except Exception:
+        # no METADATA file
         return "unnamed distribution", ""
 
 
@@ -188,10 +194,12 @@ def _check_name(plugin: object, attribute: str) -> str | None:
     if attribute.startswith("__"):
         return None
     value = getattr(plugin, attribute, None)
-    options = getattr(value, f"{GROUP}_impl", None)  # what pluggy's marker leaves on a function
+    # what pluggy's marker leaves on a function
+    options = getattr(value, f"{GROUP}_impl", None)
     marked = isinstance(options, dict)
     if isinstance(options, dict) and (options.get("optionalhook") or options.get("specname") in RECORD_TYPES):
-        return None  # optional for older hosts, or the hook is named
+        # optional for older hosts, or the hook is named
+        return None
     if attribute in RECORD_TYPES:
         if callable(value) and not marked:
             return f"{attribute} is not marked as a hook: put @hookimpl above it"

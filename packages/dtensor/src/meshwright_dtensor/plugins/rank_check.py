@@ -12,7 +12,8 @@ from meshwright_dtensor.errors import PluginError
 from meshwright_dtensor.plugins.host import PluginHost, discover
 from meshwright_dtensor.utils.names import listing
 
-Records = set[tuple[str, str, str, str]]  # kind, name, distribution, version
+# kind, name, distribution, version
+Records = set[tuple[str, str, str, str]]
 
 
 def compare_across_ranks(host: PluginHost, group: Any = None) -> None:

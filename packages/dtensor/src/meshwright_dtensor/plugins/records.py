@@ -29,7 +29,8 @@ class Record:
     """
 
     kind: ClassVar[str] = "record"
-    provided_by: ClassVar[str] = ""  # the first-party distribution to suggest if none is installed
+    # the first-party distribution to suggest if none is installed
+    provided_by: ClassVar[str] = ""
 
     name: str
     target: str

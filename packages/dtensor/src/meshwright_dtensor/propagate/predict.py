@@ -199,7 +199,8 @@ class _Predictor:
             args, kwargs = pytree.tree_map(self._fake, (node.args, node.kwargs), is_leaf=is_ref)
             try:
                 node.op(*args, **kwargs)
-            except Exception:  # torch has many errors for this
+            except Exception:
+                # torch has many errors for this
                 return False
         return True
 
@@ -245,7 +246,8 @@ class _Predictor:
 
     def _write_back(self, group: _Group, target: int, states: States) -> None:
         """Shard what the nodes of a gathered call write to ``target``, directly or through views, in its ``states``."""
-        aliases, complete = {target}, {target}  # views of the target, and new versions of all of it
+        # views of the target, and new versions of all of it
+        aliases, complete = {target}, {target}
         for node in group.nodes:
             if not (node.ins and node.ins[0].i in aliases and (node.mutates or is_view(node))):
                 continue

@@ -58,7 +58,8 @@ def _free_shardings(
 ) -> Iterator[dict[int, States]]:
     """The inputs with all that can be sharded at no cost sharded, on a dim as long as the sharded dim of another input."""
     values, written = chooser.values, _written(chooser)
-    options: list[list[tuple[int, int, int]]] = []  # per input and axis: (input, axis, dim)
+    # per input and axis: (input, axis, dim)
+    options: list[list[tuple[int, int, int]]] = []
     for axis in range(chooser.context.ndim):
         lengths = {
             values[i].shape[int(s[axis])]  # type: ignore[arg-type]

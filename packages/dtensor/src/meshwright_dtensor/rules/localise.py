@@ -24,7 +24,8 @@ def mean_of_shards(
 ) -> torch.Tensor:
     """This rank's part of a mean over ``count`` elements, of which it may hold some only; a sum could overflow float16."""
     held = numel([x.shape[d] for d in dim])
-    if held == 0:  # the mean of no elements is nan
+    # the mean of no elements is nan
+    if held == 0:
         return x.sum(dim, keepdim, dtype=dtype)
     return x.mean(dim, keepdim, dtype=dtype) * (held / count)
 
@@ -99,7 +100,8 @@ def _slice(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp |
     if held[dim] == ((0, view.in_shapes[0][dim]),):
         return None
     part = local_slice(held[dim], first, last)
-    assert part is not None  # the rows allow no other
+    # the rows allow no other
+    assert part is not None
     return view.node.op, (view.node.args[0], dim, part[1], part[1] + part[2]), {}
 
 

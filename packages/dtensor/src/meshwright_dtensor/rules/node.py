@@ -177,7 +177,8 @@ def _fits(view: NodeView, ins: States, outs: States) -> bool:
     if len(set(view.node.ins)) < len(ins) and len(set(zip(view.node.ins, ins, strict=True))) > len(
         set(view.node.ins)
     ):
-        return False  # a tensor that is passed twice has one state
+        # a tensor that is passed twice has one state
+        return False
     sizes = set()
     for state, shape in zip(ins + outs, view.in_shapes + view.out_shapes, strict=True):
         if isinstance(state, int):
@@ -185,8 +186,10 @@ def _fits(view: NodeView, ins: States, outs: States) -> bool:
                 return False
             sizes.add(shape[state])
     return len(sizes) <= 1 or all(
-        size % view.n == 0 for size in sizes
-    )  # uneven chunks only match chunks of the same size
+        size % view.n == 0
+        for size in sizes
+        # uneven chunks only match chunks of the same size
+    )
 
 
 def mutation_ties(view: NodeView) -> list[tuple[int, int]] | None:

@@ -86,7 +86,8 @@ def _gradients_agree(
     try:
         whole = _gradients(outputs, leaves, active, wanted, gradients)
     except (RuntimeError, NotImplementedError):
-        return True  # the op has no derivative, so there is no backward to check
+        # the op has no derivative, so there is no backward to check
+        return True
     parts = [_parts_exact(g, strategy.outs[i], view.n) for g, i in zip(gradients, active, strict=True)]
     local = []
     for rank, (rank_leaves, rank_outputs) in enumerate(ranks):
@@ -129,7 +130,8 @@ def _run_whole(
         try:
             leaves, outputs = _run(view, inputs, view.out_shapes, view.in_shapes, grads)
         except _REJECTED:
-            continue  # some ops refuse inputs that want a gradient
+            # some ops refuse inputs that want a gradient
+            continue
         return leaves, outputs, grads
     return None
 

@@ -166,7 +166,8 @@ def _report_incomplete(schedule: Schedule, shape: Shape, ranks: Sequence[Sequenc
     """Raise a UsageError that names the first action which is wrong or missing."""
     where = f"schedule {schedule.name!r}"
     owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
-    kinds = [0] * (shape.stages * shape.microbatches)  # per stage and microbatch, a bit for each kind
+    # per stage and microbatch, a bit for each kind
+    kinds = [0] * (shape.stages * shape.microbatches)
     for rank, actions in enumerate(ranks):
         for action in actions:
             kind, stage, microbatch = action

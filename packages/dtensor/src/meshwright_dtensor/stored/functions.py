@@ -61,7 +61,8 @@ def _mesh_value_call(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     if any(t is not MeshValue and t is not DTensor for t in types):
-        return NotImplemented  # parameters and global tensors have rules of their own
+        # parameters and global tensors have rules of their own
+        return NotImplemented
     result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
         return mesh_value(result)
@@ -80,7 +81,8 @@ def _permuted_call(
     if result is not NotImplemented:
         return with_order_of(args[0], result)
     if MeshView in types:
-        return NotImplemented  # views have rules of their own
+        # views have rules of their own
+        return NotImplemented
     result = view_write_or_draw(func, args, kwargs, views=False)
     return elementwise(func, args, kwargs or {}) if result is NotImplemented else result
 
@@ -134,7 +136,8 @@ def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if name.startswith("_fused") or (name == "__setitem__" and assigns_under_mask(*args)):
         return _on_locals(func, name, args, kwargs)
     with stock_call():
-        if name != "stack":  # the norms of many gradients are stacked first, and completed together
+        # the norms of many gradients are stacked first, and completed together
+        if name != "stack":
             args = tuple([_completed(a) if isinstance(a, MeshValue) else a for a in args])
         result = on_local_parts(func, name, args, kwargs)
     if result is NotImplemented:
@@ -158,7 +161,8 @@ def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         try:
             with stock_call(), quiet_exchanges():
                 return func(*args, **kwargs)
-        except NotImplementedError:  # no rule: raised on every rank before any communication
+        except NotImplementedError:
+            # no rule: raised on every rank before any communication
             if fused:
                 raise
     if by_list:
@@ -210,7 +214,8 @@ def _check_alike(name: str, members: Sequence[Tensor]) -> None:
         return
     for other in members[1:]:
         if other.shape != first.shape or first.dim() == 0:
-            continue  # a count of steps
+            # a count of steps
+            continue
         same = isinstance(other, DTensor) and other.placements == first.placements
         if not same or not _same_order(first, other):
             placements = other.placements if isinstance(other, DTensor) else "a plain tensor"

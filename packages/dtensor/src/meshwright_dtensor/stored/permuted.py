@@ -247,5 +247,6 @@ def install_true_order(model: nn.Module) -> None:
 def _true_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         held = state_dict.get(prefix + name)
-        if isinstance(held, PermutedDTensor):  # with keep_vars=True it is the parameter itself
+        # with keep_vars=True it is the parameter itself
+        if isinstance(held, PermutedDTensor):
             state_dict[prefix + name] = canonical(held, parameter)  # type: ignore[arg-type]

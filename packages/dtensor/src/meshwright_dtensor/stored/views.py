@@ -164,7 +164,8 @@ def frozen_arguments(tree: Any) -> Any:
 
 
 def _frozen(x: Any) -> Any:
-    if isinstance(x, (DTensor, GlobalTensor)):  # only its shape is read (``view_as``)
+    # only its shape is read (``view_as``)
+    if isinstance(x, (DTensor, GlobalTensor)):
         return torch.empty((), dtype=x.dtype).expand(x.shape)
     if isinstance(x, slice):
         return slice(*[b.clone() if type(b) is Tensor else b for b in (x.start, x.stop, x.step)])

@@ -152,7 +152,8 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Run a function that writes to its first argument, and return its result on one device."""
     name = getattr(func, "__name__", "")
     target = args[0] if args else kwargs.get("tensor")
-    if not isinstance(target, DTensor):  # a plain tensor, which takes whole values
+    # a plain tensor, which takes whole values
+    if not isinstance(target, DTensor):
         return func(*pytree.tree_map(whole_value, args), **pytree.tree_map(whole_value, kwargs))
     if isinstance(target, MeshView):
         origin = target._origin
@@ -161,7 +162,8 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             with stock_call():
                 _refuse_leaf(origin.base)
                 if on_local_parts(func, name, (target, *rest), options) is not NotImplemented:
-                    count_write(origin.base)  # torch has counted the write for the view only
+                    # torch has counted the write for the view only
+                    count_write(origin.base)
                     return target
     else:
         origin = Origin.of(target)

@@ -154,7 +154,8 @@ class PlanRequest:
         data, shards = pins.pop("dp", None), self.zero_degree
         if self.zero == 0:
             shards = 1
-        elif self.zero is not None and shards is None:  # all data ranks share
+        elif self.zero is not None and shards is None:
+            # all data ranks share
             pins["dp"] = 1
             if data is not None:
                 pins["zero"] = data

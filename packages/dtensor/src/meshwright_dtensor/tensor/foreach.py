@@ -26,7 +26,8 @@ def one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     name = func.__name__.removeprefix(_PREFIX)
     targets, *rest = args
     options = dict(kwargs)
-    if name in ("addcdiv_", "addcmul_"):  # the methods take the factor as a keyword only
+    # the methods take the factor as a keyword only
+    if name in ("addcdiv_", "addcmul_"):
         factor = rest.pop() if len(rest) > 2 else options.pop("scalars", options.pop("value", 1))
         options["value"] = factor.tolist() if isinstance(factor, torch.Tensor) else factor
     for index, target in enumerate(targets):

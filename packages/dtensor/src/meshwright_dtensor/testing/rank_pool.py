@@ -99,7 +99,8 @@ class RankPool:
                 f"use a world in that range or RankPool(max_ranks={world_size})"
             )
         _check_by_name(fn)
-        payload = pickle.dumps((fn, args))  # plain pickle: tensors by value, no shared memory to leak
+        # plain pickle: tensors by value, no shared memory to leak
+        payload = pickle.dumps((fn, args))
         for _ in range(JOIN_ATTEMPTS):
             self._send(world_size, fn, payload)
             outcomes = self._collect(world_size, fn.__qualname__, timeout)
@@ -108,7 +109,8 @@ class RankPool:
             self._kill()
         failed = [(outcome, index) for index, outcome in enumerate(outcomes) if outcome.traceback]
         if failed:
-            self._world_size = None  # a failed world is not used again: its groups may be out of sync
+            # a failed world is not used again: its groups may be out of sync
+            self._world_size = None
             outcome, index = min(failed, key=lambda pair: pair[0].finished)
             where = fn.__qualname__ if outcome.joined else f"joining the others, {JOIN_ATTEMPTS} times"
             cause = RankError(f"rank {index} of {world_size} failed in {where}:\n{outcome.traceback}")
@@ -120,7 +122,8 @@ class RankPool:
     def close(self) -> None:
         """End every rank and remove the pool's files; the pool can be used again only for `close`."""
         for rank in self._ranks:
-            rank.pipe.close()  # the worker reads end of file and exits
+            # the worker reads end of file and exits
+            rank.pipe.close()
         deadline = time.monotonic() + 1.0
         for rank in self._ranks:
             rank.process.join(max(deadline - time.monotonic(), 0.0))
@@ -140,7 +143,8 @@ class RankPool:
             self._kill()
         for index in range(len(self._ranks), world_size):
             context = self._others if index else self._first
-            if isinstance(context, ForkServerContext):  # ignored by a running server
+            # ignored by a running server
+            if isinstance(context, ForkServerContext):
                 context.set_forkserver_preload(self._preload)
             pipe, worker_pipe = context.Pipe()
             process = context.Process(
@@ -165,7 +169,8 @@ class RankPool:
         for index, rank in enumerate(self._ranks[:world_size]):
             try:
                 rank.pipe.send(job)
-            except OSError as error:  # the rank died between two runs
+            except OSError as error:
+                # the rank died between two runs
                 how = _death(rank.process)
                 message = f"rank {index} of {world_size} was dead before {fn.__qualname__} began ({how})"
                 self._kill()
@@ -207,7 +212,8 @@ class RankPool:
                 except (EOFError, OSError):
                     rank.process.join(1.0)
                     deaths[index] = _death(rank.process)
-                if index in deaths or outcomes[index].traceback:  # the rest may wait for it forever
+                # the rest may wait for it forever
+                if index in deaths or outcomes[index].traceback:
                     deadline = min(deadline, time.monotonic() + self._grace)
         return outcomes, deaths
 

@@ -47,9 +47,11 @@ class Outcome:
 
 def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, str]) -> None:
     """Serve jobs (sys.path, module and file of the function, world size, rendezvous file, payload) until end of file."""
-    os.environ.clear()  # a fork has that of its server
+    # a fork has that of its server
+    os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the pipe
+    # the parent handles Ctrl-C and closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(Path(folder) / f"stack-{os.getpid()}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
@@ -70,8 +72,10 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
                 fn, args = pickle.loads(payload)
                 _reset()
                 outcome = Outcome(result=pickle.dumps(fn(rank, world_size, *args)), finished=time.monotonic())
-            except BaseException as error:  # sent to the parent
-                finished = time.monotonic()  # before the others fail too
+            except BaseException as error:
+                # sent to the parent
+                # before the others fail too
+                finished = time.monotonic()
                 outcome = Outcome(
                     traceback=traceback.format_exc(),
                     exception=_pickled(error),
@@ -79,7 +83,8 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
                     joined=joined,
                 )
                 current = ""
-                _leave()  # closes the connections, so that waiting ranks fail at once
+                # closes the connections, so that waiting ranks fail at once
+                _leave()
             try:
                 pipe.send(outcome)
             except OSError:
@@ -101,9 +106,11 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
         store=FileStore(rendezvous, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(hours=1),  # the pool has its own timeout
+        # the pool has its own timeout
+        timeout=timedelta(hours=1),
     )
-    dist.barrier()  # no rank starts before all have joined, so that a failed world can be tried again
+    # no rank starts before all have joined, so that a failed world can be tried again
+    dist.barrier()
 
 
 def _leave() -> None:
@@ -111,7 +118,8 @@ def _leave() -> None:
         with suppress(Exception):
             dist.destroy_process_group()
         forget_meshes()
-        gc.collect()  # models hold process groups, whose threads wake up a hundred times a second
+        # models hold process groups, whose threads wake up a hundred times a second
+        gc.collect()
     forget_failed_join()
 
 
@@ -132,7 +140,8 @@ def _import(name: str, file: str | None) -> None:
     if file is None or (module is not None and getattr(module, "__file__", None) == file):
         return
     if name == "__main__":
-        return  # multiprocessing has prepared it
+        # multiprocessing has prepared it
+        return
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         return

@@ -247,7 +247,8 @@ class Recorder(TorchDispatchMode):
     def _bind(self, tensor: torch.Tensor, index: int) -> None:
         self._index[id(tensor)] = index
         self._aliases.setdefault(index, set()).add(id(tensor))
-        self._kept.append(tensor)  # an id must not be reused while we map it
+        # an id must not be reused while we map it
+        self._kept.append(tensor)
 
     def _tree(self, tree: Any) -> Any:
         node = type(tree)
@@ -301,7 +302,8 @@ class Recorder(TorchDispatchMode):
             finally:
                 self._silent -= 1
             if versions == [t._version for t in tensors] and any(out is t for t in tensors):
-                return out  # the identity: a dropout that is off
+                # the identity: a dropout that is off
+                return out
             self._add(None, composite.name, normal[0], normal[1], out)
             return out
         finally:

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 
 THREADS = Path("/proc/self/task")
-POLL_SECONDS = 0.01  # a thread that waits for the GIL wakes up more often than that
+# a thread that waits for the GIL wakes up more often than that
+POLL_SECONDS = 0.01
 FIELDS = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
 
@@ -30,13 +31,15 @@ def settle(timeout: float = 1.0) -> None:
     A thread in a collective that its peers never join sleeps too, so this does not wait for it. It takes two polls, or no
     time without gloo threads.
     """
-    if not THREADS.is_dir():  # not Linux
+    # not Linux
+    if not THREADS.is_dir():
         time.sleep(5 * POLL_SECONDS)
         return
     end = time.monotonic() + timeout
     before = _gloo_threads()
     while before and time.monotonic() < end:
-        time.sleep(POLL_SECONDS)  # releases the GIL
+        # releases the GIL
+        time.sleep(POLL_SECONDS)
         now = _gloo_threads()
         if now == before and all(state.startswith("S") for state, *_ in now.values()):
             return
@@ -47,7 +50,8 @@ def _gloo_threads() -> dict[str, tuple[str, ...]]:
     """State and context switches of each gloo thread, by thread id."""
     threads = {}
     for thread in THREADS.iterdir():
-        with suppress(OSError):  # the thread may end in between
+        # the thread may end in between
+        with suppress(OSError):
             lines = (thread / "status").read_text().splitlines()
             status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
             if status["Name"].startswith("pt_gloo"):

@@ -83,7 +83,8 @@ def _as_rank(output: Path, name: str, part: Path | None, as_json: bool) -> int:
     dist.barrier()
     if ranks.rank() == 0 and part is not None:
         together.save(part)
-    elif ranks.rank() == 0:  # the others wait, so that one rank is alone on the machine
+    elif ranks.rank() == 0:
+        # the others wait, so that one rank is alone on the machine
         _finish(combined_profile(measure_one_rank(name), [together]), output, as_json)
     dist.barrier()
     dist.destroy_process_group()

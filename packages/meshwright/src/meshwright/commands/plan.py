@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
     from meshwright_dtensor.strategy import PlanRequest
 
-RUNS = "trial"  # the planner that runs the model, which therefore needs its values
-COMPARED = 5  # plans in the table of candidates, however few are asked for
+# the planner that runs the model, which therefore needs its values
+RUNS = "trial"
+# plans in the table of candidates, however few are asked for
+COMPARED = 5
 
 
 @click.command("plan")
@@ -74,7 +76,8 @@ def command(
     request = options.request(
         state.host,
         world_size=ranks.world_size() if world_size is None else world_size,
-        top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,  # refused below 1
+        # refused below 1
+        top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,
     )
     planners = [request.planner, *(name.strip() for name in (compare or "").split(","))]
     instance, batch = chosen.source().to_plan(values=RUNS in planners)

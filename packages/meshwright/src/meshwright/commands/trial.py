@@ -107,7 +107,8 @@ def _source(chosen: ModelChoice | None, saved: Path | None) -> Source:
     model, batch = torch.load(saved, weights_only=False)
 
     def build() -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)  # ranks start alike, whatever was drawn before on one of them
+        # ranks start alike, whatever was drawn before on one of them
+        torch.manual_seed(0)
         return copy.deepcopy(model), batch
 
     return Source(str(saved), build, batch)

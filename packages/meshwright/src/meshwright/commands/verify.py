@@ -129,6 +129,7 @@ def command(
     if ranks.rank() == 0:
         click.echo(json.dumps(report.to_dict()) if as_json else report.render())
     ok = report.ok
-    dist.barrier()  # a rank that leaves with 4 ends the others, and the first has much to say
+    # a rank that leaves with 4 ends the others, and the first has much to say
+    dist.barrier()
     dist.destroy_process_group()
     return 0 if ok else 4

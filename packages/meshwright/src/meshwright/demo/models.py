@@ -39,7 +39,8 @@ class Recipe:
             transformers = importlib.import_module("transformers")
         except ImportError as error:
             raise UsageError("the demo's models need transformers; pip install 'meshwright[demo]'") from error
-        transformers.logging.set_verbosity_error()  # it warns about every config that names no loss
+        # it warns about every config that names no loss
+        transformers.logging.set_verbosity_error()
         config = getattr(transformers, self.config)(**self.settings(sequence_length))
         return getattr(transformers, self.model)(config)
 

@@ -26,7 +26,8 @@ def draw(outcome: Outcome, path: Path) -> None:
         f"{outcome.model}, {outcome.parameters / 1e6:.1f}M parameters, {count_of(outcome.world_size, 'rank')}"
     )
     upper.legend()
-    floor = 1e-8  # a difference of zero has no logarithm
+    # a difference of zero has no logarithm
+    floor = 1e-8
     lower.semilogy(steps, [max(step.difference, floor) for step in outcome.steps], ".-", linewidth=0.8)
     allowed = outcome.tolerance
     lower.axhline(allowed, color="tab:red", linewidth=0.8, linestyle="--", label=f"allowed: {allowed:g}")

@@ -32,7 +32,8 @@ class Report:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal,  # a log has no use for a bar
+            # a log has no use for a bar
+            disable=not self.console.is_terminal,
         )
 
     def planned(self, plan: Any, outcome: Outcome, options: Options) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 BYTES = 256
-MASK = BYTES  # the one symbol that no byte uses
+# the one symbol that no byte uses
+MASK = BYTES
 IMAGE_SIZE = 32
 IGNORED = -100
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from meshwright_dtensor.errors import UsageError
 
-LIMIT = 8 << 20  # bytes: enough for any run of the demo, read in well under a second
+# bytes: enough for any run of the demo, read in well under a second
+LIMIT = 8 << 20
 
 
 def read_text(path: str | Path | None = None, *, at_least: int = 1) -> Tensor:

@@ -25,9 +25,11 @@ from meshwright.demo.text import read_text
 from meshwright_dtensor.errors import UsageError
 
 HALF_TOLERANCE = (
-    5e-2  # the same where it is computed in half precision: a few roundings of bf16 of a loss near 5
+    # the same where it is computed in half precision: a few roundings of bf16 of a loss near 5
+    5e-2
 )
-TOLERANCE = 5e-6  # absolute, on the loss, in fp32: about ten units in the last place of a loss near 5
+# absolute, on the loss, in fp32: about ten units in the last place of a loss near 5
+TOLERANCE = 5e-6
 
 Factory = Callable[[Any, float], torch.optim.Optimizer]
 
@@ -46,7 +48,8 @@ def _sgd(parameters: Any, rate: float) -> torch.optim.Optimizer:
 OPTIMIZERS: Mapping[str, tuple[Factory, float]] = MappingProxyType(
     {"adamw": (_adamw, 5e-4), "sgd": (_sgd, 1e-2)}
 )
-WARM_UP = 10  # steps over which the learning rate rises to its value
+# steps over which the learning rate rises to its value
+WARM_UP = 10
 
 
 @dataclass(frozen=True)

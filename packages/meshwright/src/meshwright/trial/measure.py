@@ -52,7 +52,8 @@ def measure(
         loss_of(_called(model, batch)).backward()
         stepping.step()
         stepping.zero_grad()
-        if device.type == "cuda":  # kernels are launched, not done
+        # kernels are launched, not done
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
         slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -115,7 +115,8 @@ class _Reuse(TorchDispatchMode):
             raise RuntimeError(
                 f"{func} runs at another position than in the first run; a recomputed module must be deterministic"
             )
-        if not kept.intact:  # it was written to in place: compute it again
+        # it was written to in place: compute it again
+        if not kept.intact:
             return func(*args, **(kwargs or {}))
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, kept.out)
 
@@ -129,4 +130,5 @@ def _is_expensive(op: Any, args: Any, kwargs: Any) -> bool:
         return False
     names = (argument.name for argument in op._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return not given.get("dropout_p")  # skipping a random op would change all random numbers after it
+    # skipping a random op would change all random numbers after it
+    return not given.get("dropout_p")

@@ -24,7 +24,8 @@ def gradient_is_captured() -> bool:
     node = torch._C._current_autograd_node()
     try:
         torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
-    except RuntimeError:  # torch raises for a leaf under autograd.grad
+    except RuntimeError:
+        # torch raises for a leaf under autograd.grad
         return True
     return False
 

@@ -46,7 +46,8 @@ def auto_parallelize(
         with generator_kept():
             try:
                 result = [planner.load()().plan(model, batch, request)[0].to_json()]
-            except Exception as error:  # the other ranks wait for a result in any case
+            except Exception as error:
+                # the other ranks wait for a result in any case
                 result = [_portable(error)]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(result, src=0)
@@ -59,6 +60,7 @@ def _portable(error: Exception) -> Exception:
     """The error, or its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # pickling a foreign error may raise anything
+    except Exception:
+        # pickling a foreign error may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

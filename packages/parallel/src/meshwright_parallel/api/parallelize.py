@@ -136,7 +136,8 @@ def _mesh_parameter(
 ) -> nn.Parameter:
     placed = _sharded(old, mesh, states, device, blank)
     parameter = as_mesh_parameter(placed, states, old.requires_grad)
-    for name, value in vars(old).items():  # users' attributes; torch's own names are private
+    # users' attributes; torch's own names are private
+    for name, value in vars(old).items():
         if not name.startswith("_"):
             setattr(parameter, name, value)
     if old.grad is not None:

@@ -69,7 +69,8 @@ class ShardedLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # copying and unpickling read it before __init__
+        # copying and unpickling read it before __init__
+        if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
 

@@ -30,7 +30,8 @@ class WatchedDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet: unpickling in a worker asks before __init__
+        # not there yet: unpickling in a worker asks before __init__
+        if name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

@@ -211,7 +211,8 @@ class Bucket:
         """Number of ranks that had a gradient, per flag; None where this rank had all gradients."""
         if self.work is not None:
             self.work.wait()
-        if self.complete:  # reading the flags would make the host wait for an accelerator
+        # reading the flags would make the host wait for an accelerator
+        if self.complete:
             return None
         row = self.buffer()[0] if self.result is None else self.result
         return row[self.numel :].tolist()  # type: ignore[no-any-return]
@@ -338,7 +339,8 @@ def make_buckets(slots: Sequence[Slot], sizes: BucketSizes) -> list[Bucket]:
                 opened[key] = _bucket(Bucket, slot, sizes)
             opened[key].add(slot)
         bucket = opened.get(key)
-        if not left[key] and key in singles:  # the last bucket of a kind has the flags of its singles
+        # the last bucket of a kind has the flags of its singles
+        if not left[key] and key in singles:
             bucket = bucket or _bucket(Bucket, slot, sizes)
             for single in singles[key]:
                 single.flag_bucket = bucket

@@ -86,7 +86,8 @@ class Shards:
     def part(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The view of `whole` that is the shard of a rank (this one by default)."""
         rank = self.rank if rank is None else rank
-        start = min(rank * self.chunk, self.shape[self.dim])  # the last shards may be empty
+        # the last shards may be empty
+        start = min(rank * self.chunk, self.shape[self.dim])
         return whole.narrow(self.dim, start, self.shard_shape(rank)[self.dim])
 
     def in_row(self, row: torch.Tensor, rank: int | None = None) -> torch.Tensor:

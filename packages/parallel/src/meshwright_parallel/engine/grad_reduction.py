@@ -147,16 +147,19 @@ class DataReduction:
                     f"gradient of {slot.name!r}: create_graph=True does not work together with data parallelism; "
                     "use data degree 1 for higher derivatives"
                 )
-            if gradient_is_captured():  # torch.autograd.grad accumulates nothing, and returns this sum
+            # torch.autograd.grad accumulates nothing, and returns this sum
+            if gradient_is_captured():
                 return self._sum_now(slot, gradient)
             self._begin_pass()
-            if index in self._priors:  # twice in one pass (reentrant checkpointing): finish the first
+            # twice in one pass (reentrant checkpointing): finish the first
+            if index in self._priors:
                 self._finish()
                 self._begin_pass()
             # a compute copy may still have a gradient of a pass that raised
             self._priors[index] = None if slot.has_compute_copy else leaf.grad
             if leaf.grad is not None:
-                leaf.grad = None  # so that autograd stores the increment alone
+                # so that autograd stores the increment alone
+                leaf.grad = None
             return None
 
         return before_accumulation
@@ -193,7 +196,8 @@ class DataReduction:
     def _begin_pass(self) -> None:
         """Called for each gradient; the first of a pass begins it."""
         if self._running is not None and self._running() is not None:
-            return  # the same pass, or a nested one
+            # the same pass, or a nested one
+            return
         self._forget_pass()
 
         def end_of_backward() -> None:

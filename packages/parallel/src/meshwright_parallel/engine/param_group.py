@@ -209,7 +209,8 @@ class ParamGroup:
         self.consumed_gradients = 0
         self.buffer: torch.Tensor | None = None
         self.width = self.numel = 0
-        self._row_offsets: list[int] = []  # where each parameter's part begins in a row
+        # where each parameter's part begins in a row
+        self._row_offsets: list[int] = []
         for parameter in self.parameters:
             parameter.group, parameter.offset = self, self.numel
             self.numel += math.prod(parameter.layout.local_shape)
@@ -288,7 +289,8 @@ class ParamGroup:
                     continue
                 whole = (
                     unsharded.leaf().data
-                )  # .data has its own version count: only real changes are counted
+                    # .data has its own version count: only real changes are counted
+                )
                 if unsharded.shards is None:
                     pairs.append((whole, local_of(unsharded.parameter)))
                 else:

@@ -35,7 +35,8 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return a SavedView, or (tensor, version) for a tensor outside of all unshard buffers."""
-        if type(tensor) is not torch.Tensor:  # a wrapper that activation checkpointing saves
+        # a wrapper that activation checkpointing saves
+        if type(tensor) is not torch.Tensor:
             return tensor, None
         group = self.engine.storages.get(storage_key(tensor))
         if group is None or tensor.dtype != group.dtype:

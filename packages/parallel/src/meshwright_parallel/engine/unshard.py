@@ -103,7 +103,8 @@ class UnshardEngine:
     def end_forward(self, groups: Sequence[ParamGroup]) -> None:
         """The forward of the module of these groups has ended."""
         self.forward_depth = max(0, self.forward_depth - 1)
-        if backward_is_running():  # recomputation: its backward needs the parameters at once
+        # recomputation: its backward needs the parameters at once
+        if backward_is_running():
             return
         if self.forward_depth == 0:
             self._end()
@@ -138,7 +139,8 @@ class UnshardEngine:
             self._order_known = True
         self._last = None
         for group in self.groups:
-            if group.state is UnshardState.IN_FLIGHT:  # prefetched, but not used in this forward
+            # prefetched, but not used in this forward
+            if group.state is UnshardState.IN_FLIGHT:
                 group.reshard(keep_memory=not self.reshards)
             elif self.reshards and not torch.is_grad_enabled():
                 group.reshard()
@@ -146,7 +148,8 @@ class UnshardEngine:
     # ------------------------------------------------------------------------------------ uses
     def unshard(self, group: ParamGroup) -> None:
         """Unshard a group that is about to be used, and prefetch the one that follows."""
-        if group.state is UnshardState.READY:  # its values are outdated
+        # its values are outdated
+        if group.state is UnshardState.READY:
             group.reshard(keep_memory=not self.reshards)
         if group.state is UnshardState.STALE:
             group.start_unshard()
@@ -180,7 +183,8 @@ class UnshardEngine:
         self._last = group.index
         if backward and not group.is_root and group not in self._recent:
             if len(self._recent) == 2 and self._recent[0].state is UnshardState.READY:
-                self._recent[0].reshard()  # a parameter without a gradient would keep it unsharded
+                # a parameter without a gradient would keep it unsharded
+                self._recent[0].reshard()
             self._recent.append(group)
         following = order.get(group.index)
         if following is not None and self.groups[following].state is UnshardState.STALE:

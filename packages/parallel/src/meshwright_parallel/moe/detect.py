@@ -141,7 +141,8 @@ def _answer(candidate: Candidate, answers: dict[Any, Answer]) -> Answer:
         for key, value in vars(part).items()
         if isinstance(value, (int, float, str))
     )
-    config = id(getattr(module, "config", None))  # it may choose between implementations
+    # it may choose between implementations
+    config = id(getattr(module, "config", None))
     key = (type(module), candidate.kind, candidate.count, _signature(module), attributes, config)
     if key not in answers:
         if _argument_count(module) < 3:

@@ -76,7 +76,8 @@ class Dispatch(ExpertsForward):
         x, chosen, weight = (local_in(t, states) for t in (tokens, assignment, weights))
         total = length = x.shape[0]
         start = 0
-        if states[expert_axis] == "X":  # every rank has all rows, and sends its part of them
+        # every rank has all rows, and sends its part of them
+        if states[expert_axis] == "X":
             step = -(-length // context.sizes[expert_axis])
             start = min(context.coords[expert_axis] * step, length)
             length = min(step, length - start)
@@ -107,7 +108,8 @@ class Dispatch(ExpertsForward):
         else:
             received = route.counts(sent)
         sizes_out, sizes_in = sent.sum(1).tolist(), received.sum(1).tolist()
-        if rows.weight.dtype == x.dtype:  # one all-to-all is cheaper than two
+        # one all-to-all is cheaper than two
+        if rows.weight.dtype == x.dtype:
             packed = torch.cat([x[rows.token], rows.weight], 1)
             packed = route.rows(packed, sizes_out, sizes_in, "tokens and weights")
             arrived, weight = packed[:, :-1], packed[:, -1:]
@@ -122,7 +124,8 @@ class Dispatch(ExpertsForward):
         with local as tensors:
             if arrived.shape[0]:
                 result = self._inner(local, arrived, weight, expert, call)
-                tensors = tensors if self.rule.kind == "container" else []  # fused experts all get gradients
+                # fused experts all get gradients
+                tensors = tensors if self.rule.kind == "container" else []
             else:
                 result, tensors = x.new_zeros((0, x.shape[1])), [*parts, *tensors]
         if torch.is_grad_enabled() and local.trained:

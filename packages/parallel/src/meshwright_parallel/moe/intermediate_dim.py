@@ -57,7 +57,8 @@ def _combinations(candidate: Candidate, sample: Sample, inner: int) -> Iterator[
             if shape[dim] == size
         ]
         if not cuts and len(shape) > 2:
-            return  # a weight that every part would need whole
+            # a weight that every part would need whole
+            return
         options.append(cuts or [None])
     for choice in itertools.product(*options):
         yield dict(cut for cut in choice if cut is not None)
@@ -77,7 +78,8 @@ def _adds_up(sample: Sample, cuts: Mapping[str, Cut], arguments: tuple[Tensor, .
         with torch.no_grad():
             whole = sample.module(*arguments)
             added = part(0) + part(1)
-    except Exception:  # a module may reject parts with any error
+    except Exception:
+        # a module may reject parts with any error
         return False
     return whole.shape == added.shape and bool(
         (whole - added).abs().max() <= TOLERANCE * float(whole.abs().max())

@@ -124,7 +124,8 @@ class LocalExperts:
         count = self.rule.count
         if self.rule.kind == "fused":
             count //= self.ranks
-        else:  # children keep their global numbers
+        else:
+            # children keep their global numbers
             expert = expert + self.rank * (count // self.ranks)
         if self.rule.assignment == "mask":
             expert, like = nn.functional.one_hot(expert, count), like[..., 0]

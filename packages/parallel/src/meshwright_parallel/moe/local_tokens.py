@@ -66,7 +66,8 @@ class LocalTokens(ExpertsForward):
             if not isinstance(state, int) or int(state) != 0:
                 continue
             if any(p is None or p.context is not layout.context or p.states[axis] != "X" for p in stored):
-                break  # this axis and those further in stay global
+                # this axis and those further in stay global
+                break
             axes.add(axis)
         return frozenset(axes)
 

@@ -169,7 +169,8 @@ def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
             raise PlanError(f"degrees.{axis}", plan.degree(axis), text)
         module.forward = Dispatch(module, name, rule, module.forward, axis)
         dispatched |= parameters
-    if not dispatched and stages_of(model) is None:  # a pipeline stage may have none
+    # a pipeline stage may have none
+    if not dispatched and stages_of(model) is None:
         raise PlanError(
             f"degrees.{axis}",
             plan.degree(axis),

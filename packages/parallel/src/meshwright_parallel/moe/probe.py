@@ -128,7 +128,8 @@ class _Trial:
         try:
             with torch.no_grad():
                 self.out = self._run(self.x, self.assignment(self.chosen), self.w[:, :1])
-        except Exception:  # a module may reject arguments with any error
+        except Exception:
+            # a module may reject arguments with any error
             return False
         return isinstance(self.out, Tensor) and self.out.shape == self.x.shape
 
@@ -138,7 +139,8 @@ class _Trial:
             with torch.no_grad():
                 reason = self._rows() or self._slots() or self._experts() or self._training()
             return reason or (self._gradients() if gradients else None)
-        except Exception as error:  # a property whose check raises does not hold
+        except Exception as error:
+            # a property whose check raises does not hold
             return f"a probe of it raised {type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
     def _call(self, rows: Any = slice(None)) -> Tensor:
@@ -165,7 +167,8 @@ class _Trial:
         assignment, weights = self.assignment(self.chosen), self.w[:, :1]
         try:
             out = self.sample.module(self.x.view(2, 2, -1), assignment, weights)
-        except Exception:  # then the model does not call it with several sequences
+        except Exception:
+            # then the model does not call it with several sequences
             return False
         return not _close(out.reshape(self.out.shape), self.out)
 

@@ -146,7 +146,8 @@ def _power(local: torch.Tensor, p: float) -> torch.Tensor:
     Norms of pieces are summed in double precision: on a CPU torch adds one element after the other, and its norm of 20M
     float32 elements is off by 1e-3.
     """
-    if local.numel() == 0:  # an empty shard
+    # an empty shard
+    if local.numel() == 0:
         return torch.full((), math.inf if p == -math.inf else 0.0, dtype=torch.float64, device=local.device)
     flat = local.reshape(-1)
     split = flat.numel() - flat.numel() % CHUNK
@@ -158,7 +159,8 @@ def _power(local: torch.Tensor, p: float) -> torch.Tensor:
     norm = torch.cat(norms)
     if math.isinf(p):
         return norm.max() if p > 0 else norm.min()
-    return (norm if p == 0 else norm**p).sum()  # p = 0 counts elements
+    # p = 0 counts elements
+    return (norm if p == 0 else norm**p).sum()
 
 
 def _shards(tensor: torch.Tensor, axis: int) -> bool:
@@ -170,7 +172,8 @@ def _reduce(values: torch.Tensor, mesh: DeviceMesh, axis: int, p: float) -> torc
     group = mesh.get_group(axis)
     name = (mesh.mesh_dim_names or ())[axis] if mesh.mesh_dim_names else str(axis)
     infinite = math.isinf(p)
-    if infinite:  # the maximum of nan and a number depends on the backend, so nan is sent as a flag
+    # the maximum of nan and a number depends on the backend, so nan is sent as a flag
+    if infinite:
         sign = 1.0 if p > 0 else -1.0
         values = torch.cat(
             [sign * values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)]

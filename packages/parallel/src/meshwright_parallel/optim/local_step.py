@@ -57,7 +57,8 @@ def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any]
     for key, value in entries.items():
         if isinstance(value, DTensor):
             if not isinstance(parameter, MeshParameter) or not parts_correspond(parameter, value):
-                return None  # stock DTensor redistributes it, or raises
+                # stock DTensor redistributes it, or raises
+                return None
             value = local_of(value)
         local_entries[key] = value
     return local_entries
@@ -74,7 +75,8 @@ def copy_states_back(optimizer: torch.optim.Optimizer, local_copy: torch.optim.O
                 entries.update(local_entries)
                 continue
             if local.grad is not None:
-                touch(parameter)  # fused kernels do not increase version counters
+                # fused kernels do not increase version counters
+                touch(parameter)
             for key, value in local_entries.items():
                 old = entries.get(key)
                 if isinstance(old, DTensor) and local_of(old) is value:

@@ -60,9 +60,11 @@ def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
             if not isinstance(value, torch.Tensor) or key == "step":
                 continue
             if key in NUMBERS and not value.dim() and not isinstance(value, DTensor):
-                continue  # also for a parameter that is one number itself
+                # also for a parameter that is one number itself
+                continue
             same_shape = value.shape == parameter.shape
-            if isinstance(value, DTensor):  # from a checkpoint: a stock DTensor, not permuted
+            # from a checkpoint: a stock DTensor, not permuted
+            if isinstance(value, DTensor):
                 in_order = permuted_layout(parameter) is not None and permuted_layout(value) is None
                 entries[key] = (
                     like_parameter(value, parameter) if in_order and same_shape else mesh_value(value)

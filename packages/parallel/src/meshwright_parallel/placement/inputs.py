@@ -40,7 +40,8 @@ class ModelPlacement:
     plain: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelPlacement:
-        return self  # a copied model is on the same mesh
+        # a copied model is on the same mesh
+        return self
 
     def input_states(self, name: str, shape: Sequence[int], size: BatchSize) -> tuple[State, ...]:
         """See the function `input_states`; `size` is that of the batch."""

@@ -30,7 +30,8 @@ class LivePlacements:
         Raises:
             UsageError: no model is parallel, or two models have different meshes.
         """
-        gc.collect()  # a module and its hooks are a cycle, so dropped models may still be alive
+        # a module and its hooks are a cycle, so dropped models may still be alive
+        gc.collect()
         placements = list(cls._placements)
         if not placements:
             raise UsageError(

@@ -114,7 +114,8 @@ class PlanUndo:
         self.groups = groups
         self.modules = [_ModuleSnapshot.of(module) for module in model.modules()]
         forms: dict[int, TensorForm] = {}
-        alive: list[torch.Tensor] = []  # so that ids are not reused
+        # so that ids are not reused
+        alive: list[torch.Tensor] = []
         for snapshot in self.modules:
             for part in (parameters_of(snapshot.parts), buffers_of(snapshot.parts)):
                 for name, tensor in part.items():
@@ -130,10 +131,12 @@ class PlanUndo:
         self.after = [_ModuleSnapshot.of(snapshot.module) for snapshot in self.modules]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # the plan of a copied model cannot be undone
+        # the plan of a copied model cannot be undone
+        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_nothing, ())  # nor that of a pickled one
+        # nor that of a pickled one
+        return (_nothing, ())
 
 
 @dataclass
@@ -256,7 +259,8 @@ def _restore_parameters(
             trained = form.requires_grad if parameter is None else parameter.requires_grad
             replacement = replacements[id(form)] = form.parameter(trained)
             for key, value in vars(parameter).items() if parameter is not None else ():
-                if not key.startswith("_"):  # attributes that users set on a parameter
+                # attributes that users set on a parameter
+                if not key.startswith("_"):
                     setattr(replacement, key, value)
         part[name] = replacements[id(form)]
 
@@ -280,4 +284,5 @@ def _restore_buffers(
         if id(form) not in replacements:
             replacements[id(form)] = form.tensor() if buffer is None else buffer.to(form.dtype)
         part[name] = replacements[id(form)]
-    part.update(current)  # buffers that users have added
+    # buffers that users have added
+    part.update(current)

@@ -150,20 +150,23 @@ class _Copier:
             return functools.partial(self.copied(x.func), *self.copied(x.args), **self.copied(x.keywords))
         if isinstance(x, torch.Generator):
             return x.clone_state()
-        if issubclass(type(x), _CONTAINERS):  # not isinstance, which proxies pass
+        # not isinstance, which proxies pass
+        if issubclass(type(x), _CONTAINERS):
             return self._container(x)
         return self._object(x)
 
     def _tuple(self, x: tuple[Any, ...]) -> Any:
         items = [self.copied(item) for item in x]
-        if id(x) in self._copies:  # a cycle: an item refers to the tuple
+        # a cycle: an item refers to the tuple
+        if id(x) in self._copies:
             return self._copies[id(x)]
         if all(new is old for new, old in zip(items, x, strict=True)):
             return x
         kind: Any = type(x)
         try:
             return self._filled(tuple.__new__(kind, items), x)
-        except TypeError:  # torch.return_types are made by C code
+        except TypeError:
+            # torch.return_types are made by C code
             return kind(items)
 
     def _container(self, x: Any) -> Any:
@@ -218,10 +221,12 @@ def _empty(x: Any) -> Any:
     """A new object of the class of `x` without attributes; None where C code keeps state of it."""
     kind: Any = type(x)
     if hasattr(kind, "__del__"):
-        return None  # deleting the copy would release the resource of both
+        # deleting the copy would release the resource of both
+        return None
     try:
         return object.__new__(kind)
-    except TypeError:  # "not safe": a class with C state
+    except TypeError:
+        # "not safe": a class with C state
         if issubclass(kind, types.SimpleNamespace):
             return kind.__new__(kind)
         return copy.copy(x) if issubclass(kind, bytearray) or hasattr(kind, "__copy__") else None
@@ -250,7 +255,8 @@ def _attributes(x: Any) -> dict[_Key, Any]:
     instance_dict, kind = getattr(x, "__dict__", None), cast(Any, type(x))
     attributes: dict[_Key, Any] = dict(instance_dict) if isinstance(instance_dict, dict) else {}
     for slot in _slots(kind):
-        with contextlib.suppress(AttributeError):  # never set
+        # never set
+        with contextlib.suppress(AttributeError):
             attributes[slot] = slot.__get__(x)
     return attributes
 

@@ -97,7 +97,8 @@ class _Call:
         """Run the module again, on its original arguments."""
         state = self.module.__dict__[_ATTRIBUTE]
         state.again, outer = True, state.again
-        FRAMES.stack.append(Frame("", {}))  # the modules around a backward pass are not the caller
+        # the modules around a backward pass are not the caller
+        FRAMES.stack.append(Frame("", {}))
         depth = len(FRAMES.stack)
         try:
             with self._buffers(), self.arguments.once_more(type(self.module).__name__) as (args, kwargs):

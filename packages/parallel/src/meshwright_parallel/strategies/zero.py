@@ -221,7 +221,8 @@ class _GroupBytes:
     all_reduced: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=4096)  # blocks are equal, and every configuration asks for them
+    # blocks are equal, and every configuration asks for them
+    @functools.lru_cache(maxsize=4096)
     def of(group: tuple[ParameterSize, ...], degree: int, alone_bytes: int) -> _GroupBytes:
         """`alone_bytes`: size of a shard from which it has a collective of its own."""
         full = shards = unsharded = trained = trained_shards = 0

@@ -185,7 +185,8 @@ def magnitude(tensor: torch.Tensor | None) -> float:
         return 0.0
     if tensor.is_floating_point() and tensor.element_size() > 1:
         low, high = (float(x) for x in torch.aminmax(tensor.detach()))
-        if math.isfinite(low) and math.isfinite(high):  # the usual case, five times as fast
+        # the usual case, five times as fast
+        if math.isfinite(low) and math.isfinite(high):
             return max(-low, high)
     finite = torch.nan_to_num(_wide(tensor.detach()), nan=0.0, posinf=0.0, neginf=0.0)
     return float(finite.abs().max().item())
@@ -205,7 +206,8 @@ def max_difference(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple
         return 0.0, ""
     a, b = _wide(want), _wide(got.to(want.device))
     worst = float((a - b).abs_().max())
-    if math.isfinite(worst):  # then every element of both is finite
+    # then every element of both is finite
+    if math.isfinite(worst):
         return worst, ""
     mismatch = (
         (torch.isfinite(a) != torch.isfinite(b))

@@ -175,7 +175,8 @@ class _Run:
         self.mixed = None if compute_dtype is None else MixedReference(model, compute_dtype)
         self.optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
         stages = stages_of(model)
-        aliases = {} if stages is None else stages.aliases  # a tied parameter goes by its first name
+        # a tied parameter goes by its first name
+        aliases = {} if stages is None else stages.aliases
         self.named = {aliases.get(name, name): p for name, p in model.named_parameters()}
         self.names = {id(p): name for name, p in self.named.items()}
 

@@ -134,7 +134,8 @@ def prove_additive(profiler: Profiler, profile: Profile, batch: Call, count: int
         few = profiler.run(*part, tracer=first)
         second = RowTracer(rows, few, first)
         last = profiler.run(*batch, tracer=second)
-    except Exception as error:  # the model may fail with another number of rows
+    except Exception as error:
+        # the model may fail with another number of rows
         raise NotAdditive(_reason(profiler, error)) from error
     loss = loss_of(last.output)
     befores, leaves = leaves_of(few.output), leaves_of(last.output)
@@ -145,7 +146,8 @@ def prove_additive(profiler: Profiler, profile: Profile, batch: Call, count: int
     of_loss = _leaf(loss, loss_of(few.output), second)
     if of_loss is None or of_loss.rows is not None:
         raise NotAdditive(Reason("no rule proves that it consists of sums or means over rows"))
-    if of_loss.power is None:  # the same in all microbatches, so it is their mean
+    # the same in all microbatches, so it is their mean
+    if of_loss.power is None:
         of_loss = Leaf(power=0)
     results = tuple(_leaf(leaf, before, second) for leaf, before in zip(leaves, befores, strict=True))
     return Additivity(of_loss, results, second.averaging, tuple(second.fixed))

@@ -85,11 +85,13 @@ class LossChecker:
                 profiler = self._profiler or RepeatedUnitProfiler(
                     skeleton_with_values(self._model, self._units), self._units
                 )
-                self._profiler = None  # a run that fails half-way may leave it unusable
+                # a run that fails half-way may leave it unusable
+                self._profiler = None
                 profile = profiler.run(*call)
             except CannotBeCut:
                 raise
-            except Exception as raised:  # the model may fail on few tokens, or on tensors without values
+            except Exception as raised:
+                # the model may fail on few tokens, or on tensors without values
                 error = raised
                 continue
             self._profiler = profiler
@@ -148,7 +150,8 @@ def _with_values(tensor: torch.Tensor) -> torch.Tensor:
     elif isinstance(tensor, nn.Parameter):
         value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     else:
-        value = torch.zeros(tensor.shape, dtype=tensor.dtype)  # code may write to a buffer
+        # code may write to a buffer
+        value = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 

@@ -70,13 +70,16 @@ def _comparable(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return type(value), value
     if isinstance(value, (float, complex)):
-        return type(value), repr(value)  # NaN equals NaN
-    if hasattr(value, "tobytes") and getattr(value, "nbytes", LARGE) < 8 * LARGE:  # numpy
+        # NaN equals NaN
+        return type(value), repr(value)
+    # numpy
+    if hasattr(value, "tobytes") and getattr(value, "nbytes", LARGE) < 8 * LARGE:
         return type(value), getattr(value, "shape", None), value.tobytes()
     if depth == _DEEP or isinstance(value, _OPAQUE):
         return type(value)
     if id(value) not in seen:
-        seen[id(value)] = type(value)  # in case it contains itself
+        # in case it contains itself
+        seen[id(value)] = type(value)
         seen[id(value)] = _contents(value, depth, seen)
     return seen[id(value)]
 

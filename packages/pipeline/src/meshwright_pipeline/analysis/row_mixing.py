@@ -92,7 +92,8 @@ def find_row_mixing(
                     others = tuple(unit for unit in units if unit not in trial.read)
                     reason = _Trial(model, others, few).verdict()
                 return reason
-        except Exception:  # the model may fail on few tokens or random numbers
+        except Exception:
+            # the model may fail on few tokens or random numbers
             continue
     return None
 
@@ -229,7 +230,8 @@ class _Trial:
                     "compute each row independently, combine rows after the last module, or use one microbatch",
                 )
             if differences != ["", ""]:
-                like = key  # its arguments depend on more than the rows
+                # its arguments depend on more than the rows
+                like = key
             reason = None if like in self.tried else self._unit(key, entire, halves, used)
             self.tried.add(like)
             if reason is not None:
@@ -263,7 +265,8 @@ class _Trial:
             copies = [copy.deepcopy(stub, {id(tensor): tensor for tensor in large}) for _ in range(3)]
             with StubMode(large):
                 return self._tried(key, copies, entire, halves, used)
-        except Exception:  # the unit may fail on random numbers: nothing is known of it
+        except Exception:
+            # the unit may fail on random numbers: nothing is known of it
             return None
 
     def _tried(
@@ -313,7 +316,8 @@ def _with_stubs(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list
     """The skeleton in full precision, with stubs for parameters outside of units; and its large tensors."""
     generator, large = torch.Generator().manual_seed(0), list[Tensor]()
     for part in model.modules():
-        remove_hooks(part)  # they would count the trial as a step
+        # they would count the trial as a step
+        remove_hooks(part)
         parameters, buffers = tensors_in(part)
         for name, tensor in list(parameters.items()):
             if tensor is not None and tensor.is_floating_point():

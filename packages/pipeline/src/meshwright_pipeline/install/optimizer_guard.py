@@ -31,7 +31,8 @@ class StageMark:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self.device = weakref.ref(group), device  # parameters may outlive their model
+        # parameters may outlive their model
+        self._group, self.device = weakref.ref(group), device
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (bool, (True,))
@@ -43,7 +44,8 @@ class StageMark:
             UnsupportedError: ranks differ; on every rank.
         """
         group = self._group()
-        if group is None:  # destroyed, and the model with it
+        # destroyed, and the model with it
+        if group is None:
             return
         if extremes([int(calls)], group, self.device) == [(0, 1)]:
             raise UnsupportedError(
@@ -99,7 +101,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         )
     step: Any = inspect.unwrap(kind.step)
     if step.__module__.startswith("torch.optim."):
-        return None  # torch's own optimizers call it once
+        # torch's own optimizers call it once
+        return None
     bound = inspect.signature(step).bind_partial(*args, **kwargs)
     closure = bound.arguments.get("closure")
     if not callable(closure):

@@ -45,7 +45,8 @@ class Placeholder(torch.Tensor):
             UnsupportedError: the value is needed.
         """
         if any(not issubclass(cls, kind) for kind in types):
-            return NotImplemented  # tensors over a mesh have their own dispatcher
+            # tensors over a mesh have their own dispatcher
+            return NotImplemented
         first = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder)), None)
         what = "a value of another stage" if first is None else first._what
         try:
@@ -100,6 +101,7 @@ def _refusing(name: str, where: str, forward: Callable[..., Any]) -> Callable[..
         )
 
     signature = signature_of(forward)
-    if signature is not None:  # models inspect the parameters of forward
+    # models inspect the parameters of forward
+    if signature is not None:
         refuse.__signature__ = signature  # type: ignore[attr-defined]
     return refuse

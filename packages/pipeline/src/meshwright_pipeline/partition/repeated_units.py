@@ -50,7 +50,8 @@ class RepeatedUnitProfiler(Profiler):
         for unit, values in attributes.items():
             key: Hashable = tuple((at, int if at in numbers[unit] else value) for at, value in values.items())
             if any(hooks_of(part) or pre_hooks_of(part) for part in model.get_submodule(unit).modules()):
-                key = unit  # hooks may differ
+                # hooks may differ
+                key = unit
             groups.setdefault(key, []).append(unit)
         self._built = {unit: built for built, group in enumerate(groups.values()) for unit in group}
         self._numbers = {unit: numbers[unit] for group in groups.values() if len(group) > 1 for unit in group}
@@ -70,7 +71,8 @@ class RepeatedUnitProfiler(Profiler):
         if built in self._different or any(isinstance(leaf, type) for leaf in called[1:]):
             return super().shape(unit, forward, call, device, drawn)
         if like not in self._results:
-            unchanged = snapshot(*call)  # the trial may change the arguments
+            # the trial may change the arguments
+            unchanged = snapshot(*call)
             result = self._tried(unit, forward, call, device, drawn)
             if result is None:
                 self._different.add(built)
@@ -93,7 +95,8 @@ class RepeatedUnitProfiler(Profiler):
         proxies = [_put_proxy(attributes, name, seen) for attributes, name in places]
         try:
             result = super().shape(unit, forward, call, device, drawn)
-        except Exception:  # the model may need a real integer
+        except Exception:
+            # the model may need a real integer
             result = None
         for (attributes, name), value in zip(places, values, strict=True):
             attributes[name] = value

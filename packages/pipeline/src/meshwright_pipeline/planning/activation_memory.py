@@ -65,7 +65,8 @@ class RankActions:
         zero = np.zeros_like(saved)
         if sizes.split:
             freed = {WHOLE: -saved, FIRST: waiting, LATE: -(saved + waiting)}
-        else:  # the first half does all of it
+        else:
+            # the first half does all of it
             freed = {WHOLE: -saved, FIRST: -saved, LATE: zero}
         change = np.where(kinds == FORWARD, saved, zero)
         for kind, bytes_of in freed.items():

@@ -65,15 +65,18 @@ class Flow:
 def flow_of(work: Sequence[ModuleWork], owners: Owners, shared: Collection[str]) -> Flow:
     """The dataflow of a recorded model. `shared`: units that all stages hold, which send nothing."""
     flow = Flow()
-    sources_of: dict[int, Values] = {}  # value -> the unit results that it depends on
-    first: dict[str, int] = {}  # unit -> its first run
+    # value -> the unit results that it depends on
+    sources_of: dict[int, Values] = {}
+    # unit -> its first run
+    first: dict[str, int] = {}
     before, after = "", list[ModuleWork]()
 
     def results(part: ModuleWork) -> Values:
         """The unit results that a part of the work uses."""
         used = set[int]()
         for number, module, size in part.inputs:
-            if number not in sources_of:  # only the producing module is recorded
+            # only the producing module is recorded
+            if number not in sources_of:
                 place = first.get(owners.unit(module))
                 sources_of[number] = _NONE if place is None else frozenset({number})
                 if place is not None:

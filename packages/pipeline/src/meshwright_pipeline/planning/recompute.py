@@ -175,7 +175,8 @@ def _of_rank(stages: Sequence[int], actions: Sequence[int], count: int) -> tuple
     for action in actions:
         if action < count:
             kept[index_of[action]] += 1
-        elif action < late:  # the first half of a backward does all of it
+        elif action < late:
+            # the first half of a backward does all of it
             index = index_of[action % count]
             moments.add((tuple(kept), index, tuple(made)))
             kept[index] -= 1
@@ -217,7 +218,8 @@ def cheapest(
         for choice, sizes in zip(stages[stage], bytes_of[stage], strict=True):
             longer = seconds + choice.seconds
             if longer + quickest[following] >= best[0]:
-                break  # the fastest come first
+                # the fastest come first
+                break
             rest = [*map(operator.sub, left, sizes)]
             if any(map(operator.lt, rest, least[following])):
                 continue

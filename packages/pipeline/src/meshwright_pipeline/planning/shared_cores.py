@@ -44,10 +44,12 @@ class _Simulation:
     def __init__(self, ranks: Sequence[Sequence[TimedAction]], slowdown: Sequence[float]) -> None:
         self.slowdown = slowdown
         self.now = 0.0
-        self.ends = {0: 0.0}  # number of a finished action -> its end
+        # number of a finished action -> its end
+        self.ends = {0: 0.0}
         self.queues = [iter(actions) for actions in ranks]
         self.following = [next(queue, None) for queue in self.queues]
-        self.remaining: dict[int, float] = {}  # computing rank -> seconds left, if all ranks computed
+        # computing rank -> seconds left, if all ranks computed
+        self.remaining: dict[int, float] = {}
         self.busy = [0.0] * len(ranks)
 
     def run(self) -> tuple[float, list[float]]:

@@ -138,7 +138,8 @@ def straggler_delay(schedule: Schedule, shape: Shape) -> tuple[float, float]:
     begun: set[int] = set()
     longer = 0
     for rank, number, place in zip(steps.ranks, steps.numbers, steps.after, strict=True):
-        counts = number < 3 * stages  # forward, whole backward, or its first half
+        # forward, whole backward, or its first half
+        counts = number < 3 * stages
         fresh = number not in begun and number < stages
         begun.add(number)
         longer += counts and rank == 0
@@ -191,7 +192,8 @@ def _lengths(costs: StageCosts) -> tuple[float, ...]:
 
 def _simulate(schedule: Schedule, shape: Shape, costs: StageCosts, slowdown: tuple[float, ...]) -> Prediction:
     steps, lengths = steps_of(schedule, shape), _lengths(costs)
-    sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)  # the last entry is for no message, -1
+    # the last entry is for no message, -1
+    sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)
     late = [sending[cut] for cut in steps.cuts]
     held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
     if slowdown:

@@ -33,7 +33,8 @@ def linear_partition(costs: Sequence[float], count: int) -> list[int]:
             for begin in range(end - 1, runs - 2, -1):
                 last = prefix[end] - prefix[begin]
                 if last > new[end]:
-                    break  # it only grows from here
+                    # it only grows from here
+                    break
                 value = max(best[begin], last)
                 if value <= new[end]:
                     new[end], where[end] = value, begin

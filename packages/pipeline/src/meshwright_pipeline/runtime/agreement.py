@@ -68,7 +68,8 @@ class StageRanks:
         self.group: dist.ProcessGroup | None = None
         if mesh is not None and mesh.size() > 1:
             names = mesh.mesh_dim_names
-            assert names is not None  # meshes of plans have names
+            # meshes of plans have names
+            assert names is not None
             self.group = group_over(mesh, [name for name, n in zip(names, mesh.shape, strict=True) if n > 1])
 
     def refusal(self, batch: str | None, per_microbatch: bool = False) -> str | None:
@@ -182,7 +183,8 @@ class Agreement:
         verdict = min(reports, key=lambda r: (r.doubt, r.when)) if reports else (sums[0], sums[1])
         with contextlib.suppress(
             RuntimeError
-        ):  # the next step notices a rank that dies before the answer comes
+            # the next step notices a rank that dies before the answer comes
+        ):
             self._send(verdict, [*votes][1:])
         return verdict
 

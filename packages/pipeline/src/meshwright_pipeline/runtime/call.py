@@ -132,7 +132,8 @@ class PipelinedCall:
         warning: ScheduleWarning,
         split: bool = True,
     ) -> None:
-        self._model = weakref.ref(model)  # the model holds this object
+        # the model holds this object
+        self._model = weakref.ref(model)
         self.owned, self.table = owned, table
         self.tied, self.context, self.keep_outputs, self.warning = tied, context, keep_outputs, warning
         transport = Transport(context.group, context.device)
@@ -175,7 +176,8 @@ class PipelinedCall:
         """
         try:
             plan = self.prepare((args, kwargs))
-        except Exception as error:  # of any kind: the other ranks may be waiting for this one
+        except Exception as error:
+            # of any kind: the other ranks may be waiting for this one
             self.stage_ranks.refusal(None)
             with contextlib.suppress(StageError):
                 self._stand_by(error)
@@ -285,9 +287,11 @@ class PipelinedCall:
                         step.loss = functools.reduce(torch.add, [losses[m] for m in sorted(losses)])
                         step.outputs = _joined(plan.leaves, results) if plan.returns == "all" else []
                     else:
-                        state.put(self.model, before)  # the tail writes again what the forwards wrote
+                        # the tail writes again what the forwards wrote
+                        state.put(self.model, before)
                         step.tail, step.outputs = self._run_tail(plan, self.last)
-                except Exception as error:  # of any kind: the other ranks must come to the end of the step
+                except Exception as error:
+                    # of any kind: the other ranks must come to the end of the step
                     self.last.failure = Failure(self._last_stage_action("F"), error)
         self.last.unit_outputs.clear()
         step.failure = self.last.failure
@@ -387,7 +391,8 @@ class PipelinedCall:
                         unit_gradients = step.tail.backward([step.outputs[i] for i in places], gradients)
                     except (
                         Exception
-                    ) as error:  # of any kind: the other ranks must come to the end of the step
+                        # of any kind: the other ranks must come to the end of the step
+                    ) as error:
                         step.run.fail(Failure(self._last_stage_action("BI"), error))
                 self.last = step.run.run_backward(unit_gradients)
             return self._share(sinks, plan.inputs, failure=self.last.failure, agree=True)[0]

@@ -118,7 +118,8 @@ class StepRun:
         self.fail = partial(_fail, self.outcome, self.saved)
         self.messages = StepMessages(stages.peers, batch, start_backward is not None, self.fail)
         self.gradients: dict[int, Sequence[Tensor | None]] | None = None
-        self.input_missing = False  # inputs of an action did not come, since another rank has failed
+        # inputs of an action did not come, since another rank has failed
+        self.input_missing = False
         self.began = time.perf_counter()
 
     def run(self) -> StepOutcome:
@@ -165,7 +166,8 @@ class StepRun:
         if inputs is not None and not self.input_missing and self.outcome.failure is None:
             try:
                 outputs = self._compute(action, inputs)
-            except Exception as error:  # of any kind: the other ranks must come to the end of the step
+            except Exception as error:
+                # of any kind: the other ranks must come to the end of the step
                 self.fail(Failure(action, error))
         self.messages.send_outputs(action, outputs)
         end = time.perf_counter()
@@ -238,7 +240,8 @@ class StepRun:
             pairs = list(zip(saved.outputs, self.gradients.pop(action.microbatch), strict=True))
             saved.outputs = [output for output, gradient in pairs if gradient is not None]
             gradients = [gradient for _, gradient in pairs if gradient is not None]
-        if saved.outputs and saved.outputs[0].requires_grad:  # a loss may have no gradient
+        # a loss may have no gradient
+        if saved.outputs and saved.outputs[0].requires_grad:
             if action.kind == "I" and self.stages.split:
                 saved.split = SplitBackward(saved.outputs, saved.inputs)
                 saved.split.input_gradients(gradients)
@@ -265,7 +268,8 @@ class _Writable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.data  # a detached tensor would count as a view of the leaf
+        # a detached tensor would count as a view of the leaf
+        return leaf.data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]

@@ -36,7 +36,8 @@ class Joint:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The value for the whole batch."""
         if self.rows is None or len(parts) == 1:
-            return parts[-1].clone()  # the code may write to it in place, and autograd may have saved it
+            # the code may write to it in place, and autograd may have saved it
+            return parts[-1].clone()
         return torch.cat(list(parts), self.rows)
 
 

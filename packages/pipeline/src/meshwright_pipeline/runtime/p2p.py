@@ -212,7 +212,8 @@ class Transport:
                 continue
             try:
                 sent.work.wait()
-            except RuntimeError as error:  # the other ranks still wait for their messages
+            except RuntimeError as error:
+                # the other ranks still wait for their messages
                 dead.add(sent.peer)
                 first = first or (sent, error)
         return first

@@ -98,9 +98,12 @@ class StepMessages:
         self, peers: Peers, batch: str | None, backward: bool, fail: Callable[[Failure], None]
     ) -> None:
         self.peers, self.batch, self.backward, self.fail = peers, batch, backward, fail
-        self.specs: dict[int, Specs] = {}  # cut -> description of its tensors, once the header is known
-        self.gradient_cuts: set[int] = set()  # cuts over which gradients come back
-        self.failed_cuts: set[int] = set()  # cuts over which nothing comes
+        # cut -> description of its tensors, once the header is known
+        self.specs: dict[int, Specs] = {}
+        # cuts over which gradients come back
+        self.gradient_cuts: set[int] = set()
+        # cuts over which nothing comes
+        self.failed_cuts: set[int] = set()
         self.lost_ranks: set[int] = set()
         # (cut, microbatch, backward) -> tensors from another rank; tensors for another stage of this rank
         self._pending: dict[tuple[int, int, bool], PendingTensors] = {}

@@ -172,7 +172,8 @@ class Preparation:
         try:
             return prove_additive(prepared.profiler, batch_profile, plain, self.microbatches)
         except NotAdditive as unproven:
-            prepared.batch_profile = batch_profile  # the tail will need it
+            # the tail will need it
+            prepared.batch_profile = batch_profile
             return unproven.why
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call) -> Tail:

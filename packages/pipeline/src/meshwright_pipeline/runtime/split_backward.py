@@ -92,7 +92,8 @@ def _weight_nodes(
     path = _nodes_leading_to(roots, ends)
     sources: dict[
         Node, list[Node]
-    ] = {}  # leaf -> the nodes of the path that lead to it by edges off the path
+        # leaf -> the nodes of the path that lead to it by edges off the path
+    ] = {}
     at_once: dict[Node, None] = {}
     for node in path:
         for following in _next(node):

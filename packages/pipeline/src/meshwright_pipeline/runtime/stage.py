@@ -123,7 +123,8 @@ class Stage:
                 if label in self.profile.written and label not in received:
                     return zeros.clone(
                         memory_format=torch.contiguous_format
-                    )  # code between units writes to it
+                        # code between units writes to it
+                    )
                 return received.get(label, zeros)
 
             return value
@@ -150,7 +151,8 @@ class _StageForward:
         self.stage, self.received, self.stop, self.glue = stage, received, stop, glue
         cut = stage.cut
         self.wanted = frozenset(cut.final if stop else cut.sent(stage.index))
-        self.is_end = stage.index >= len(cut.last) - 1 and not stop  # the model returns its result here
+        # the model returns its result here
+        self.is_end = stage.index >= len(cut.last) - 1 and not stop
         self.values = {label: received[label] for label in self.wanted if label in received}
         self.versions = {label: _version(value) for label, value in self.values.items()}
 

@@ -31,34 +31,42 @@ class DualPipeV(VShaped):
         """See Schedule. The steps are numbered as in the source."""
         later_ranks, down, up = shape.ranks - 1 - rank, rank, shape.stages - 1 - rank
         writer = _Writer()
-        for _ in range(2 * later_ranks):  # 1
+        # 1
+        for _ in range(2 * later_ranks):
             writer.add(down, "F")
-        for _ in range(rank + 1):  # 2
+        # 2
+        for _ in range(rank + 1):
             writer.add(down, "F")
             writer.add(up, "F")
-        for _ in range(later_ranks):  # 3
+        # 3
+        for _ in range(later_ranks):
             writer.add(up, "I")
             writer.add_weights()
             writer.add(up, "F")
-        for _ in range(shape.microbatches - 2 * shape.ranks + rank + 1):  # 4
+        # 4
+        for _ in range(shape.microbatches - 2 * shape.ranks + rank + 1):
             writer.add(down, "F")
             writer.add(up, "B", "F")
             writer.add(down, "B")
-        for _ in range(later_ranks):  # 5
+        # 5
+        for _ in range(later_ranks):
             writer.add(up, "B", "F")
             writer.add(down, "B")
         backward: Kind = "B"
-        for turn in range(rank + 1):  # 6, the second half split
+        # 6, the second half split
+        for turn in range(rank + 1):
             if turn == (rank + 1) // 2 and rank % 2 == 1:
                 backward = "I"
             writer.add(up, backward)
             if turn == (rank + 1) // 2 and rank % 2 == 0:
                 backward = "I"
             writer.add(down, backward)
-        for _ in range(later_ranks):  # 7
+        # 7
+        for _ in range(later_ranks):
             writer.add_weights()
             writer.add(down, backward)
-        for _ in range(rank + 1):  # 8
+        # 8
+        for _ in range(rank + 1):
             writer.add_weights()
         return writer.actions
 

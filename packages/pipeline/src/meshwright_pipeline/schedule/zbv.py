@@ -55,8 +55,10 @@ class ZBV(VShaped):
         """See Schedule."""
         ranks, down, up = shape.ranks, rank, shape.stages - 1 - rank
         total = max(
-            2 * ranks - 1, shape.microbatches
-        )  # with fewer microbatches, those beyond are dropped at the end
+            2 * ranks - 1,
+            shape.microbatches,
+            # with fewer microbatches, those beyond are dropped at the end
+        )
         writer = ActionWriter()
         for _ in range(2 * (ranks - rank) - 1):
             writer.add(down, "F")

@@ -49,7 +49,8 @@ def with_loss(result: Any, loss: torch.Tensor, keep: bool) -> Any:
     """The result with another loss. Other tensors are kept with `keep`, otherwise replaced by None."""
     old = loss_of(result)
     leaves, spec = pytree.tree_flatten(result)
-    if not any(leaf is old for leaf in leaves):  # an object that pytree does not know
+    # an object that pytree does not know
+    if not any(leaf is old for leaf in leaves):
         changed = copy.copy(result)
         changed.loss = loss
         return changed

@@ -36,7 +36,8 @@ def loss_path(loss: torch.Tensor) -> LossPath:
     """Names of the autograd nodes between the units and the loss."""
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
     seen, names = set(nodes), list[str]()
-    for node in nodes:  # the list grows in the loop
+    # the list grows in the loop
+    for node in nodes:
         if _MARK in _metadata(node) or len(names) == _MOST:
             names.append("unit")
             continue

@@ -25,7 +25,8 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
     """
     cast = cast_buffers(model)
     memo: dict[int, Any] = {}
-    keep: list[torch.Tensor] = []  # keeps the ids in memo valid
+    # keeps the ids in memo valid
+    keep: list[torch.Tensor] = []
     for unit in units:
         module = model.get_submodule(unit)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -37,7 +38,8 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
                 memo[id(tensor)] = _as_meta(tensor, dtype if casts else tensor.dtype)
     copied = copy.deepcopy(model, memo)
     if dtype != torch.float32:
-        for parameter in copied.parameters():  # outside of units
+        # outside of units
+        for parameter in copied.parameters():
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(dtype)
     for unit in units:
@@ -85,7 +87,8 @@ def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     nbytes = like.numel() * like.element_size()
     if device.type != "cpu" or nbytes < LARGE:
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
-    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(like.dtype).view(like.shape)  # calloc
+    # calloc
+    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(like.dtype).view(like.shape)
 
 
 @contextlib.contextmanager

@@ -194,7 +194,8 @@ class Profiler:
         before, unchanged = drawn.mark(), snapshot(*call)
         try:
             return _unit_result(unit, module, forward, call, device)
-        except Exception:  # no meta kernel, or values are read: try again with zeros
+        except Exception:
+            # no meta kernel, or values are read: try again with zeros
             drawn.back_to(before)
         result = _unit_result(unit, module, forward, unchanged, device, use_zeros=True)
         self._no_meta.add(kind)
@@ -222,7 +223,8 @@ class _ProfiledRun:
         self.model, self.units = profiler.model, profiler.units
         self.mode = _LabelMode(tracer)
         self.functions = contextlib.nullcontext() if tracer is None else TracedFunctions(tracer)
-        self.consumes: dict[Key, Labels] = {}  # in the order of the calls
+        # in the order of the calls
+        self.consumes: dict[Key, Labels] = {}
         self.results: dict[Key, Result] = {}
         self.of_batch: set[Key] = set()
         self._old_attributes: list[tuple[nn.Module, str, Any]] = []
@@ -368,7 +370,8 @@ def snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             return leaf
         try:
             return copy.deepcopy(leaf)
-        except Exception:  # an object that cannot be copied is used as it is
+        except Exception:
+            # an object that cannot be copied is used as it is
             return leaf
 
     call: Call = pytree.tree_map(copied, (args, kwargs))

@@ -234,7 +234,8 @@ class RowTracer:
     def _record(self, name: str, arguments: dict[str, Any]) -> int:
         """Append an operation to the tape; its index there."""
         index = len(self.tape)
-        name = "view" if name == "_unsafe_view" else name  # of a tensor that has been cloned
+        # of a tensor that has been cloned
+        name = "view" if name == "_unsafe_view" else name
         self.tape.append((name, {arg: sketch(value) for arg, value in arguments.items()}))
         if self.before is not None and (index >= len(self.before.tape) or self.before.tape[index][0] != name):
             raise BatchSizeDependent(f"with another number of rows the model does something else: {name}")
@@ -314,13 +315,15 @@ def _shape_only(func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -
     """Results as zeros without memory: values that units would compute are not available."""
     device = next(t.device for t in operands)
     if any(a.alias_info is not None for a in func._schema.arguments):
-        return func(*args, **kwargs)  # a view
+        # a view
+        return func(*args, **kwargs)
     try:
         meta_args, meta_kwargs = map_leaves(lambda _, t: t.to("meta"), (args, kwargs))
         if meta_kwargs.get("device") is not None:
             meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
         out = func(*meta_args, **meta_kwargs)
-    except Exception:  # no meta kernel, or a shape that depends on values
+    except Exception:
+        # no meta kernel, or a shape that depends on values
         return func(*args, **kwargs)
     return map_leaves(lambda _, t: expanded_zeros(t, device), out)
 

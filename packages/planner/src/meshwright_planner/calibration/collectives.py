@@ -70,7 +70,8 @@ def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iter
         group = groups[dist.get_rank() // degree]
         assert group is not None
         for kind in KINDS:
-            points, ways = [], 2.0 if kind == "send_recv" else 1.0  # a round trip
+            # a round trip
+            points, ways = [], 2.0 if kind == "send_recv" else 1.0
             for nbytes in sizes:
                 points.append(
                     (float(nbytes), _collective(_call(kind, nbytes, degree, group), budget, compute) / ways)
@@ -94,7 +95,8 @@ def _collective(run: Callable[[], None], budget: float, compute: Callable[[], ob
     if compute is None:
         return alone
     once, often = [], []
-    for _ in range(REPEATS):  # both end with a collective, whose wait cancels out
+    # both end with a collective, whose wait cancels out
+    for _ in range(REPEATS):
         once.append(_timed(_row(compute, run, often=False)))
         often.append(_timed(_row(compute, run, often=True)))
     added = sorted(often)[REPEATS // 2] - sorted(once)[REPEATS // 2]
@@ -127,7 +129,8 @@ def _call(kind: str, nbytes: int, degree: int, group: Any) -> Callable[[], None]
         return lambda: dist.all_to_all_single(torch.empty_like(parts), parts, group=group)
     place, members = dist.get_rank(group), dist.get_process_group_ranks(group)
 
-    def passed() -> None:  # from each even member to the next, and back
+    # from each even member to the next, and back
+    def passed() -> None:
         other = members[place ^ 1] if (place ^ 1) < degree else None
         if other is None:
             return

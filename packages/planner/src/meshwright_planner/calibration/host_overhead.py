@@ -116,7 +116,8 @@ def host(cluster: Cluster, rows: int = 2) -> float:
 def laid(ranks: int, lay: Callable[[nn.Module, Tensor], nn.Module], rows: int = 2) -> float:
     """Seconds that a mesh adds to each operation; `lay`: applies data parallelism over the running ranks."""
     count, _ = recorded("laptop-cpu", rows)
-    torch.manual_seed(0)  # the same model on all ranks
+    # the same model on all ranks
+    torch.manual_seed(0)
     plain = step_seconds(Little().to(device()), batch(rows))
     x = batch(rows * ranks)
     return max(0.0, step_seconds(lay(Little().to(device()), x), x) - plain) / count

@@ -68,7 +68,8 @@ def attentions(width: int, dtype: torch.dtype, top: float) -> Iterator[Case]:
     for batch, heads, length in (
         (1, 2, 32), (4, 4, 64), (4, 4, 128), (8, 8, 128), (4, 8, 256), (4, 8, 512), (2, 8, 1024), (2, 32, 4096),
     ):  # fmt: skip
-        flops = 2.0 * batch * heads * length * length * width  # a causal query sees half of the keys
+        # a causal query sees half of the keys
+        flops = 2.0 * batch * heads * length * length * width
         if flops <= top:
             q, k, v = (_random((batch, heads, length, width), dtype) for _ in range(3))
             yield Case(flops, (q, k, v), partial(F.scaled_dot_product_attention, is_causal=True))
@@ -101,7 +102,8 @@ def stream(kind: str, x: Tensor) -> Case:
         scale = torch.randn(2, width, device=x.device).to(x.dtype)
         return Case(2 * nbytes, (x, scale[0], scale[1]), lambda t, w, b: F.layer_norm(t, (width,), w, b))
     if kind == "softmax":
-        wide = x.view(-1, min(x.numel(), 32 * width))  # as many classes as a small vocabulary has
+        # as many classes as a small vocabulary has
+        wide = x.view(-1, min(x.numel(), 32 * width))
         classes = torch.zeros(len(wide), dtype=torch.long, device=x.device)
         return Case(nbytes, (wide,), lambda t: F.cross_entropy(t, classes))
     if kind == "dropout":
@@ -165,7 +167,8 @@ def fresh(budget: float, top: float) -> MeasuredWork | None:
     for nbytes in (2.0**22, 2.0**24, 2.0**25, 2.0**26, 2.0**27):
         if nbytes > top:
             break
-        count = int(nbytes) // 4 + 1024  # above a power of two, where allocators change their strategy
+        # above a power of two, where allocators change their strategy
+        count = int(nbytes) // 4 + 1024
         used = torch.empty(count, device=device())
         again = least(used.zero_, budget)
         new = least(partial(_zeroed, count), budget)
@@ -231,7 +234,8 @@ def _times(case: Case, budget: float) -> tuple[float, float]:
     back = torch.ones_like(outs[0])
     # autograd may save as many bytes as its inputs have
     made = max(back.numel() * back.element_size(), size, 1)
-    most = int(budget / max(once, 1e-7))  # with fewer repeats than this caches matter little
+    # with fewer repeats than this caches matter little
+    most = int(budget / max(once, 1e-7))
     forward = (
         least(_turns([partial(case.run, *inputs) for inputs in sets], count, made, most), budget) / count
     )

@@ -120,7 +120,8 @@ def measure_ranks(
     collectives = tuple(collectives_module.collectives(ranks, budget, sizes))
     mine = torch.tensor([contended, single, dispatched], dtype=torch.float64, device=device())
     dist.all_reduce(mine)
-    contended, single, dispatched = (float(x) for x in mine)  # only rank 0 ran alone
+    # only rank 0 ran alone
+    contended, single, dispatched = (float(x) for x in mine)
     slower = max(1.0, contended / ranks / single)
     return RankMeasurements(ranks, slower, dispatched / ranks, collectives)
 

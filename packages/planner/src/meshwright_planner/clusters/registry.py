@@ -74,7 +74,8 @@ def cluster_of(choice: str | os.PathLike[str] | Cluster | None, host: PluginHost
         return read(choice)
     if choice is None or choice.startswith(PREFIX):
         here = at_hand(ranks, named)
-        if choice is None or choice == here.name:  # plans keep the name of the machine that made them
+        # plans keep the name of the machine that made them
+        if choice is None or choice == here.name:
             return here
     from meshwright_dtensor.plugins import ClusterSpec
 

@@ -43,7 +43,8 @@ class BackwardTraffics:
                 self._inner[item.by].append(place)
             elif item.value is not None:
                 self._read[item.by].add(item.value)
-        self._first: dict[int, int] = {}  # value -> the first node from which it receives a gradient
+        # value -> the first node from which it receives a gradient
+        self._first: dict[int, int] = {}
         for index, node in enumerate(tape.nodes):
             for ref, flows in zip(node.ins, tape.flows[index], strict=True):
                 if flows:

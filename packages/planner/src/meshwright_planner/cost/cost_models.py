@@ -107,7 +107,8 @@ class CheckedModel:
             answer = ask(question)
         except MeshwrightError:
             raise
-        except Exception as error:  # third-party code may raise anything
+        except Exception as error:
+            # third-party code may raise anything
             raise self._error(f"raised {type(error).__name__}: {error}", question) from error
         if isinstance(answer, bool) or not isinstance(answer, Real):
             shown = repr(answer)

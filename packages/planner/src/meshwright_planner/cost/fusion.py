@@ -65,7 +65,8 @@ def _groups(tape: Tape, works: Sequence[Work]) -> dict[int, int]:
     maker: dict[int, int] = {}
     depth: dict[
         int, int
-    ] = {}  # of a value: how many nodes that do not fuse lie before it, one after the other
+        # of a value: how many nodes that do not fuse lie before it, one after the other
+    ] = {}
     level: dict[int, int] = {}
     for index, node in enumerate(tape.nodes):
         level[index] = max((depth.get(ref.i, 0) for ref in node.ins), default=0)

@@ -95,7 +95,8 @@ def _measured(cluster: Cluster, curve: MeasuredWork, op: Operation) -> float:
     if op.kind == "matmul" or op.kind.startswith("attention"):
         forward = curve.seconds(op.flops, (True, False))
         back = curve.seconds(op.flops, (False, True)) if op.backward else 0.0
-        if op.kind == "matmul":  # measured with both gradients
+        # measured with both gradients
+        if op.kind == "matmul":
             back *= min(op.gradients, 2) / 2
         least = op.nbytes / cluster.streams
         even = even_bytes(op.flops, op.itemsize, op.products) if op.made else 0.0

@@ -163,7 +163,8 @@ class AxisCosts:
             tuple(self._local(values[r.i].shape, s) for r, s in zip(refs, states))
             for refs, states in ((node.ins, ins), (node.outs, outs))
         ]
-        figures = getattr(self.model, "figures", None)  # of first-party models
+        # of first-party models
+        figures = getattr(self.model, "figures", None)
         forward = FORWARD if figures is None else timed(figures, op)[1]
         return self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1])), forward
 
@@ -175,7 +176,8 @@ class AxisCosts:
         streamed = sum(made)
         table = work.table_bytes
         if work.kind == "embedding":
-            streamed *= 2  # reads only the rows that it writes
+            # reads only the rows that it writes
+            streamed *= 2
             table = int(table * self.share(ins[1] if len(ins) > 1 else "I"))
         else:
             streamed += sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.ins, ins))

@@ -39,7 +39,8 @@ class LiveRanges:
         tape, quotient = problem.tape, problem.quotient
         nodes = list(quotient.nodes)
         place = {k: n for n, k in enumerate(nodes)}
-        root: dict[int, int] = {}  # value -> the first value of its storage
+        # value -> the first value of its storage
+        root: dict[int, int] = {}
         made: dict[int, tuple[int, int]] = {}
         last: dict[int, int] = {}
         for n, k in enumerate(nodes):
@@ -52,7 +53,8 @@ class LiveRanges:
                 value = quotient.value(ref.i)
                 if _shares(node):
                     source = root.get(quotient.value(node.ins[0].i))
-                    if source is not None:  # a view of a parameter or an input has no new storage
+                    # a view of a parameter or an input has no new storage
+                    if source is not None:
                         root[value] = source
                 elif value not in root:
                     root[value], made[value], last[value] = value, (k, slot), n
@@ -60,7 +62,8 @@ class LiveRanges:
             source = root.get(quotient.value(result))
             if source is not None:
                 last[source] = len(nodes) - 1
-        kept: dict[int, int] = {}  # the place from which it counts as saved
+        # the place from which it counts as saved
+        kept: dict[int, int] = {}
         for item in tape.saved:
             source = None if item.root is None else root.get(quotient.value(item.root))
             if source is not None:

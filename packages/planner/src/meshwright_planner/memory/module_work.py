@@ -59,7 +59,8 @@ def module_runs(problem: PlacementProblem) -> ModuleRuns:
     makers: dict[int, str] = {}
     runs_found: list[ModuleRun] = []
     run_of: list[int] = []
-    made_of: list[dict[int, frozenset[int]]] = []  # per run, value -> the inputs that it depends on
+    # per run, value -> the inputs that it depends on
+    made_of: list[dict[int, frozenset[int]]] = []
     for module, nodes in itertools.groupby(enumerate(tape.nodes), lambda entry: entry[1].module):
         kinds: list[int] = []
         read: set[str] = set()
@@ -139,7 +140,8 @@ def module_work(
             states[quotient.value(ref.i)] = state
     by_kinds: dict[
         tuple[int, ...], tuple[float, float, float, float]
-    ] = {}  # copies of a block have equal work
+        # copies of a block have equal work
+    ] = {}
     work = []
     for number, run in enumerate(runs.runs):
         same = by_kinds.get(run.kinds)
@@ -172,7 +174,8 @@ def module_work(
 def _output_gradient_bytes(problem: PlacementProblem, placement: Placement, k: int) -> float:
     """Bytes of the gradients of the outputs of a node that computes with a trained parameter; they wait for the weight half."""
     tape, node = problem.tape, problem.tape.nodes[k]
-    if placement.again:  # with recomputation a backward is not split
+    # with recomputation a backward is not split
+    if placement.again:
         return 0.0
     pairs = zip(node.ins, tape.flows[k], strict=True)
     if not any(flows and (tape.values[r.i].name or "").startswith("param:") for r, flows in pairs):

@@ -73,7 +73,8 @@ def optimizer_moment(sizes: Sequence[float], optimizer: str, together: bool) -> 
 def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
     """The moments that may be the peak of a step; `update`: that of the optimizer."""
     best: list[Moment] = []
-    dominating: Moment | None = None  # one of the best: it mostly dominates the next moment too
+    # one of the best: it mostly dominates the next moment too
+    dominating: Moment | None = None
     for moment in replay.moments():
         if dominating is not None and dominating.dominates(moment):
             continue
@@ -146,7 +147,8 @@ class Replay:
         self.size: dict[int, float] = {}
         self.gradient: dict[
             int, float
-        ] = {}  # place -> bytes of the parameter gradients that one copy completes
+            # place -> bytes of the parameter gradients that one copy completes
+        ] = {}
         self._values()
         self.kept = self._kept()
 

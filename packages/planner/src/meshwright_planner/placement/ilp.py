@@ -131,8 +131,10 @@ class Program:
         matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), shape=(len(self.low), len(self.cost)))
         cost = np.asarray(self.cost)
         scale = 1.0 / max(
-            float(np.max(np.abs(cost), initial=0.0)), 1e-12
-        )  # the solver's tolerances are absolute
+            float(np.max(np.abs(cost), initial=0.0)),
+            1e-12,
+            # the solver's tolerances are absolute
+        )
         limits = LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))
 
         def run_solver(integer: Any, seconds: float, presolve: bool) -> Any:

@@ -233,7 +233,8 @@ class Build:
         users: dict[tuple[int | None, Hashable], dict[int, list[int]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        places = SavedPlaces.of(self.problem)  # a mask that every layer saves counts once
+        # a mask that every layer saves counts once
+        places = SavedPlaces.of(self.problem)
         size: dict[tuple[int | None, Hashable], float] = {}
         for number, node in places.representative:
             item, root = self.tape.saved[number], self.tape.saved[number].root
@@ -289,7 +290,8 @@ class Build:
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
         objective = float(np.dot(self.program.cost, x))
         compute, forward = seconds_of(options, counts)
-        early = answer.status != 0  # the solver stopped at a known distance from the optimum
+        # the solver stopped at a known distance from the optimum
+        early = answer.status != 0
         return Placement(
             options=options,
             stored=stored,

@@ -116,7 +116,8 @@ class Domains:
             before, after = (self.tape.values[r.i].shape for r in (node.ins[0], node.outs[0]))
             for dim, size in enumerate(before):
                 if size % self.degree or size == 1 or dim == len(before) - 1:
-                    continue  # features flattened with rows are one interval a row
+                    # features flattened with rows are one interval a row
+                    continue
                 state = through_view(before, after, dim, self.degree)
                 if isinstance(state, IntervalShard) and len(state.intervals[0]) <= _FEW:
                     self._add(node.outs[0].i, state)

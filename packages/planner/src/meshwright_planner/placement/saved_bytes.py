@@ -76,7 +76,8 @@ def kept_bytes(problem: ProblemView, placement: Placement) -> float:
         split = problem.kept_split(item, option)
         if tape.lasts(item.root):
             if costs.split((placement.stored.get(quotient.value(item.root), "I"),)) == split:
-                continue  # a parameter in its stored state costs nothing more
+                # a parameter in its stored state costs nothing more
+                continue
         size = item.nbytes * places.copies[item.root] * costs.part(split)
         kept[item.root, split] = max(kept.get((item.root, split), 0.0), size)
     return sum(kept.values())

@@ -141,11 +141,13 @@ class _EventLoop:
         self.clock: dict[Actor, float] = dict.fromkeys(programs, 0.0)
         self.next: dict[Actor, int] = dict.fromkeys(programs, 0)
         self.busy_until: dict[Actor, float] = dict.fromkeys(programs, 0.0)
-        self.messages: dict[Hashable, tuple[float, float, Actor]] = {}  # sent, arrived, sender
+        # sent, arrived, sender
+        self.messages: dict[Hashable, tuple[float, float, Actor]] = {}
         self.collectives: dict[Stream, _Collectives] = defaultdict(_Collectives)
         self.joined: dict[tuple[Actor, Stream], int] = defaultdict(int)
         self.awaited: dict[tuple[Actor, Stream], int] = defaultdict(int)
-        self.lanes: dict[tuple[Actor, str], tuple[Stream, int]] = {}  # the last collective on each
+        # the last collective on each
+        self.lanes: dict[tuple[Actor, str], tuple[Stream, int]] = {}
         self.waiting: dict[Hashable, list[Actor]] = defaultdict(list)
         self.ready = list(programs)
 

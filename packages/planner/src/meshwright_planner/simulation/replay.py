@@ -286,7 +286,8 @@ def _chain(load: Workload, outcome: Outcome) -> list[tuple[tuple[int, ...], str,
     actor: Any = max(load.actors(), key=lambda a: (outcome.ends[a], a))
     now, totals = outcome.seconds, dict[tuple[Any, str], float]()
     index = {a: len(outcome.spans[a]) - 1 for a in load.actors()}
-    visited: set[Any] = {actor}  # at this moment, so that ranks that wait for each other end the search
+    # at this moment, so that ranks that wait for each other end the search
+    visited: set[Any] = {actor}
     while now > 0 and index[actor] >= 0:
         span = outcome.spans[actor][index[actor]]
         if span.start >= now:

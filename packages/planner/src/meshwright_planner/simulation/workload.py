@@ -111,7 +111,8 @@ class Workload:
 
     def _stages(self) -> tuple[StageTime, ...]:
         count = 1 if self.plan.pipeline is None else len(self.plan.pipeline.stages)
-        if not self.split.stages and self.plan.pipeline is None:  # a plan written by hand
+        # a plan written by hand
+        if not self.split.stages and self.plan.pipeline is None:
             third = self.predicted.compute_seconds / 3
             return (StageTime(forward_seconds=third, backward_seconds=2 * third),)
         if len(self.split.stages) != count:
@@ -237,7 +238,8 @@ class Workload:
             after = None
             if (
                 SHARED in self.mesh.loose and SHARED not in loose
-            ):  # the shards of the shared axis are summed after it
+                # the shards of the shared axis are summed after it
+            ):
                 after = (
                     frozenset((p, rank) for p in self.replicas.members(place, [SHARED])),
                     f"{SHARED}:{phase}",

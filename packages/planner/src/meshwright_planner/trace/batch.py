@@ -113,7 +113,8 @@ def scaled(batch: Batch, rows: int) -> Batch:
             return tensor
         if tensor.is_floating_point() or tensor.is_meta or is_fake(tensor):
             return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        return tensor[torch.arange(rows, device=tensor.device) % size]  # models read integers
+        # models read integers
+        return tensor[torch.arange(rows, device=tensor.device) % size]
 
     return batch.map(change)
 

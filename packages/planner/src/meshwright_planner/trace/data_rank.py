@@ -180,7 +180,8 @@ class DataRank:
             return replace(node, flops=flops * self._part(k))
         view = NodeView.of(node, self.global_tape.values, 1)
         op, args, kwargs = localise(view, [values[r.i].shape for r in node.outs], read)
-        if op is not node.op:  # an equivalent operation on the local part
+        # an equivalent operation on the local part
+        if op is not node.op:
             args, kwargs = node.args, node.kwargs
         return replace(node, args=args, kwargs=kwargs, flops=flops * self._part(k))
 

@@ -63,7 +63,8 @@ def backward_flops(node: Node, values: Sequence[Value], flows: Sequence[bool], f
     if not flops or not any(wanted):
         return 0.0
     query, _, value = (values[ref.i].shape[-1] for ref in node.ins[:3])
-    scores = flops * query / (query + value)  # of the two products of the forward, the first
+    # of the two products of the forward, the first
+    scores = flops * query / (query + value)
     by_query, by_key, by_value = wanted
     # query and key both need the gradient of the scores
     return scores * (by_query + by_key) + (flops - scores) * ((by_query or by_key) + by_value)

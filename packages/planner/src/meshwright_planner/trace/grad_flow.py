@@ -134,7 +134,8 @@ def flows(
     """
     maker = {ref.i: note for node, note in zip(nodes, notes, strict=True) for ref in node.outs}
     grad = [False] * values
-    stored: set[int] = set()  # storages that receive a gradient
+    # storages that receive a gradient
+    stored: set[int] = set()
 
     def comes_to(value: int) -> None:
         grad[value] = True
@@ -148,7 +149,8 @@ def flows(
         node, note = nodes[k], notes[k]
         nothing = (False,) * len(node.ins)
         back = any(grad[ref.i] for ref in node.outs)
-        if not back and node.mutates:  # a write to a part of a storage
+        # a write to a part of a storage
+        if not back and node.mutates:
             back = any(roots.get(ref.i, ref.i) in stored for ref in node.outs)
         inputs[k] = (note.wanted or nothing) if back else nothing
         if any(inputs[k]):

@@ -99,7 +99,8 @@ def quotient(tape: Tape, merge: bool = True) -> Quotient:
 @dataclass
 class _Block:
     name: str
-    outside: list[int]  # values that come from outside, in order of first use
+    # values that come from outside, in order of first use
+    outside: list[int]
     inside: set[int]
 
 

@@ -43,7 +43,8 @@ def initial_states(global_tape: Tape, states: Mapping[str, States], axes: int) -
     start: dict[int, States] = {}
     for i, value in enumerate(global_tape.values):
         kind, _, name = (value.name or "").partition(":")
-        if kind == "param":  # gradients are summed later
+        # gradients are summed later
+        if kind == "param":
             start[i] = ("X",) * axes
         elif kind == "input":
             start[i] = states[name]

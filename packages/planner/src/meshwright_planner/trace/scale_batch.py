@@ -93,7 +93,8 @@ class TapeFamily:
                 rules = self._rule(n.args, m.args), self._rule(n.kwargs, m.kwargs)
                 self._nodes.append((i, *rules, self._power(n.flops, m.flops)))
         self._saved: list[tuple[int, _Rule]] = []
-        self._whole: list[tuple[int, int]] = []  # (saved tensor, root): a whole known storage is saved
+        # (saved tensor, root): a whole known storage is saved
+        self._whole: list[tuple[int, int]] = []
         for i, (s, t) in enumerate(zip(_items(a), _items(b), strict=True)):
             root = s.root
             if root is not None and (s.nbytes, t.nbytes) == (a.values[root].nbytes, b.values[root].nbytes):

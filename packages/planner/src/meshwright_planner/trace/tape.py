@@ -126,7 +126,8 @@ class Tape:
     @cached_property
     def _inside(self) -> dict[str, list[int]]:
         """Module -> the nodes that it and the modules in it run, in order; without the model itself."""
-        if self.origin is not None:  # the same operations
+        # the same operations
+        if self.origin is not None:
             return self.origin._inside
         nodes_of: dict[str, list[int]] = defaultdict(list)
         above: dict[str, list[str]] = {}
@@ -247,8 +248,10 @@ def _written_through(tape: Tape, roots: Mapping[int, int]) -> frozenset[int]:
     For these a view of a converted copy would be wrong.
     """
     maker = {ref.i: index for index, node in enumerate(tape.nodes) for ref in node.outs}
-    read: dict[int, int] = {}  # value -> its last reader
-    written: dict[int, list[int]] = defaultdict(list)  # first value of a storage -> nodes that write to it
+    # value -> its last reader
+    read: dict[int, int] = {}
+    # first value of a storage -> nodes that write to it
+    written: dict[int, list[int]] = defaultdict(list)
     for index, node in enumerate(tape.nodes):
         read.update((r.i, index) for r in node.ins)
         if node.mutates:
@@ -275,8 +278,10 @@ def _product_writes(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
     Both keep the layout of the product: the write would not reach a converted copy.
     """
     maker = {ref.i: index for index, node in enumerate(tape.nodes) for ref in node.outs}
-    products: list[bool] = []  # per node, whether it or an input of it is a product
-    fresh: list[bool] = []  # per node, whether it creates a tensor
+    # per node, whether it or an input of it is a product
+    products: list[bool] = []
+    # per node, whether it creates a tensor
+    fresh: list[bool] = []
     for node in tape.nodes:
         before = [maker[r.i] for r in node.ins if r.i in maker and maker[r.i] < len(products)]
         # the FLOPs of a composite are not known yet

@@ -118,7 +118,8 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         """The sum over the ranks, each of which used the value."""
-        if torch.is_grad_enabled():  # create_graph=True: an all-reduce alone is no graph
+        # create_graph=True: an all-reduce alone is no graph
+        if torch.is_grad_enabled():
             return SumOverRanks.apply(gradients[0], context.axes, context.ctx), None, None
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         return context.ctx.all_reduce(total, context.axes, "backward"), None, None

@@ -174,7 +174,8 @@ class SumPair(torch.autograd.Function):
     def backward(context: Any, *gradients: Any) -> Any:
         """Identity."""
         gradient = gradients[0]
-        if gradient.requires_grad and torch.is_grad_enabled():  # create_graph=True
+        # create_graph=True
+        if gradient.requires_grad and torch.is_grad_enabled():
             gradient = SharedGradient.apply(gradient, context.axes, context.ctx)
         return gradient, None, None, None
 
@@ -203,7 +204,8 @@ def _weight_of_rows(tensors: list[torch.Tensor], ignore: int, class_dim: int) ->
     logits, target = tensors[:2]
     if not _is_integer(target.dtype):
         return torch.tensor(logits.numel() // logits.shape[class_dim], device=logits.device)
-    kept = target.long() != ignore  # uint8 has no -100, and torch counts 156
+    # uint8 has no -100, and torch counts 156
+    kept = target.long() != ignore
     if len(tensors) < 3:
         return kept.sum()
     return tensors[2][target.long().masked_fill(~kept, 0)].masked_fill(~kept, 0).sum()

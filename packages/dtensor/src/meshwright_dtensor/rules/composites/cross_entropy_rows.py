@@ -76,8 +76,10 @@ def scaled(
     kept, index = _looked_up(target, ignore)
     scale = torch.where(kept, gradient, 0.0).unsqueeze(
         -1
-    )  # not a product, which is NaN for the mean of no rows
-    if torch.is_grad_enabled():  # create_graph=True
+        # not a product, which is NaN for the mean of no rows
+    )
+    # create_graph=True
+    if torch.is_grad_enabled():
         return torch.softmax(logits, -1).scatter_add(-1, index, _minus_ones(logits)) * scale
     return (unscaled(logits, target, ignore) if made is None else made).mul_(scale)
 
@@ -99,7 +101,8 @@ def _minus_ones(logits: torch.Tensor) -> torch.Tensor:
 
 def _looked_up(target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask of the rows that are not ignored [n], and the class of each row [n, 1], 0 if ignored."""
-    target = target.long()  # uint8 has no -100
+    # uint8 has no -100
+    target = target.long()
     kept = target != ignore
     return kept, target.masked_fill(~kept, 0).unsqueeze(-1)
 
@@ -179,7 +182,8 @@ class SharedRowsLoss(torch.autograd.Function):
         """The gradient of the local logits; twice differentiable."""
         gradient = gradients[0]
         logits, target = context.saved_tensors
-        if gradient.requires_grad and torch.is_grad_enabled():  # create_graph=True
+        # create_graph=True
+        if gradient.requires_grad and torch.is_grad_enabled():
             gradient = SharedGradient.apply(gradient, context.axes, context.ctx)
         made = None if context.made is None else context.made.take()
         return scaled(gradient, logits, target, context.ignore, made), None, None, None, None, None

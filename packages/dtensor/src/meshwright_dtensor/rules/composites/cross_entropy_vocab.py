@@ -39,7 +39,8 @@ class VocabularyLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         """Loss of each row, the same on every rank of the axes."""
         scores = _wide(logits).movedim(class_dim, -1)
-        target = target.long()  # uint8 has no -100
+        # uint8 has no -100
+        target = target.long()
         kept = target != ignore
         if target.device.type == "cpu" and bool(((target < 0) | (target >= shards.classes))[kept].any()):
             raise IndexError(
@@ -62,7 +63,8 @@ class VocabularyLoss(torch.autograd.Function):
         """Gradient of this rank's logits."""
         with torch.no_grad():
             result = VocabularyLoss.gradient(context, gradient)
-        if torch.is_grad_enabled():  # create_graph=True; the softmax below is outside of the graph
+        # create_graph=True; the softmax below is outside of the graph
+        if torch.is_grad_enabled():
             result = Once.apply(result.requires_grad_())
         return result, None, None, None, None
 

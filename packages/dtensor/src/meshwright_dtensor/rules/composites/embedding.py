@@ -68,7 +68,8 @@ class Embedding(Lookup):
                 return None
             if padding_idx is not None:
                 if not -weight.shape[0] <= padding_idx < weight.shape[0]:
-                    return None  # F.embedding raises
+                    # F.embedding raises
+                    return None
                 padding_idx %= weight.shape[0]
             return (input, weight, padding_idx), {}
 

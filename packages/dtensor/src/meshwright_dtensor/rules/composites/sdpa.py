@@ -67,8 +67,11 @@ class ScaledDotProductAttention(Composite):
                     add((dim, R, R), dim, dim)
                 elif q[dim] % view.n == 0 and k[dim] % view.n == 0:
                     add(
-                        (dim, dim, dim), dim, dim
-                    )  # contiguous query heads stay with their group of key heads
+                        (dim, dim, dim),
+                        dim,
+                        dim,
+                        # contiguous query heads stay with their group of key heads
+                    )
             elif len(sizes - {1}) == 1:
                 q_state, k_state, v_state = (dim if t[dim] != 1 else R for t in (q, k, v))
                 add((q_state, k_state, v_state), dim, dim)

@@ -63,10 +63,12 @@ def blocks(queries: Sequence[Interval], keys: Sequence[Interval], causal: bool) 
 
 def _causal(row: int, start: int, length: int, column: int, first: int, count: int) -> list[Block]:
     """Blocks of one interval of queries and one of keys: keys before the queries, the triangle, queries after the keys."""
-    before = max(0, min(count, start - first))  # keys that all of the queries see
+    # keys that all of the queries see
+    before = max(0, min(count, start - first))
     result = [Block((row, length), (column, before), first)]
     column, first, count = column + before, first + before, count - before
-    late = max(0, first - start)  # queries that see none of the rest
+    # queries that see none of the rest
+    late = max(0, first - start)
     row, start, length = row + late, start + late, length - late
     side = min(length, count)
     if side > 0:
@@ -212,7 +214,8 @@ def _to_groups(gradient: Tensor, like: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, block: Block, terms: Terms) -> Tensor:
     """Scaled and masked scores of the block, in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    root = math.sqrt(abs(terms.scale))  # shared between q and k, as torch does against overflow
+    # shared between q and k, as torch does against overflow
+    root = math.sqrt(abs(terms.scale))
     rows = q.narrow(-2, *block.rows).to(wide) * math.copysign(root, terms.scale)
     scores = rows @ (k.to(wide) * root).transpose(-2, -1)
     if block.triangle:

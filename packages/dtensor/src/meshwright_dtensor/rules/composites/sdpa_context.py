@@ -52,7 +52,8 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
         bias = tensors[3] if mask is not None else None
-        if uneven and bias is not None and bias.dim() > 1 and bias.shape[-2] != 1:  # made for whole sequences
+        # made for whole sequences
+        if uneven and bias is not None and bias.dim() > 1 and bias.shape[-2] != 1:
             bias = torch.cat([bias.narrow(-2, *interval) for interval in ranks.queries], -2)
         noise = None if draw is None else draw(q)
         out = SharedAttention.apply(q, k, v, bias, noise, scale, ranks, site)
@@ -116,7 +117,8 @@ def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
         MeshContext.of(ctx.mesh), states, whole, torch.Size((*k[:-1], k[-1] + v[-1]))
     )
     assert gathered is not None
-    dual = gathered.dual()  # its backward is the same gather, logged as backward
+    # its backward is the same gather, logged as backward
+    dual = gathered.dual()
     return (
         lambda t, site, phase: gathered.forward(t, site) if phase == "forward" else dual.backward(t, site),
         gathered.backward,

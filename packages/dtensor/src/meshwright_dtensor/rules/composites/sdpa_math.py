@@ -34,7 +34,8 @@ def attention_weights(
 ) -> torch.Tensor:
     """softmax(q k^T * scale + mask) over the last dim; a query without visible keys gets zeros, as in torch."""
     factor = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
-    root = math.sqrt(abs(factor))  # shared between q and k, as torch does against overflow
+    # shared between q and k, as torch does against overflow
+    root = math.sqrt(abs(factor))
     scores = (q * math.copysign(root, factor)) @ (k * root).transpose(-2, -1)
     if causal:
         rows, columns = scores.shape[-2:]

@@ -135,7 +135,8 @@ class _KeyGradients:
     def __init__(self, ranks: Ranks, site: Site) -> None:
         self.ranks, self.site = ranks, site
         self._coming: Callable[[], Tensor] | None = None
-        self._source = ranks.rank  # the owner of the keys of the next gradient
+        # the owner of the keys of the next gradient
+        self._source = ranks.rank
         self._whole: Tensor | None = None
 
     def send(self, gradient: Tensor) -> None:
@@ -144,7 +145,8 @@ class _KeyGradients:
             self._whole = gradient
             return
         if self._coming is not None:
-            gradient = gradient.add_(self._coming())  # the sum of earlier ranks is passed on with the keys
+            # the sum of earlier ranks is passed on with the keys
+            gradient = gradient.add_(self._coming())
         self._source -= 1
         self._coming = _shift(
             self.ranks, gradient, self._source, self.site, "backward", "gradients of keys and values"
@@ -186,7 +188,8 @@ def _shift(
     def wait() -> Tensor:
         for request in work:
             request.wait()
-        assert tensor is not received  # keeps the sent tensor alive until it is sent
+        # keeps the sent tensor alive until it is sent
+        assert tensor is not received
         return received
 
     return wait

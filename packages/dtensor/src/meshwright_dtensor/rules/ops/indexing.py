@@ -92,7 +92,8 @@ def _masked_put(view: NodeView, indices: list[Any], values: Slot) -> Iterator[Ro
     masked, whole = len(shapes[slot]), shapes[0]
     put = shapes[values.index]
     if len(put) > len(whole) - masked + 1 or (len(put) == len(whole) - masked + 1 and put[0] != 1):
-        return  # another value for each place
+        # another value for each place
+        return
     for dim in range(len(whole)):
         states: list[State] = [R] * len(shapes)
         states[0] = dim

@@ -153,7 +153,8 @@ def convolution(view: NodeView) -> Iterator[Row]:
     groups, transposed = bound["groups"], bound["transposed"]
     data, weight = view.in_shapes[0], view.in_shapes[1]
     if len(data) != len(weight):
-        return  # no batch dim
+        # no batch dim
+        return
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
 
     def row(x: State, w: State, b: State, out: State) -> Row:
@@ -164,7 +165,8 @@ def convolution(view: NodeView) -> Iterator[Row]:
         yield row(R, out_dim, 0, 1)
         yield row(1, in_dim, P, P)
     elif data[1] == groups and weight[0] == groups and not transposed:
-        yield row(1, 0, 0, 1)  # depthwise, one filter per channel
+        # depthwise, one filter per channel
+        yield row(1, 0, 0, 1)
     yield row(P, R, P, P)
     yield row(R, P, P, P)
     assert bias == (count == 3)

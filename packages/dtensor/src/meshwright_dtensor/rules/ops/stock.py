@@ -35,7 +35,8 @@ def suggestions(view: NodeView) -> list[Row]:
         listed = stock_rows(op, args, kwargs, count)
         if listed is None:
             listed = _probe(view, args, kwargs)
-    except Exception:  # DTensor has no suggestion: the op stays replicated
+    except Exception:
+        # DTensor has no suggestion: the op stays replicated
         return []
     rows = []
     for entries in listed:
@@ -56,7 +57,8 @@ def _probe(view: NodeView, args: Any, kwargs: Any) -> list[tuple[Any, ...]]:
     for combination in itertools.islice(itertools.product(*options), _PROBES):
         try:
             probed = stock_probe(view.node.op, args, kwargs, mesh, list(combination))
-        except Exception:  # this combination is not supported
+        except Exception:
+            # this combination is not supported
             continue
         if probed is None:
             return []

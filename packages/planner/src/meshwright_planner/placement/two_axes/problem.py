@@ -24,7 +24,8 @@ class JointProblem(PlacementProblem):
     """
 
     whole: State = ("I", "I")  # type: ignore[assignment]
-    patience = 600.0  # one program of two axes takes about 20 at most on an idle machine
+    # one program of two axes takes about 20 at most on an idle machine
+    patience = 600.0
     legality: JointLegality
     costs: JointCosts
 

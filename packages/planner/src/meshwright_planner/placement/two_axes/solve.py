@@ -84,7 +84,8 @@ def solve(
         other, late = None, unsolved
     best = min((p for p in (placement, other) if p is not None), key=lambda p: p.objective, default=None)
     if best is None:
-        if late is not None:  # a failed alternation does not prove that there is no placement
+        # a failed alternation does not prove that there is no placement
+        if late is not None:
             raise late
         return None
     bound = lower_bound(problem, max(1.0, time_limit - (time.perf_counter() - start)))

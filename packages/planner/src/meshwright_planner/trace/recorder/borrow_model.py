@@ -44,7 +44,8 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
                     for name, tensor in table.items():
                         if tensor is not None:
                             table[name] = once(tensor)  # type: ignore[assignment]
-                if _torch.own_tensors(module)[0]:  # a forward may call to() on a module (routers)
+                # a forward may call to() on a module (routers)
+                if _torch.own_tensors(module)[0]:
                     _torch.convert_by(module, KeptApply(module))
             yield
         finally:

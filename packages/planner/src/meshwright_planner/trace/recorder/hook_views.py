@@ -64,7 +64,8 @@ def recorded_hooks(block: nn.Module, recorder: StorageRecorder) -> Iterator[Hook
         yield hook_calls
     finally:
         for (_, table), keys, hooks in zip(tables, wrapped, before):
-            hook_calls.passive &= list(table) == keys  # else hooks were added or removed during the run
+            # else hooks were added or removed during the run
+            hook_calls.passive &= list(table) == keys
             table.update((key, hook) for key, hook in hooks.items() if key in table)
 
 

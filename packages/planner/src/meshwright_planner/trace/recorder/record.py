@@ -94,7 +94,8 @@ def record(
         except (
             UsageError,
             BlocksDifferError,
-        ):  # blocks that depend on each other's side effects: run them all
+            # blocks that depend on each other's side effects: run them all
+        ):
             tape = _run_mixed(model, batch, composites, dtype, cache, replay=False)
     except _torch.DATA_DEPENDENT as error:
         tape = _run_real(model, batch, composites, error, dtype)
@@ -270,7 +271,8 @@ def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, s
 
     def enters(module: nn.Module, args: Any) -> None:
         caller = recorder.frames[-1].module
-        name = names.get(id(module), caller)  # modules made during the forward count as their caller
+        # modules made during the forward count as their caller
+        name = names.get(id(module), caller)
         if name != caller:
             calls.add((caller, name))
         recorder.enter_module(name)
@@ -287,7 +289,8 @@ def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, s
 def _with_copies(calls: Iterable[tuple[str, str]], copied: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """The calls, with those inside of copied modules."""
     all_calls = set[tuple[str, str]]()
-    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)  # module -> calls by it and inside it
+    # module -> calls by it and inside it
+    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)
 
     def add(caller: str, called: str) -> None:
         if (caller, called) not in all_calls:
@@ -301,7 +304,8 @@ def _with_copies(calls: Iterable[tuple[str, str]], copied: Mapping[str, str]) ->
     for (
         name,
         original,
-    ) in copied.items():  # in order of recording: the original may contain copies
+        # in order of recording: the original may contain copies
+    ) in copied.items():
         for caller, called in list(inside[original]):
             if called.startswith(f"{original}."):
                 add(name + caller[len(original) :], name + called[len(original) :])

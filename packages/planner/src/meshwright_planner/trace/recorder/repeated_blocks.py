@@ -28,7 +28,8 @@ def families(model: nn.Module) -> dict[str, tuple[str, bool]]:
         members: dict[Any, list[str]] = {}
         for key, child in module.named_children():
             held = next(child.children(), None) is not None and next(child.parameters(), None) is not None
-            if held and has_forward(child):  # other modules are never called
+            # other modules are never called
+            if held and has_forward(child):
                 marks = _signature(child)
                 if marks is not None:
                     members.setdefault(marks, []).append(f"{name}.{key}" if name else key)

@@ -183,7 +183,8 @@ class BlockReplayer:
             out = forward()
         nodes, values, packed = zip(first, (len(recorder.nodes), len(recorder.values), len(recorder.packed)))
         if [recorder.ref(t).i for t in tensors] != inputs or self._own_values(module) != own_values:
-            return None, out  # an input, parameter or buffer was written to
+            # an input, parameter or buffer was written to
+            return None, out
         if not hook_calls.passive or any(
             self._is_unknown(t, own_values) for s in hook_calls.seen for t in s.tensors()
         ):
@@ -309,7 +310,8 @@ class BlockReplayer:
 
         def fake_copy(x: torch.Tensor, storage: list[int] | None = None) -> torch.Tensor:
             i = recorder.ref(x).i
-            if i < low:  # an input, or a value from outside
+            # an input, or a value from outside
+            if i < low:
                 return tensors[run.inputs.index(i)] if i in run.inputs else x
             if id(x) not in made:
                 storage = recorder.storage_of(x, []) if storage is None else storage

@@ -72,6 +72,7 @@ def _per_row(
             first, last = (
                 (kept(steps, many, weights) - kept(steps, few, weights)) / (many - few) for steps in STEPS
             )
-        except RuntimeError:  # no such kernel on this machine
+        except RuntimeError:
+            # no such kernel on this machine
             return 0.0, 0.0
     return first, (last - first) / (STEPS[1] - STEPS[0])

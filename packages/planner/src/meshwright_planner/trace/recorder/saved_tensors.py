@@ -49,7 +49,8 @@ def _saved(recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> It
             output = is_output or item.root is None
             yield item._replace(node=node, output=output, by=node if by is None else by), again
             continue
-        writer = item.node if is_output else item.node + 1  # the overwritten tensor is saved before it
+        # the overwritten tensor is saved before it
+        writer = item.node if is_output else item.node + 1
         if writer in kept and _was_copied(recorder, writer):
             later = kept[writer]
             item = item._replace(root=None, value=None) if is_output else item
@@ -67,7 +68,8 @@ def _kept_by_policies(recorder: StorageRecorder, kept: Mapping[int, int], tape: 
             root = recorder.roots.get(ref.i, ref.i)
             yield Saved(index, root, ref.i, True, tape.values[root].nbytes, index)
         for tensor in tensors:
-            if not recorder.storage_of(tensor, []):  # inside a composite
+            # inside a composite
+            if not recorder.storage_of(tensor, []):
                 yield Saved(index, None, None, True, tensor.numel() * tensor.element_size(), index)
 
 

@@ -29,7 +29,8 @@ class StorageRecorder(Recorder):
         self.storages: dict[int, list[int]] = {}
         self.roots: dict[int, int] = {}
         """Value -> the first value of its storage, if that is another."""
-        self._stored: set[tuple[int, int]] = set()  # (id of a tensor, value) whose storage is noted
+        # (id of a tensor, value) whose storage is noted
+        self._stored: set[tuple[int, int]] = set()
         self.fake = mode
         self._real_elements = REAL_ELEMENTS
         self.copied: dict[str, str] = {}
@@ -39,7 +40,8 @@ class StorageRecorder(Recorder):
         self.notes: list[Note] = []
         """Per node, how it was run."""
         self.checkpoints = Checkpoints(lambda tensor: self._pack(tensor, True))
-        self._place: Place = ()  # the place of the last operation
+        # the place of the last operation
+        self._place: Place = ()
         super().__init__(composites)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,8 @@ class StorageRecorder(Recorder):
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Recorder.on_function."""
-        self.checkpoints.open()  # before a tensor is saved in one that has just begun
+        # before a tensor is saved in one that has just begun
+        self.checkpoints.open()
         return super().on_function(func, args, kwargs)
 
     def _begins(self, func: Any) -> None:
