@@ -18,7 +18,7 @@ the other way round, and the regret is the mean of both.  A turn counts with the
 median of its turns.
 
 Printed: regret (time of the pick over that of the best, less one), place of the pick, Spearman's correlation of predicted
-and measured, and the noise (how far turns of one configuration lie apart); over all models the median regret.  "plain" is
+and measured, and the noise (the spread of the turns of one configuration); over all models the median regret.  "plain" is
 the regret over the least median of the further rounds, which is never below the judged one by more than noise.  Exit code 4
 when a pick is in the worse half, the median regret is above 5%, or the correlation over all runs is below 0.9.  Groups that
 the file of `--json` holds already are not run again, so what was broken off can be taken up.

@@ -131,7 +131,7 @@ LARGE_IDS = torch.arange(1024) % 16
 def test_memory_of_large_gradients_that_stays_is_planned_for(
     rank_pool: RankPool, precision: str | None
 ) -> None:
-    """In another precision even large gradients lie in buckets, whose memory stays from step to step."""
+    """In another precision even large gradients are in buckets, whose memory stays from step to step."""
     pins = {**OTHERS, **CASES["dp"], "precision": precision}
     free = mw.plan(Large(), {"ids": LARGE_IDS}, world_size=2, cluster="laptop-cpu", **pins)
     assert free.predicted is not None

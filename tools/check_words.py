@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 PHRASES = {
-    r"lies|lie alike|lying": "is placed, has the layout, has the same placements",
+    r"lies?|lying": "is placed, has the layout, has the same placements",
     r"in thought": "simulated",
     r"mates": "ranks of the stage",
     r"the post of|letters?|wire": "message, header, p2p",

@@ -2,7 +2,7 @@
 
 A kind of axis that meshwright does not bring: no data is divided over it and no block is cut, it takes the large tables
 at both ends of a language model off each rank's memory. Three things are said: which degrees, what they cost, and which
-parameters lie sharded. Every other state follows from the core's rules: the lookup masks its own rows and adds up over
+parameters are sharded. Every other state follows from the core's rules: the lookup masks its own rows and adds up over
 the axis, the logits stay sharded by vocabulary, the loss exchanges three numbers per token.
 """
 

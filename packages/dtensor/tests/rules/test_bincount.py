@@ -1,4 +1,4 @@
-"""Counts of values over shards: counted where the values lie, gathered where only the whole says what the bins are."""
+"""Counts of values over shards: counted on each shard, gathered where the bins depend on the whole value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes to stored DTensors and through their views, also where they lie in runs, and what a view shows."""
+"""Writes to stored DTensors and through their views, also with interval shards, and the values of a view."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def places(rank: int, world_size: int, keep: bool) -> list[int]:
         backward(model, step, rank, world_size)
         actual.append(model[0].weight.grad.data_ptr())
         (bucket,) = engine._buckets
-        if step:  # fresh memory may lie at the same place by chance: this is what the next step asks for
+        if step:  # new memory may have the same address by chance: the next step asks for this memory
             local = model[0].weight.grad.untyped_storage().data_ptr()
             assert bucket.previous.untyped_storage().data_ptr() == local
         if keep and step == 1:

@@ -154,7 +154,7 @@ def test_a_group_that_straddles_uneven_nodes_pays_the_network() -> None:
     levels = (LinkLevel("fast", 6, 0.0, 100.0), LinkLevel("slow", 0, 0.0, 1.0))
     uneven = Cluster("six", 6, 1, {"float32": 1.0}, 1.0, levels, "").running(12)
     assert uneven.link(1, 2).name == "fast" and uneven.link(1, 3).name == "fast"
-    assert uneven.link(1, 4).name == "slow"  # ranks 4 to 7 lie in two nodes
+    assert uneven.link(1, 4).name == "slow"  # ranks 4 to 7 are in two nodes
     assert uneven.running(4).link(1, 4).name == "fast"  # one group, in one node
     mixed = replace(uneven, links=(replace(levels[0], sizes=(4, 2, 4)), levels[1])).running(10)
     assert mixed.link(1, 2).name == "fast" and mixed.link(1, 4).name == "slow"

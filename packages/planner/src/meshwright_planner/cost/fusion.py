@@ -65,7 +65,7 @@ def _groups(tape: Tape, works: Sequence[Work]) -> dict[int, int]:
     maker: dict[int, int] = {}
     depth: dict[
         int, int
-        # of a value: how many nodes that do not fuse lie before it, one after the other
+        # of a value: the number of nodes before it that do not fuse, one after the other
     ] = {}
     level: dict[int, int] = {}
     for index, node in enumerate(tape.nodes):
