@@ -56,6 +56,7 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         current = ""
+        frozen = False
         while True:
             try:
                 path, source, world_size, rendezvous, payload = pipe.recv()
@@ -64,6 +65,9 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
             joined = False
             try:
                 sys.path[:] = path
+                if not frozen:
+                    _freeze_imports(*source)
+                    frozen = True
                 if rendezvous != current:
                     current = rendezvous
                     _join(rank, world_size, rendezvous)
@@ -96,11 +100,20 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
     os._exit(0)
 
 
+def _freeze_imports(name: str, file: str | None) -> None:
+    """Import the module of the first function, and take all modules out of garbage collections.
+
+    An import of transformers makes hundreds of thousands of objects. This runs before the first function: what a
+    function leaves must not be frozen.
+    """
+    with suppress(Exception):
+        _import(name, file)
+    gc.collect()
+    gc.freeze()
+
+
 def _join(rank: int, world_size: int, rendezvous: str) -> None:
     _leave()
-    # What is alive now stays: modules, with millions of objects after an import of transformers. Collections of the
-    # next world need not visit them.
-    gc.freeze()
     dist.init_process_group(
         "gloo",
         store=FileStore(rendezvous, world_size),
