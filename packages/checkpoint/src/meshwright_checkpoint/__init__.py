@@ -8,9 +8,9 @@ Names are loaded on first use (PEP 562), so that the plugin module imports witho
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright_dtensor.utils.exports import load_on_first_use
 
 if TYPE_CHECKING:
     from meshwright_checkpoint.convert.export import export as export
@@ -25,34 +25,15 @@ if TYPE_CHECKING:
     from meshwright_checkpoint.storage.retention import checkpoints as checkpoints
     from meshwright_checkpoint.storage.retention import latest as latest
 
-# name -> module of this package that defines it
-_EXPORTS = MappingProxyType(
+# module of this package -> the names that it defines
+__all__, __getattr__, __dir__ = load_on_first_use(
+    __name__,
     {
-        "CheckpointError": "errors",
-        "CorruptError": "errors",
-        "MismatchError": "errors",
-        "SaveHandle": "saving.background",
-        "checkpoints": "storage.retention",
-        "export": "convert.export",
-        "export_checkpoint": "convert.export",
-        "latest": "storage.retention",
-        "load": "loading",
-        "prepare_save": "saving.saving",
-        "save": "saving.saving",
-    }
+        ".convert.export": "export, export_checkpoint",
+        ".errors": "CheckpointError, CorruptError, MismatchError",
+        ".loading": "load",
+        ".saving.background": "SaveHandle",
+        ".saving.saving": "prepare_save, save",
+        ".storage.retention": "checkpoints, latest",
+    },
 )
-
-__all__ = list(_EXPORTS)
-
-
-def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{module}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})

@@ -6,66 +6,27 @@ To export a name, add it to the table below.
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import Any
+from meshwright_dtensor.utils.exports import load_on_first_use
 
-# name -> module of this package that defines it
-_EXPORTS = MappingProxyType(
+# module of this package -> the names that it defines
+__all__, __getattr__, __dir__ = load_on_first_use(
+    __name__,
     {
-        # errors
-        "InfeasibleError": "errors",
-        "MeshwrightError": "errors",
-        "PlanError": "errors",
-        "PluginError": "errors",
-        "UnsupportedError": "errors",
-        "UsageError": "errors",
-        "VerificationError": "errors",
-        # plan
-        "ActivationRule": "plan",
-        "ParallelPlan": "plan",
-        "ParameterRule": "plan",
-        "PlannedCollective": "plan",
-        "Prediction": "plan",
-        "Provenance": "plan",
-        "RecomputeRule": "plan",
-        # plugins
-        "PluginHost": "plugins",
-        "discover": "plugins",
-        "hookimpl": "plugins",
+        ".errors": "InfeasibleError, MeshwrightError, PlanError, PluginError, UnsupportedError, UsageError, "
+        "VerificationError",
+        ".plan": "ActivationRule, ParallelPlan, ParameterRule, PlannedCollective, Prediction, Provenance, RecomputeRule",
+        ".plugins": "PluginHost, discover, hookimpl",
         # tensors (these need torch)
-        "CommEvent": "comm.log",
-        "CommLog": "comm.log",
-        "GlobalTensor": "tensor.global_tensor",
-        "Layout": "mesh.layout",
-        "MeshParameter": "parameter",
-        "RunShard": "mesh.run_shard",
-        "IntervalShard": "sharding.intervals",
-        "as_mesh_parameter": "api",
-        "build_mesh": "mesh.mesh",
-        "canonical": "stored.permuted",
-        "communication": "comm.log",
-        "deferred_init": "deferred.materialize",
-        "distribute": "api",
-        "from_local": "api",
-        "init": "mesh.mesh",
-        "mark_sharding": "hints",
-        "like_parameter": "stored.permuted",
-    }
+        ".api": "as_mesh_parameter, distribute, from_local",
+        ".comm.log": "CommEvent, CommLog, communication",
+        ".deferred.materialize": "deferred_init",
+        ".hints": "mark_sharding",
+        ".mesh.layout": "Layout",
+        ".mesh.mesh": "build_mesh, init",
+        ".mesh.run_shard": "RunShard",
+        ".parameter": "MeshParameter",
+        ".sharding.intervals": "IntervalShard",
+        ".stored.permuted": "canonical, like_parameter",
+        ".tensor.global_tensor": "GlobalTensor",
+    },
 )
-
-__all__ = list(_EXPORTS)
-
-
-def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{module}", __name__), name)
-    # found directly from now on
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})

@@ -5,9 +5,9 @@ Names are loaded on first use (PEP 562), so that the plugin module imports witho
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright_dtensor.utils.exports import load_on_first_use
 
 if TYPE_CHECKING:
     from meshwright_parallel.api.auto_parallelize import auto_parallelize as auto_parallelize
@@ -20,33 +20,17 @@ if TYPE_CHECKING:
     from meshwright_parallel.verification.report import VerificationReport as VerificationReport
     from meshwright_parallel.verification.verify import verify as verify
 
-# name -> module of this package that defines it
-_EXPORTS = MappingProxyType(
+# module of this package -> the names that it defines
+__all__, __getattr__, __dir__ = load_on_first_use(
+    __name__,
     {
-        "GradScaler": "optim.grad_scaler",
-        "VerificationReport": "verification.report",
-        "auto_parallelize": "api.auto_parallelize",
-        "clip_grad_norm_": "optim.clip_grad",
-        "distribute_module": "api.distribute_module",
-        "get_total_norm": "optim.clip_grad",
-        "parallelize": "api.parallelize",
-        "shard_loader": "data.loader",
-        "verify": "verification.verify",
-    }
+        ".api.auto_parallelize": "auto_parallelize",
+        ".api.distribute_module": "distribute_module",
+        ".api.parallelize": "parallelize",
+        ".data.loader": "shard_loader",
+        ".optim.clip_grad": "clip_grad_norm_, get_total_norm",
+        ".optim.grad_scaler": "GradScaler",
+        ".verification.report": "VerificationReport",
+        ".verification.verify": "verify",
+    },
 )
-
-__all__ = list(_EXPORTS)
-
-
-def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{module}", __name__), name)
-    # found directly from now on
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright_dtensor.utils.exports import load_on_first_use
 
 if TYPE_CHECKING:
     from meshwright_dtensor.schedule.schedule import Action as Action
@@ -16,24 +17,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_EXPORTS = {
-    "Action": "meshwright_dtensor.schedule.schedule",
-    "Schedule": "meshwright_dtensor.schedule.schedule",
-    "Shape": "meshwright_dtensor.schedule.schedule",
-    "call_of": "meshwright_pipeline.install.division",
-    "pipeline": "meshwright_pipeline.install.api",
-    "write_trace": "meshwright_pipeline.timeline",
-    "timetable": "meshwright_dtensor.schedule.timetable",
-}
-
-__all__ = sorted([*_EXPORTS, "__version__"])
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'meshwright_pipeline' has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+# module -> the names that it defines
+__all__, __getattr__, __dir__ = load_on_first_use(
+    __name__,
+    {
+        "meshwright_dtensor.schedule.schedule": "Action, Schedule, Shape",
+        "meshwright_dtensor.schedule.timetable": "timetable",
+        ".install.api": "pipeline",
+        ".install.division": "call_of",
+        ".timeline": "write_trace",
+    },
+)
+__all__ = sorted([*__all__, "__version__"])

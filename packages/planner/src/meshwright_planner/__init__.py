@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright_dtensor.utils.exports import load_on_first_use
 
 if TYPE_CHECKING:
-    from meshwright_planner.api import plan
-    from meshwright_planner.planners.eager import EagerPlanner
-    from meshwright_planner.planners.manual import ManualPlanner
-    from meshwright_planner.reports.explain import explain
-    from meshwright_planner.reports.module_profile import ModelProfile, ModuleProfile, profile_model
+    from meshwright_planner.api import plan as plan
+    from meshwright_planner.planners.eager import EagerPlanner as EagerPlanner
+    from meshwright_planner.planners.manual import ManualPlanner as ManualPlanner
+    from meshwright_planner.reports.explain import explain as explain
+    from meshwright_planner.reports.module_profile import ModelProfile as ModelProfile
+    from meshwright_planner.reports.module_profile import ModuleProfile as ModuleProfile
+    from meshwright_planner.reports.module_profile import profile_model as profile_model
 
-__all__ = [
-    "EagerPlanner",
-    "ManualPlanner",
-    "ModelProfile",
-    "ModuleProfile",
-    "explain",
-    "plan",
-    "profile_model",
-]
-
-_EXPORTS = MappingProxyType(
+# module of this package -> the names that it defines
+__all__, __getattr__, __dir__ = load_on_first_use(
+    __name__,
     {
-        "plan": "api",
-        "explain": "reports.explain",
-        "EagerPlanner": "planners.eager",
-        "ManualPlanner": "planners.manual",
-        "ModelProfile": "reports.module_profile",
-        "ModuleProfile": "reports.module_profile",
-        "profile_model": "reports.module_profile",
-    }
+        ".api": "plan",
+        ".planners.eager": "EagerPlanner",
+        ".planners.manual": "ManualPlanner",
+        ".reports.explain": "explain",
+        ".reports.module_profile": "ModelProfile, ModuleProfile, profile_model",
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{module}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
