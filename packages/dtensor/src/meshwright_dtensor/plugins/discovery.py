@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import pluggy
@@ -24,6 +25,11 @@ class _Source:
     distribution: str
     version: str
     entry_point: str
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names that turn it off, by their normalized form."""
+        return {canonical(name): name for name in (self.entry_point, self.distribution)}
 
     def problem(self, reason: str) -> Problem:
         fix = f"; to skip it set {DISABLE}={self.entry_point}"
@@ -52,38 +58,26 @@ class Collector:
         sources: dict[str, _Source] = {}
         # a fixed order, so that every rank and every run reports the same thing
         located = sorted(
-            ((_source(point), point) for point in entry_points), key=lambda pair: _order(pair[0])
+            ((_source(point), point) for point in entry_points),
+            key=lambda pair: (canonical(pair[0].distribution), pair[0].entry_point),
         )
-        wanted = [(source, point) for source, point in located if not self._is_disabled(source)]
         self._check_disabled([source for source, _ in located])
-        for source, point in wanted:
+        for source, point in located:
             plugin_name = f"{source.distribution}:{source.entry_point}={point.value}"
-            if plugin_name in sources:
-                # the same distribution seen twice on sys.path
-                continue
-            if self._register(manager, plugin_name, source, point):
+            if not self._disabled.keys().isdisjoint(source.names):
+                self._skipped.append(f"{source.distribution}:{source.entry_point}")
+            # it may be there: the same distribution seen twice on sys.path
+            elif plugin_name not in sources and self._register(manager, plugin_name, source, point):
                 sources[plugin_name] = source
         for hook, record_type in RECORD_TYPES.items():
-            implementations = getattr(manager.hook, hook).get_hookimpls()
-            for implementation in implementations:
+            for implementation in getattr(manager.hook, hook).get_hookimpls():
                 self._call(sources[implementation.plugin_name], hook, record_type, implementation)
         if self._errors:
             raise PluginError("; ".join(self._errors))
         return self._records, self._problems, self._skipped
 
-    def _is_disabled(self, source: _Source) -> bool:
-        if (
-            canonical(source.entry_point) in self._disabled
-            or canonical(source.distribution) in self._disabled
-        ):
-            self._skipped.append(f"{source.distribution}:{source.entry_point}")
-            return True
-        return False
-
     def _check_disabled(self, sources: list[_Source]) -> None:
-        installed = {
-            canonical(name): name for source in sources for name in (source.entry_point, source.distribution)
-        }
+        installed = {key: name for source in sources for key, name in source.names.items()}
         for key, name in self._disabled.items():
             if key not in installed:
                 names = installed.values()
@@ -98,16 +92,13 @@ class Collector:
         """Import one plugin and register it. False if it is broken, which is recorded."""
         try:
             plugin = point.load()
-            misspelt = [
-                text for text in (_check_name(plugin, attribute) for attribute in dir(plugin)) if text
-            ]
+            misspelt = list(filter(None, (_check_name(plugin, attribute) for attribute in dir(plugin))))
         except (Exception, SystemExit) as error:
             self._problems.append(source.problem(f"{point.value!r} fails to import: {_describe(error)}"))
             return False
         if misspelt:
-            who = f"plugin {source.distribution} {source.version} (entry point {source.entry_point!r})"
             fix = f"correct it, or set {DISABLE}={source.entry_point}"
-            self._errors.append(f"{who}: {'; '.join(misspelt)}; {fix}")
+            self._errors.append(f"plugin {_who(source)}: {'; '.join(misspelt)}; {fix}")
             return False
         try:
             manager.register(plugin, name)
@@ -123,9 +114,8 @@ class Collector:
         self, source: _Source, hook: str, record_type: type[Record], implementation: pluggy.HookImpl
     ) -> None:
         if implementation.hookwrapper or implementation.wrapper:
-            self._problems.append(
-                source.problem(f"{hook} is a hook wrapper; yield records from a plain hook instead")
-            )
+            reason = f"{hook} is a hook wrapper; yield records from a plain hook instead"
+            self._problems.append(source.problem(reason))
             return
         function = cast("Callable[[], Iterable[object]]", implementation.function)
         try:
@@ -137,21 +127,16 @@ class Collector:
         for record in produced:
             if not isinstance(record, record_type):
                 shown = type(record).__name__
-                self._problems.append(
-                    source.problem(f"{hook} yielded a {shown}; it must yield {record_type.__name__}")
-                )
+                reason = f"{hook} yielded a {shown}; it must yield {record_type.__name__}"
+                self._problems.append(source.problem(reason))
                 continue
-            self._add(source, record_type, record)
-
-    def _add(self, source: _Source, record_type: type[Record], record: Record) -> None:
-        by_name = self._records[record_type]
-        new = Registered(record, source.distribution, source.version, source.entry_point)
-        old = by_name.setdefault(record.name, new)
-        if old is not new:
-            self._errors.append(
-                f"{record.kind} {record.name!r} is registered twice, by {_who(old)} and by {_who(new)}; turn one off: "
-                f"set {DISABLE}={_turn_off(old, new)} or {DISABLE}={_turn_off(new, old)}"
-            )
+            new = Registered(record, source.distribution, source.version, source.entry_point)
+            old = self._records[record_type].setdefault(record.name, new)
+            if old is not new:
+                self._errors.append(
+                    f"{record.kind} {record.name!r} is registered twice, by {_who(old)} and by {_who(new)}; turn one off: "
+                    f"set {DISABLE}={_turn_off(old, new)} or {DISABLE}={_turn_off(new, old)}"
+                )
 
 
 def search_one_by_one() -> tuple[list[importlib.metadata.EntryPoint], list[Problem]]:
@@ -163,13 +148,12 @@ def search_one_by_one() -> tuple[list[importlib.metadata.EntryPoint], list[Probl
         try:
             entry_points = list(distribution.entry_points.select(group=GROUP))
         except Exception as error:
-            problems.append(
-                Problem(name, version, "", f"its entry points cannot be read: {_describe(error)}")
-            )
+            reason = f"its entry points cannot be read: {_describe(error)}"
+            problems.append(Problem(name, version, "", reason))
             continue
         # the first on sys.path is imported
         points.setdefault(canonical(name), entry_points)
-    return [point for entry_points in points.values() for point in entry_points], problems
+    return list(chain.from_iterable(points.values())), problems
 
 
 def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
@@ -183,10 +167,6 @@ def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[st
 def _source(point: importlib.metadata.EntryPoint) -> _Source:
     name, version = _name_and_version(point.dist) if point.dist is not None else ("unnamed distribution", "")
     return _Source(name, version, point.name)
-
-
-def _order(source: _Source) -> tuple[str, str]:
-    return canonical(source.distribution), source.entry_point
 
 
 def _check_name(plugin: object, attribute: str) -> str | None:
@@ -217,8 +197,8 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _who(registered: Registered[Any]) -> str:
-    return f"{registered.distribution} {registered.version} (entry point {registered.entry_point!r})"
+def _who(source: _Source | Registered[Any]) -> str:
+    return f"{source.distribution} {source.version} (entry point {source.entry_point!r})"
 
 
 def _turn_off(registered: Registered[Any], other: Registered[Any]) -> str:

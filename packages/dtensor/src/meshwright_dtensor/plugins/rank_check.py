@@ -53,11 +53,9 @@ def _compare(host: PluginHost | None, failure: str | None, group: Any) -> None:
         problems = [str(problem) for problem in host.problems]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (held, problems, failure), group=group)
-    failures = [text for _, _, text in gathered]
-    if any(failures):
-        raise PluginError(
-            "; ".join(f"{text}, on {_ranks(ranks)}" for text, ranks in _by_value(failures).items())
-        )
+    failures = _by_value([[text] if text else [] for _, _, text in gathered])
+    if failures:
+        raise PluginError("; ".join(f"{text}, on {_ranks(ranks)}" for text, ranks in failures.items()))
     message = difference([held for held, _, _ in gathered], [broken for _, broken, _ in gathered])
     if message:
         raise PluginError(message)
@@ -75,18 +73,14 @@ def difference(records: list[Records], problems: list[list[str]] | None = None) 
         kind, name, distribution, version = record
         have = [rank for rank, held in enumerate(records) if record in held]
         lack = [rank for rank, held in enumerate(records) if record not in held]
-        parts.append(
-            f"{kind} {name!r} of {distribution} {version} is on {_ranks(have)} but not on {_ranks(lack)}"
-        )
+        what = f"{kind} {name!r} of {distribution} {version}"
+        parts.append(f"{what} is on {_ranks(have)} but not on {_ranks(lack)}")
     if not parts:
         return None
     text = f"ranks have different plugins: {'; '.join(parts[:6])}"
     if len(parts) > 6:
         text += f"; and {len(parts) - 6} more"
-    broken: dict[str, list[int]] = {}
-    for rank, rank_problems in enumerate(problems or []):
-        for problem in rank_problems:
-            broken.setdefault(problem, []).append(rank)
+    broken = _by_value(problems or [])
     causes = [
         f"{problem}, on {_ranks(ranks)}" for problem, ranks in broken.items() if len(ranks) < len(records)
     ]
@@ -95,10 +89,11 @@ def difference(records: list[Records], problems: list[list[str]] | None = None) 
     return text + "; install the same versions and set the same MESHWRIGHT_DISABLE_PLUGINS on every rank"
 
 
-def _by_value(texts: list[str | None]) -> dict[str, list[int]]:
+def _by_value(texts: list[list[str]]) -> dict[str, list[int]]:
+    """Text -> the ranks that have it."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if text:
+    for rank, held in enumerate(texts):
+        for text in held:
             ranks.setdefault(text, []).append(rank)
     return ranks
 

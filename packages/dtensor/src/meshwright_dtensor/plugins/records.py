@@ -36,6 +36,9 @@ class Record:
     target: str
     summary: str = ""
 
+    def __init_subclass__(cls, kind: str = "", provided_by: str = "") -> None:
+        cls.kind, cls.provided_by = kind or cls.kind, provided_by or cls.provided_by
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -82,14 +85,11 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategySpec(Record):
+class StrategySpec(Record, kind="strategy", provided_by="meshwright-parallel"):
     """A way to parallelise along one mesh axis. The target is a `meshwright_dtensor.strategy.Strategy` class.
 
     axis: the mesh axis it works on, such as "dp" or "tp".
     """
-
-    kind: ClassVar[str] = "strategy"
-    provided_by: ClassVar[str] = "meshwright-parallel"
 
     axis: str
 
@@ -102,70 +102,46 @@ class StrategySpec(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannerSpec(Record):
+class PlannerSpec(Record, kind="planner", provided_by="meshwright-planner"):
     """A planner. The target is a `meshwright_dtensor.strategy.Planner` class."""
-
-    kind: ClassVar[str] = "planner"
-    provided_by: ClassVar[str] = "meshwright-planner"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostModelSpec(Record):
+class CostModelSpec(Record, kind="cost model", provided_by="meshwright-planner"):
     """A cost model: how long an operation or a collective takes on a cluster.
 
     The target takes a `meshwright_dtensor.cluster.Cluster` and returns a `meshwright_dtensor.cluster.CostModel`.
     """
 
-    kind: ClassVar[str] = "cost model"
-    provided_by: ClassVar[str] = "meshwright-planner"
-
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSpec(Record):
+class ClusterSpec(Record, kind="cluster", provided_by="meshwright-planner"):
     """A cluster that plans can be made for. The target is a `meshwright_dtensor.cluster.Cluster`."""
 
-    kind: ClassVar[str] = "cluster"
-    provided_by: ClassVar[str] = "meshwright-planner"
-
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleSpec(Record):
+class ScheduleSpec(Record, kind="schedule", provided_by="meshwright-pipeline"):
     """A pipeline schedule."""
 
-    kind: ClassVar[str] = "schedule"
-    provided_by: ClassVar[str] = "meshwright-pipeline"
-
 
 @dataclass(frozen=True, kw_only=True)
-class BackendSpec(Record):
+class BackendSpec(Record, kind="checkpoint backend", provided_by="meshwright-checkpoint"):
     """A checkpoint backend: where and how a checkpoint's bytes are kept."""
 
-    kind: ClassVar[str] = "checkpoint backend"
-    provided_by: ClassVar[str] = "meshwright-checkpoint"
-
 
 @dataclass(frozen=True, kw_only=True)
-class OpRuleSpec(Record):
+class OpRuleSpec(Record, kind="op rule", provided_by="meshwright-dtensor"):
     """Sharding rules for operators. The target is what `meshwright_dtensor.rules` documents."""
 
-    kind: ClassVar[str] = "op rule"
-    provided_by: ClassVar[str] = "meshwright-dtensor"
-
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementSpec(Record):
+class PlacementSpec(Record, kind="placement", provided_by="meshwright-dtensor"):
     """A placement: how one mesh axis splits a tensor."""
 
-    kind: ClassVar[str] = "placement"
-    provided_by: ClassVar[str] = "meshwright-dtensor"
-
 
 @dataclass(frozen=True, kw_only=True)
-class CommandSpec(Record):
+class CommandSpec(Record, kind="command", provided_by="meshwright"):
     """A subcommand of `meshwright`. The target is a callable, as the command line documents."""
-
-    kind: ClassVar[str] = "command"
-    provided_by: ClassVar[str] = "meshwright"
 
 
 R = TypeVar("R", bound=Record)
@@ -201,8 +177,5 @@ class Problem:
 
     def __str__(self) -> str:
         who = f"{self.distribution} {self.version}".strip()
-        return (
-            f"{who} (entry point {self.entry_point!r}): {self.reason}"
-            if self.entry_point
-            else f"{who}: {self.reason}"
-        )
+        point = f" (entry point {self.entry_point!r})" if self.entry_point else ""
+        return f"{who}{point}: {self.reason}"
