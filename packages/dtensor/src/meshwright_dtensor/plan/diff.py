@@ -28,52 +28,38 @@ _KEYS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def _compare(path: str, old: Any, new: Any, lines: list[str]) -> None:
     if isinstance(old, dict) and isinstance(new, dict):
-        _compare_dicts(path, old, new, lines)
+        _compare_items(path, ".{}" if path else "{}", old, new, lines)
+        # elsewhere the order of keys has no meaning
+        if path == "degrees":
+            _compare_order(path, old, new, lines)
     elif isinstance(old, list) and isinstance(new, list):
-        if path in _KEYS and _compare_named(path, old, new, lines):
-            return
-        _compare_dicts(path, dict(enumerate(old)), dict(enumerate(new)), lines)
+        name = _KEYS.get(path)
+        before, after = ({name(item): item for item in items} if name else {} for items in (old, new))
+        # names may repeat
+        if len(before) == len(old) and len(after) == len(new):
+            _compare_items(path, " {}", before, after, lines, named=True)
+            _compare_order(path, before, after, lines)
+        else:
+            _compare_items(path, "[{}]", dict(enumerate(old)), dict(enumerate(new)), lines)
     elif type(old) is not type(new) or old != new:
-        lines.append(f"{path}: {_show(old)} -> {_show(new)}")
+        lines.append(f"{path}: {json.dumps(old)} -> {json.dumps(new)}")
 
 
-def _compare_dicts(path: str, old: dict[Any, Any], new: dict[Any, Any], lines: list[str]) -> None:
-    for key in [*old, *(key for key in new if key not in old)]:
-        place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}" if path else str(key)
-        if key not in new:
-            lines.append(f"{place}: removed {_show(old[key])}")
-        elif key not in old:
-            lines.append(f"{place}: added {_show(new[key])}")
+def _compare_items(
+    path: str, suffix: str, old: dict[Any, Any], new: dict[Any, Any], lines: list[str], named: bool = False
+) -> None:
+    """Compare by key; `named`: the key is in the items, so what was added or removed shows it."""
+    for key in dict.fromkeys((*old, *new)):
+        inner = path + suffix.format(key)
+        if key in old and key in new:
+            _compare(inner, old[key], new[key], lines)
         else:
-            _compare(place, old[key], new[key], lines)
-    # elsewhere the order of keys has no meaning
-    if path == "degrees":
-        _compare_order(path, list(old), list(new), lines)
+            change, items = ("removed", old) if key in old else ("added", new)
+            lines.append(f"{path if named else inner}: {change} {json.dumps(items[key])}")
 
 
-def _compare_named(path: str, old: list[Any], new: list[Any], lines: list[str]) -> bool:
-    """Compare by name. False if names repeat, then they are compared by position."""
-    name = _KEYS[path]
-    before, after = {name(item): item for item in old}, {name(item): item for item in new}
-    if len(before) != len(old) or len(after) != len(new):
-        return False
-    for key in [*before, *(key for key in after if key not in before)]:
-        if key not in after:
-            lines.append(f"{path}: removed {_show(before[key])}")
-        elif key not in before:
-            lines.append(f"{path}: added {_show(after[key])}")
-        else:
-            _compare(f"{path} {key}", before[key], after[key], lines)
-    _compare_order(path, list(before), list(after), lines)
-    return True
-
-
-def _compare_order(path: str, old: list[Any], new: list[Any], lines: list[str]) -> None:
+def _compare_order(path: str, old: dict[Any, Any], new: dict[Any, Any], lines: list[str]) -> None:
     """The order of mesh axes counts, and that of rules, since the first match wins."""
     kept_old, kept_new = [key for key in old if key in new], [key for key in new if key in old]
     if kept_old != kept_new:
         lines.append(f"{path}: order {', '.join(map(str, kept_old))} -> {', '.join(map(str, kept_new))}")
-
-
-def _show(value: Any) -> str:
-    return json.dumps(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
@@ -77,33 +78,26 @@ def axis_product(value: str) -> str:
     return value
 
 
-def value_state(text: str) -> str:
-    """`text`, if it is the state of an activation on one mesh axis."""
-    if text in ("I", "X", "P") or _is_shard(text):
-        return text
-    raise _illegal(
-        "a state is one of I, X, P, S(dim) with dim >= 0, and intervals of a dim as in S(0; 64+32+32)",
-        _nearest_state(text, ("I", "X", "P")),
-    )
-
-
-def parameter_state(text: str) -> str:
-    """`text`, if a parameter can have that state on a mesh axis."""
-    if text == "I" or _is_shard(text):
-        return text
-    raise _illegal(
-        "a parameter is I (replicated), S(dim) with dim >= 0, or has intervals of a dim as in S(0; 64+32+32)",
-        _nearest_state(text, ("I",)),
-    )
-
-
-def _is_shard(text: str) -> bool:
-    if _SHARD.fullmatch(text):
-        return True
+def one_state(text: str, symbols: tuple[str, ...], rule: str) -> str:
+    """`text`, if it is one of these symbols or a shard."""
     try:
-        return parse_interval_shard(text) is not None
+        if text in symbols or _SHARD.fullmatch(text) or parse_interval_shard(text) is not None:
+            return text
     except ValueError as error:
         raise _illegal(str(error)) from None
+    raise _illegal(rule, _nearest_state(text, symbols))
+
+
+value_state = partial(
+    one_state,
+    symbols=("I", "X", "P"),
+    rule="a state is one of I, X, P, S(dim) with dim >= 0, and intervals of a dim as in S(0; 64+32+32)",
+)
+parameter_state = partial(
+    one_state,
+    symbols=("I",),
+    rule="a parameter is I (replicated), S(dim) with dim >= 0, or has intervals of a dim as in S(0; 64+32+32)",
+)
 
 
 def _nearest_state(text: str, symbols: tuple[str, ...]) -> str:
@@ -144,9 +138,8 @@ def plan_error(model: type[BaseModel], error: ValidationError) -> PlanError:
             place, value, "this release reads plans of version 1; upgrade meshwright-dtensor", "1"
         )
     if kind == "literal_error":
-        choices = [
-            choice.strip().strip("'") for choice in re.split(r",| or ", str(context.get("expected", "")))
-        ]
+        expected = str(context.get("expected", ""))
+        choices = [choice.strip().strip("'") for choice in re.split(r",| or ", expected)]
         close = did_you_mean(value, choices) or choices[0]
         return PlanError(place, value, f"it must be one of {listing(choices)}", close)
     rule = first["msg"].replace("Input should be", "it should be").replace("Value error, ", "")
@@ -191,18 +184,10 @@ class FrozenDict(dict[Any, Any]):
         return type(self), (dict(self),)
 
 
-def _count(value: int) -> int:
-    return within(value, 0)
-
-
-def _positive(value: int) -> int:
-    return within(value, 1)
-
-
 Text = Annotated[StrictStr, AfterValidator(text)]
 Word = Annotated[Text, AfterValidator(not_empty)]
-Count = Annotated[StrictInt, AfterValidator(_count)]
-Positive = Annotated[StrictInt, AfterValidator(_positive)]
+Count = Annotated[StrictInt, AfterValidator(partial(within, least=0))]
+Positive = Annotated[StrictInt, AfterValidator(partial(within, least=1))]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Axis = Annotated[StrictStr, AfterValidator(axis_name)]

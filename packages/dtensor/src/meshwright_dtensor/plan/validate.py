@@ -16,9 +16,8 @@ def check(plan: PlanFields, world_size: int | None, axes: tuple[str, ...] | None
     product = math.prod(plan.degrees.values())
     if product != plan.world_size:
         rule = f"their product is {product}, and must be world_size, {plan.world_size}"
-        raise PlanError(
-            "degrees", dict(plan.degrees), rule, _nearest_degrees(dict(plan.degrees), plan.world_size)
-        )
+        degrees = dict(plan.degrees)
+        raise PlanError("degrees", degrees, rule, _nearest_degrees(degrees, plan.world_size))
     if world_size is not None and plan.world_size != world_size:
         near = _nearest_degrees(dict(plan.degrees), world_size)
         rule = f"the run has {count_of(world_size, 'rank')}; launch {count_of(plan.world_size, 'rank')} or plan for {world_size}"
@@ -57,25 +56,33 @@ def _known_axis(plan: PlanFields, field: str, axis: str) -> None:
         )
 
 
+def _refuse_repeated(
+    seen: dict[object, int],
+    key: object,
+    index: int,
+    rules: str,
+    field: str,
+    alike: str = "has the same pattern",
+) -> None:
+    first = seen.setdefault(key, index)
+    if first != index:
+        text = f"{rules}[{first}] {alike}, and the first match wins; merge the two"
+        raise PlanError(f"{rules}[{index}]{field}", key, text)
+
+
 def _check_parameters(plan: PlanFields) -> None:
-    seen: dict[str, int] = {}
+    seen: dict[object, int] = {}
     for index, rule in enumerate(plan.parameters):
-        first = seen.setdefault(rule.pattern, index)
-        if first != index:
-            text = f"parameters[{first}] has the same pattern, and the first match wins; merge the two"
-            raise PlanError(f"parameters[{index}].pattern", rule.pattern, text)
+        _refuse_repeated(seen, rule.pattern, index, "parameters", ".pattern")
         for axis in rule.placement:
             _known_axis(plan, f"parameters[{index}].placement.{axis}", axis)
 
 
 def _check_activations(plan: PlanFields) -> None:
-    seen: dict[tuple[str, str, int], int] = {}
+    seen: dict[object, int] = {}
     for index, rule in enumerate(plan.activations):
         key = (rule.module, rule.function, rule.occurrence)
-        first = seen.setdefault(key, index)
-        if first != index:
-            text = f"activations[{first}] is for the same call, and the first match wins; merge the two"
-            raise PlanError(f"activations[{index}]", key, text)
+        _refuse_repeated(seen, key, index, "activations", "", "is for the same call")
         for side, values in (("inputs", rule.inputs), ("outputs", rule.outputs or ())):
             for place, states in enumerate(values):
                 for axis in states or {}:
@@ -83,16 +90,12 @@ def _check_activations(plan: PlanFields) -> None:
 
 
 def _check_experts(plan: PlanFields) -> None:
-    seen: dict[str, int] = {}
+    seen: dict[object, int] = {}
+    ranks = plan.degree("ep")
     for index, rule in enumerate(plan.experts):
-        first = seen.setdefault(rule.module, index)
-        if first != index:
-            text = f"experts[{first}] has the same pattern, and the first match wins; merge the two"
-            raise PlanError(f"experts[{index}].module", rule.module, text)
-        if rule.count % plan.degree("ep"):
-            text = (
-                f"the {plan.degree('ep')} ranks of ep share experts equally, so that it must divide by that"
-            )
+        _refuse_repeated(seen, rule.module, index, "experts", ".module")
+        if rule.count % ranks:
+            text = f"the {ranks} ranks of ep share experts equally, so that it must divide by that"
             raise PlanError(f"experts[{index}].count", rule.count, text)
         named = len(set(rule.children))
         if named != (rule.count if rule.kind == "container" else 0) or named != len(rule.children):
@@ -129,15 +132,12 @@ def _nearest_degrees(degrees: dict[str, int], world_size: int) -> str:
         _, axis, degree = min(options)
         return _show({**degrees, axis: degree})
     # inner axes take the largest common divisor in turn, the outermost takes the rest
-    left, divisors = world_size, {}
+    left, nearest = world_size, dict(degrees)
     for axis, degree in reversed(degrees.items()):
-        divisors[axis] = math.gcd(left, degree)
-        left //= divisors[axis]
-    nearest = {axis: divisors[axis] for axis in degrees}
-    if not nearest:
-        return _show({"dp": world_size})
-    outer = next(iter(nearest))
-    nearest[outer] *= left
+        nearest[axis] = math.gcd(left, degree)
+        left //= nearest[axis]
+    outer = next(iter(nearest), "dp")
+    nearest[outer] = nearest.get(outer, 1) * left
     return _show(nearest)
 
 
