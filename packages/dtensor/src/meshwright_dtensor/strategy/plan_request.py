@@ -10,8 +10,9 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, cast
 
@@ -195,10 +196,9 @@ class PlanRequest:
         """Refuse values that are out of range or contradict each other; `axes`: those of installed strategies.
 
         Raises:
-            UsageError: the first of `CHECKS` that fails.
+            UsageError: for the first value that is wrong. A check may rely on those before it.
         """
-        for check in CHECKS:
-            message = check(self, axes)
+        for message in chain(_values(self, axes), _data_and_context(self), _names(self, axes)):
             if message is not None:
                 raise UsageError(message)
 
@@ -263,33 +263,28 @@ def _count_error(name: str, value: object) -> str | None:
     return f"{name}={value} is less than 1; give a whole number >= 1" if value < 1 else None
 
 
-def _counts(request: PlanRequest, axes: Collection[str]) -> str | None:
-    errors = (_count_error(name, getattr(request, name)) for name in _COUNTS)
-    return next((error for error in errors if error), None)
-
-
-def _time_budget(request: PlanRequest, axes: Collection[str]) -> str | None:
+def _values(request: PlanRequest, axes: Collection[str]) -> Iterator[str | None]:
+    """Each keyword by itself."""
+    yield from (_count_error(name, getattr(request, name)) for name in _COUNTS)
     budget = request.time_budget
-    if budget is None or (_is_number(budget) and 0 < budget < math.inf):
-        return None
-    return f"time_budget={budget!r} is no time; give seconds as a number greater than 0, or leave it out"
-
-
-def _switches(request: PlanRequest, axes: Collection[str]) -> str | None:
-    if not isinstance(request.keep_user_sharding, bool):
-        value = request.keep_user_sharding
-        return f"keep_user_sharding={value!r} is neither True nor False; give one of them"
-    value = request.sequence_parallel
-    if value is None or isinstance(value, bool):
-        return None
-    return f"sequence_parallel={value!r} is neither True nor False; give one of them, or leave it out"
-
-
-def _plugin_degrees(request: PlanRequest, axes: Collection[str]) -> str | None:
+    if budget is not None and not (_is_number(budget) and 0 < budget < math.inf):
+        yield f"time_budget={budget!r} is no time; give seconds as a number greater than 0, or leave it out"
+    kept, sequence = request.keep_user_sharding, request.sequence_parallel
+    if not isinstance(kept, bool):
+        yield f"keep_user_sharding={kept!r} is neither True nor False; give one of them"
+    if sequence is not None and not isinstance(sequence, bool):
+        yield f"sequence_parallel={sequence!r} is neither True nor False; give one of them, or leave it out"
     if not isinstance(request.degrees, Mapping):
-        return f"degrees={request.degrees!r} is no mapping; give a dict of axis -> degree"
-    errors = (_plugin_degree(axis, degree, axes) for axis, degree in request.degrees.items())
-    return next((error for error in errors if error), None)
+        yield f"degrees={request.degrees!r} is no mapping; give a dict of axis -> degree"
+    yield from (_plugin_degree(axis, degree, axes) for axis, degree in request.degrees.items())
+    for name, choices in _CHOICES.items():
+        value = getattr(request, name)
+        if value is not None and value not in choices:
+            yield unknown(name, value, choices)
+    zero = request.zero
+    if zero is not None and (isinstance(zero, bool) or zero not in (0, 1, 2, 3)):
+        nearest = f"; the nearest is {3 if zero > 0 else 0}" if _is_number(zero) else ""
+        yield f"zero={zero!r} is no stage; give 1, 2 or 3, or 0 for none{nearest}"
 
 
 def _plugin_degree(axis: str, degree: object, axes: Collection[str]) -> str | None:
@@ -306,116 +301,51 @@ def _plugin_degree(axis: str, degree: object, axes: Collection[str]) -> str | No
     return _count_error(f"degrees[{axis!r}]", degree)
 
 
-def _choices(request: PlanRequest, axes: Collection[str]) -> str | None:
-    for name, choices in _CHOICES.items():
-        value = getattr(request, name)
-        if value is not None and value not in choices:
-            return unknown(name, value, choices)
-    return None
-
-
-def _zero_stage(request: PlanRequest, axes: Collection[str]) -> str | None:
-    zero = request.zero
-    if zero is None or (not isinstance(zero, bool) and zero in (0, 1, 2, 3)):
-        return None
-    nearest = f"; the nearest is {3 if zero > 0 else 0}" if _is_number(zero) else ""
-    return f"zero={zero!r} is no stage; give 1, 2 or 3, or 0 for none{nearest}"
-
-
-def _zero_degree(request: PlanRequest, axes: Collection[str]) -> str | None:
-    degree = request.zero_degree
+def _data_and_context(request: PlanRequest) -> Iterator[str]:
+    """Contradictions of `zero`, `zero_degree`, `dp` and `cp`."""
+    degree, several = request.zero_degree, (request.world_size or 1) > 1
     if degree is not None and request.zero == 0 and degree > 1:
-        return f"zero_degree={degree} with zero=0: nothing is shared; leave one of them out"
+        yield f"zero_degree={degree} with zero=0: nothing is shared; leave one of them out"
     if degree is not None and request.dp is not None and request.dp % degree:
-        return f"zero_degree={degree} does not divide dp={request.dp}, the data ranks; give a divisor"
-    if request.zero and request.dp == 1 and (request.world_size or 1) > 1:
-        return (
+        yield f"zero_degree={degree} does not divide dp={request.dp}, the data ranks; give a divisor"
+    if request.zero and request.dp == 1 and several:
+        yield (
             f"zero={request.zero} with dp=1: there is one data rank, so nothing can be sharded; give dp more, or leave "
             "zero out"
         )
-    return None
-
-
-def _context(request: PlanRequest, axes: Collection[str]) -> str | None:
     for name in _CHOICES:
-        if getattr(request, name) is not None and request.cp == 1 and (request.world_size or 1) > 1:
-            return (
-                f"{name}={getattr(request, name)!r} with cp=1: the sequence is not sharded; give cp more, or leave "
-                f"{name} out"
-            )
-    return None
+        value = getattr(request, name)
+        if value is not None and request.cp == 1 and several:
+            yield f"{name}={value!r} with cp=1: the sequence is not sharded; give cp more, or leave {name} out"
 
 
-def _precision(request: PlanRequest, axes: Collection[str]) -> str | None:
-    if request.precision is None or request.precision in PRECISIONS:
-        return None
-    return unknown("precision", request.precision, PRECISIONS)
-
-
-def _zero_installed(request: PlanRequest, axes: Collection[str]) -> str | None:
-    if not request.shares or "zero" in axes:
-        return None
-    return (
-        f"zero={request.zero!r}, zero_degree={request.zero_degree!r}: no installed strategy owns the axis 'zero'; "
-        "install a distribution that registers one (meshwright-parallel does), or leave them out"
-    )
-
-
-def _recompute(request: PlanRequest, axes: Collection[str]) -> str | None:
-    if request.recompute is None or _is_name(request.recompute):
-        return None
-    return (
-        f"recompute={request.recompute!r} is none of 'full', 'alternate', 'selective' and a pattern of module names; give "
-        "one, or leave it out: then blocks are recomputed only if memory requires it"
-    )
-
-
-def _not_built(request: PlanRequest, axes: Collection[str]) -> str | None:
-    if request.compile is None:
-        return None
-    return f"compile={request.compile!r}: nothing executes it yet, it needs compiled regions; leave it out"
-
-
-def _registered_names(request: PlanRequest, axes: Collection[str]) -> str | None:
+def _names(request: PlanRequest, axes: Collection[str]) -> Iterator[str]:
+    """Names and patterns, and what no installed distribution carries out."""
+    if request.precision is not None and request.precision not in PRECISIONS:
+        yield unknown("precision", request.precision, PRECISIONS)
+    if request.shares and "zero" not in axes:
+        yield (
+            f"zero={request.zero!r}, zero_degree={request.zero_degree!r}: no installed strategy owns the axis 'zero'; "
+            "install a distribution that registers one (meshwright-parallel does), or leave them out"
+        )
+    if request.recompute is not None and not _is_name(request.recompute):
+        yield (
+            f"recompute={request.recompute!r} is none of 'full', 'alternate', 'selective' and a pattern of module names; give "
+            "one, or leave it out: then blocks are recomputed only if memory requires it"
+        )
+    if request.compile is not None:
+        yield f"compile={request.compile!r}: nothing executes it yet, it needs compiled regions; leave it out"
     for name, kind in (("cost_model", "cost model"), ("schedule", "schedule")):
         value = getattr(request, name)
         if value is not None and not _is_name(value):
-            return f"{name}={value!r} is no name; give that of a registered {kind}"
-    return None
-
-
-def _pipeline(request: PlanRequest, axes: Collection[str]) -> str | None:
+            yield f"{name}={value!r} is no name; give that of a registered {kind}"
     for name in _PIPELINE:
-        if getattr(request, name) is not None and request.pp in (None, 1):
-            return f"{name}={getattr(request, name)!r} needs a pipeline; give pp a degree greater than 1 too"
-    return None
-
-
-def _axes_installed(request: PlanRequest, axes: Collection[str]) -> str | None:
+        value = getattr(request, name)
+        if value is not None and request.pp in (None, 1):
+            yield f"{name}={value!r} needs a pipeline; give pp a degree greater than 1 too"
     for axis, degree in request.pins.items():
         if degree > 1 and axis not in axes:
-            return (
+            yield (
                 f"{axis}={degree}: no installed strategy owns the axis {axis!r} (installed axes: "
                 f"{', '.join(sorted(axes)) or 'none'}); install a distribution that registers one, or leave {axis} out"
             )
-    return None
-
-
-CHECKS: tuple[Callable[[PlanRequest, Collection[str]], str | None], ...] = (
-    _counts,
-    _time_budget,
-    _switches,
-    _plugin_degrees,
-    _choices,
-    _zero_stage,
-    _zero_degree,
-    _context,
-    _precision,
-    _zero_installed,
-    _recompute,
-    _not_built,
-    _registered_names,
-    _pipeline,
-    _axes_installed,
-)
-"""Each check gets the request and the axes of installed strategies, and returns an error message or None."""
