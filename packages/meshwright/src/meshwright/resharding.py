@@ -52,7 +52,7 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     device = init()
     ranks = Ranks()
     old = getattr(model, "parallel_plan", None)
-    told = ranks.gather([old is not None, zlib.crc32(plan.to_json().encode()), optimizer is not None])
+    told = ranks.gather([old is not None, zlib.crc32(plan.executed_json().encode()), optimizer is not None])
     size = _size(plan, ranks)
     if not any(there for there, *_ in told):
         raise UsageError(

@@ -14,12 +14,9 @@ from meshwright_dtensor.deferred.materialize import is_deferred
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discover_on_all_ranks
+from meshwright_dtensor.utils.checksum import checksum
 
 _SAMPLES = 64
-# words that are converted to int64 at a time
-_CHUNK = 2**22
-_MASK = (1 << 62) - 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def same_plugins(plugins: PluginHost | None) -> PluginHost:
@@ -57,13 +54,13 @@ def check_ranks_agree(
         *(("buffer", name, tensor) for name, tensor in model.named_buffers()),
     ]
     labels = [f"{kind} {name!r} of shape {tuple(t.shape)}" for kind, name, t in named]
-    sums = [checksum(t, sampled=is_deferred(t)) for _, _, t in named] if values else []
+    sums = [checksum(t, samples=_SAMPLES if is_deferred(t) else None) for _, _, t in named] if values else []
     labels.append("the state of torch's default random generator")
     sums.append(zlib.crc32(bytes(torch.get_rng_state().tolist())))
     if device.type == "cuda":
         labels.append("the state of torch's random generator on the accelerator")
         sums.append(zlib.crc32(bytes(torch.cuda.get_rng_state(device).tolist())))
-    if differing([zlib.crc32(plan.to_json().encode())], device, group):
+    if differing([zlib.crc32(plan.executed_json().encode())], device, group):
         raise UsageError(
             "ranks were given different plans; load the same file, or plan on one rank and share the plan"
         )
@@ -87,35 +84,6 @@ def differing(values: Iterable[int], device: torch.device, group: dist.ProcessGr
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = both[: len(local)], -both[len(local) :]
     return [int(i) for i in (largest != smallest).nonzero().flatten().tolist()]
-
-
-def checksum(tensor: torch.Tensor, *, sampled: bool = False) -> int:
-    """A checksum of the bits of a tensor, or of 64 evenly spread elements."""
-    flat = tensor.detach()
-    if flat.numel() == 0 or flat.is_meta:
-        return 0
-    if sampled:
-        flat = _sampled(flat)
-    words = flat.contiguous().reshape(-1).view(_WORDS[flat.element_size()])
-    head = words[:4096].to(torch.int64)
-    # the sum depends on every bit; the head is weighted by position, because the sum does not depend on the order
-    weighted = (head * torch.arange(1, len(head) + 1, device=head.device)).sum()
-    total = sum(
-        (part.to(torch.int64).sum() for part in words.split(_CHUNK)), start=torch.zeros_like(weighted)
-    )
-    return int((total * 1000003 + weighted).item()) & _MASK
-
-
-def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """At most 64 elements, evenly spread over a dense tensor's memory."""
-    count = tensor.numel()
-    flat = tensor.as_strided((count,), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
-    step = max(1, count // _SAMPLES)
-    return flat[::step][:_SAMPLES].clone()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 @contextlib.contextmanager

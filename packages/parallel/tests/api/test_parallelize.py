@@ -183,6 +183,16 @@ def test_differing_ranks_raise(rank_pool: RankPool, what: str, message: str) -> 
         rank_pool.run(2, unlike, what)
 
 
+def other_notes(rank: int, world_size: int) -> None:
+    plan = plan_of(degrees={"dp": 2})
+    told = Provenance(notes=("the bubble takes 19.2 ms",)) if rank else Provenance()
+    parallelize(make(), plan.replace(provenance=told))
+
+
+def test_plans_that_differ_in_notes_only_are_the_same(rank_pool: RankPool) -> None:
+    rank_pool.run(2, other_notes)
+
+
 def refused(rank: int, world_size: int) -> None:
     def refuse(error: type[Exception], match: str, model: Any = None, **fields: Any) -> None:
         batch = fields.pop("batch", None)

@@ -213,3 +213,89 @@ def two_models(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_models_with_different_meshes(rank_pool: RankPool) -> None:
     rank_pool.run(4, two_models)
+
+
+class Rows(Dataset[Any]):
+    """Rows of numbers, whose mean depends on every row."""
+
+    def __init__(self, count: int) -> None:
+        self.values = torch.arange(1.0, count + 1)[:, None] * torch.tensor([1.0, -0.5, 2.0, 0.25])
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.values[index], "index": torch.tensor(index)}
+
+
+def own_rows(rank: int, size: int, degrees: dict[str, int], counts: list[int], batch_size: int) -> Any:
+    """What `rows="local"` gives where data rank `i` has `counts[i]` rows of its own, and what one device would have."""
+    model = parallelize(make(), plan_of(degrees=degrees))
+    data_rank = rank * degrees["dp"] // size
+    offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    everything = Rows(offsets[-1])
+    own = [everything[i] for i in range(offsets[data_rank], offsets[data_rank + 1])]
+    sharded = shard_loader(DataLoader(own, batch_size=batch_size), rows="local", model=model)  # type: ignore[arg-type]
+    got = [(full(batch), batch["x"].to_local().shape[0]) for batch in sharded]
+    expected = []
+    for step in range(max(-(-count // batch_size) for count in counts)):
+        indices = [
+            i
+            for d, count in enumerate(counts)
+            for i in range(offsets[d] + step * batch_size, offsets[d] + min(count, (step + 1) * batch_size))
+        ]
+        rows = [everything[i] for i in indices]
+        expected.append({name: torch.stack([row[name] for row in rows]) for name in ("x", "index")})
+    assert equal([batch for batch, _ in got], expected)
+    return [local for _, local in got]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "degrees", "counts", "locals_"),
+    [
+        (2, {"dp": 2}, [6, 6], [3, 3]),
+        # the last batches have 3 and 1 rows, which is not what each rank computes with
+        (2, {"dp": 2}, [6, 4], [3, 2]),
+        # a loader that ends a whole batch earlier, and rows that do not divide
+        (2, {"dp": 2}, [6, 2], [5, 3]),
+        (4, {"dp": 2, "tp": 2}, [5, 5], [3, 2]),
+        (2, {"dp": 1, "tp": 2}, [7], [3, 3, 1]),
+    ],
+)
+def test_local_rows_are_the_global_batch(
+    rank_pool: RankPool, size: int, degrees: dict[str, int], counts: list[int], locals_: list[int]
+) -> None:
+    for local_rows in rank_pool.run(size, own_rows, degrees, counts, 3):
+        assert local_rows == locals_
+
+
+def refused_local_rows(rank: int, size: int) -> list[str]:
+    model = parallelize(make(), plan_of(degrees={"dp": 1, "tp": 2}))
+    errors = []
+
+    def breaks() -> Any:
+        yield torch.ones(2, 3)
+        if rank == 1:
+            raise OSError("disk is gone")
+        yield torch.ones(2, 3)
+
+    dataset = TensorDataset(torch.arange(8.0).view(8, 1))
+    by_rank = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, shuffle=False))
+    for loader in (by_rank, breaks(), [{"x": torch.ones(2), "y": torch.ones(3)}], [{"x": "text"}]):
+        with pytest.raises((UsageError, UnsupportedError, OSError)) as caught:
+            list(shard_loader(loader, rows="local", model=model))
+        errors.append(f"{type(caught.value).__name__} {caught.value}")
+    with pytest.raises(UsageError, match='rows="local"'):
+        shard_loader(by_rank)
+    with pytest.raises(UsageError, match="rows='mine'"):
+        shard_loader(by_rank, rows="mine")  # type: ignore[arg-type]
+    return errors
+
+
+def test_local_rows_that_cannot_be_put_together_are_refused(rank_pool: RankPool) -> None:
+    for rank, (same, breaks, sizes, text) in enumerate(rank_pool.run(2, refused_local_rows)):
+        assert "ranks 0 and 1 are both data rank 0 of 1" in same and "num_replicas=1, rank=0" in same
+        assert ("disk is gone" if rank == 1 else "the loader of rank 1 has failed") in breaks
+        assert "'y' has shape [3] for 2 rows" in sizes
+        assert "holds a str" in text

@@ -123,7 +123,7 @@ def test_peer_that_dies_between_actions_is_reported(training: bool, monkeypatch:
 
 
 def arrives(buffer: Tensor) -> None:
-    ((_, packet),) = packets(pickle.dumps(Vote((1.0, 2.0), None, 0)), 0, torch.device("cpu"))
+    ((_, packet),) = packets(pickle.dumps(Vote((1.0, 2.0), None, "")), 0, torch.device("cpu"))
     buffer.copy_(packet)
 
 
@@ -134,7 +134,7 @@ def test_agreement_holds_when_a_rank_dies_before_the_answer(monkeypatch: pytest.
     monkeypatch.setattr(dist, "irecv", lambda buffer, **options: arrives(buffer))
     monkeypatch.setattr(dist, "isend", lambda *args, **options: Lost())
     agreement = Agreement(None, torch.device("cpu"), lambda rank: Action("F", 0, 0))  # type: ignore[arg-type]
-    assert agreement.settle(Vote((1.0, 0.0), None, 0)) == (3.0, 4.0)
+    assert agreement.settle(Vote((1.0, 0.0), None, "")) == (3.0, 4.0)
 
 
 def change(rank: int, size: int) -> str:

@@ -48,6 +48,11 @@ class ParallelPlan(PlanFields):
         """The plan as JSON text, stable and readable in a diff. Ends in a newline."""
         return dumps(to_data(self))
 
+    def executed_json(self) -> str:
+        """The fields that are carried out, as JSON text: equal on ranks that run the same, whatever predictions and notes say."""
+        told = ("predicted", "collectives", "provenance")
+        return dumps({name: value for name, value in to_data(self).items() if name not in told})
+
     @classmethod
     def from_dict(cls, data: object) -> ParallelPlan:
         """The plan that plain dicts and lists describe. Raises PlanError."""

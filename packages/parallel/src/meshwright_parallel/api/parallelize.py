@@ -35,6 +35,7 @@ from meshwright_parallel.engine import install_compute_copies, install_reduction
 from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.moe.install import install_local_tokens, local_token_modules
 from meshwright_parallel.optim.step_hooks import refuse_assigned_state, watch_optimizer_steps
+from meshwright_parallel.placement.batch_check import install_batch_check
 from meshwright_parallel.placement.inputs import ModelPlacement, install_inputs
 from meshwright_parallel.placement.live_models import LivePlacements
 from meshwright_parallel.placement.stage_plan import link_stages
@@ -104,7 +105,9 @@ def parallelize(
     install_compute_copies(model, mesh, inner, strategies)
     # a pipeline keeps gradients in other memory until the end of the step
     install_reduction(model, mesh, BucketSizes(BUCKET_BYTES, reuse=division is None))
-    if division is not None:
+    if division is None:
+        install_batch_check(model, mesh)
+    else:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
     undo.finish(model)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,14 +20,19 @@ from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
 from meshwright_dtensor.sharding.boxes import chunk_box
 from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.utils.checksum import checksum
 from meshwright_parallel._torch.core import map_tensors
+from meshwright_parallel.data.containers import check_leaves, joined
+from meshwright_parallel.data.local_rows import LocalRows
 from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
 from meshwright_parallel.placement.inputs import ModelPlacement, placement_of, size_of
 from meshwright_parallel.placement.live_models import LivePlacements
-from meshwright_parallel.ranks import checksum, differing
+from meshwright_parallel.ranks import differing
 
 
-def shard_loader(loader: Iterable[Any], *, model: nn.Module | None = None) -> ShardedLoader:
+def shard_loader(
+    loader: Iterable[Any], *, rows: Literal["global", "local"] = "global", model: nn.Module | None = None
+) -> ShardedLoader:
     """An iterable of the same batches, as global tensors of which this rank holds its rows.
 
     A `torch.utils.data.DataLoader` over a map-style dataset reads only this rank's rows: the loader's own sampler
@@ -36,33 +41,39 @@ def shard_loader(loader: Iterable[Any], *, model: nn.Module | None = None) -> Sh
 
     Args:
         loader: a DataLoader or any iterable of batches (dicts, tuples, lists or tensors), the same on every rank.
+        rows: "local": the loader of each data rank gives rows of its own (a DistributedSampler, files by rank), and the
+            global batch is those of data rank 0, then those of data rank 1, and so on. Ranks that share a data rank
+            (tensor and pipeline parallelism) must have the same rows. Loaders may end unevenly.
         model: the parallel model that the batches are for; needed only where models with different meshes are alive.
             Without it the mesh is looked up when a loop begins, so the loader may be made before the model is.
 
     Raises:
-        UsageError: the loader has a DistributedSampler, or `model` is not parallel. While iterating: no model is
-            parallel, or ranks do not agree on the order of rows.
+        UsageError: a loader of global rows has a DistributedSampler, or `model` is not parallel. While iterating: no
+            model is parallel, or ranks do not agree on the order of rows.
         UnsupportedError: while iterating: the dataset draws random numbers, or a collated batch does not consist of rows.
     """
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, DistributedSampler):
+    if rows not in ("global", "local"):
+        raise UsageError(f'rows={rows!r} of shard_loader; give "global" or "local"')
+    if rows == "global" and isinstance(getattr(loader, "sampler", None), DistributedSampler):
         raise UsageError(
-            "the loader has a DistributedSampler, which cuts the data already; leave the sampler out"
+            "the loader has a DistributedSampler, which divides the data already; leave the sampler out, or say that each data "
+            'rank reads rows of its own: shard_loader(loader, rows="local")'
         )
     placed = None
     if model is not None:
         placed = placement_of(model)
         if placed is None:
             raise UsageError(f"this {type(model).__name__} is not parallel; call parallelize() first")
-    return ShardedLoader(loader, placed)
+    return ShardedLoader(loader, placed, rows)
 
 
 class ShardedLoader:
     """The result of `shard_loader`. It has the attributes of the wrapped loader (`dataset`, `sampler`, ...)."""
 
-    def __init__(self, loader: Iterable[Any], placed: ModelPlacement | None) -> None:
+    def __init__(self, loader: Iterable[Any], placed: ModelPlacement | None, rows: str = "global") -> None:
         self.loader = loader
         self._placed = placed
+        self._rows = rows
         self._local: _LocalLoader | None = None
 
     def __len__(self) -> int:
@@ -76,6 +87,8 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         placed = self._placed or LivePlacements.only()
+        if self._rows == "local":
+            return iter(LocalRows(self.loader, placed))
         if not _reads_rows(self.loader):
             return _cut(self.loader, placed)
         if self._local is None or self._local.placed is not placed:
@@ -100,7 +113,7 @@ def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
 
         def add_sum(name: str, tensor: torch.Tensor, sums: list[int] = sums) -> torch.Tensor:
             sums.append(zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()))
-            sums.append(checksum(tensor, sampled=True))
+            sums.append(checksum(tensor, samples=64))
             return tensor
 
         map_tensors(add_sum, args, kwargs)
@@ -109,7 +122,7 @@ def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
             placed,
             "batches differ between ranks; seed them alike",
         )
-        yield _join(batch, *placed.place(args, kwargs))
+        yield joined(batch, *placed.place(args, kwargs))
 
 
 class _LocalLoader:
@@ -181,14 +194,14 @@ class _LocalLoader:
 
         map_tensors(check, args, kwargs)
         if length != count:
-            _check_leaves(batch)
+            check_leaves(batch)
         _check_ranks_agree(
             [zlib.crc32(descriptions[0].encode()), zlib.crc32("\n".join(descriptions).encode())],
             self.placed,
             "ranks read different rows, or collated them to different shapes; seed the sampler alike on every rank, and "
             "pad to a length that does not depend on the rows (or loop over the plain loader)",
         )
-        return _join(batch, *map_tensors(as_global, args, kwargs))
+        return joined(batch, *map_tensors(as_global, args, kwargs))
 
 
 class _RankRows:
@@ -209,30 +222,9 @@ class _RankRows:
         return len(self.batches)  # type: ignore[arg-type]
 
 
-def _check_leaves(batch: Any) -> None:
-    """Refuse values that are not tensors: those of the other ranks' rows would be missing."""
-    from torch.utils import _pytree as pytree
-
-    for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        if not isinstance(leaf, torch.Tensor) and leaf is not None:
-            raise UnsupportedError(
-                f"the batch holds a {type(leaf).__name__} ({leaf!r:.40}), which describes this rank's rows only; "
-                "let collate_fn return tensors, or loop over the plain loader"
-            )
-
-
 def _check_ranks_agree(values: list[int], placed: ModelPlacement, message: str) -> None:
     if differing(values, torch.device(placed.mesh.device_type), None):
         raise UsageError(message)
-
-
-def _join(batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments in a container like `batch`; mappings of other classes become dicts."""
-    if isinstance(batch, Mapping):
-        return kwargs
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*args)
-    return list(args) if isinstance(batch, list) else args if isinstance(batch, tuple) else args[0]
 
 
 __all__ = ["ShardedLoader", "shard_loader"]

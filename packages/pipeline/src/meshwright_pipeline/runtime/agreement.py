@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
 from meshwright_dtensor.schedule.schedule import NAMES, Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_pipeline.runtime.p2p import PendingBytes, packets, receive_bytes, send_to_each
@@ -30,10 +31,6 @@ Tensor = torch.Tensor
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _VOTES = (1 << 30) + (1 << 22)
 _BROADCAST = (1 << 30) + (3 << 20)
-_OTHER_BATCH = (
-    "it was given another batch than rank 0 (shapes, dtypes, or values that are no tensors); a plain tensor is the whole batch, "
-    "so give every rank the same (mw.shard_loader reads each rank's part)"
-)
 
 
 class RankLost(Exception):
@@ -87,9 +84,7 @@ class StageRanks:
         if failed:
             return ""
         if low != high:
-            return (
-                f"ranks of one stage were given different batches, this one {batch}; give every rank the same"
-            )
+            return f"ranks of one stage were given different batches, this one {batch}; {SAME_BATCH}"
         if modes == (0, 1):
             return (
                 "ranks of one stage do not agree whether the loss adds up over microbatches, this one found that it "
@@ -126,12 +121,12 @@ class Vote:
     Attributes:
         value: summed over the ranks.
         report: its failure.
-        batch: checksum of what the model was given; must be that of every rank.
+        batch: what the model was given, in words; must be that of every rank.
     """
 
     value: tuple[float, float]
     report: Report | None
-    batch: int
+    batch: str
 
 
 class Agreement:
@@ -178,7 +173,9 @@ class Agreement:
             if report is not None:
                 reports.append(report)
             elif vote.report is None and votes[rank].batch != vote.batch:
-                reports.append(Report(self.last_action(rank), rank, _OTHER_BATCH, 1))
+                what = first_difference(vote.batch, votes[rank].batch)
+                reason = f"it was given another batch than rank 0 ({what}); {SAME_BATCH}"
+                reports.append(Report(self.last_action(rank), rank, reason, 1))
         sums = [sum(values) for values in zip(*(each.value for each in votes.values()), strict=True)]
         verdict = min(reports, key=lambda r: (r.doubt, r.when)) if reports else (sums[0], sums[1])
         with contextlib.suppress(
@@ -317,7 +314,7 @@ class StepEnd:
             report = Report(failure.action, rank, reason, int(failure.lost), when)
         elif loss is not None and self.context.reports_loss:
             value = float(loss.double()), float(_DTYPES.index(loss.dtype))
-        verdict = self.agreement.settle(Vote(value, report, zlib.crc32(batch.encode())))
+        verdict = self.agreement.settle(Vote(value, report, batch))
         if isinstance(verdict, Report):
             action, cause = verdict.action, None if failure is None else failure.error
             raise StageError(

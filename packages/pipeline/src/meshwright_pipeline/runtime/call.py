@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
+from meshwright_dtensor.model.batch_text import BatchTexts
 from meshwright_dtensor.random import without_pieces
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
@@ -40,7 +41,7 @@ from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.tied_grads import TiedSum
 from meshwright_pipeline.trace.loss import loss_of, need_loss, with_loss
 from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
-from meshwright_pipeline.trace.microbatch import Call, describe, microbatches
+from meshwright_pipeline.trace.microbatch import Call, microbatches
 from meshwright_pipeline.trace.rng_replay import ReplayMode, RngReplay, StepDraws
 from meshwright_pipeline.trace.state_writes import WrittenState
 
@@ -144,6 +145,7 @@ class PipelinedCall:
         self.sinks = Sinks(model, context.plain)
         self.rank = transport.rank
         self.last: StepOutcome | None = None
+        self.texts = BatchTexts()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UnsupportedError(
@@ -206,6 +208,7 @@ class PipelinedCall:
     # ---- prepare
     def prepare(self, batch: Call) -> StepPlan:
         """Split a batch into microbatches, and decide how its loss is computed."""
+        text, _ = self.texts.describe(*batch)
         if any(hasattr(leaf, "get_seq_length") for leaf in leaves_of(batch)):
             raise UnsupportedError(
                 "a pipelined model was given a cache of keys and values, which it would fill on one stage only; generate with "
@@ -229,14 +232,12 @@ class PipelinedCall:
                 numbers = self._numbers(prepared, additivity, calls)
                 weight = additivity.loss.weight(count)
                 return StepPlan(
-                    calls, batch, describe(batch), prepared, True, "per_microbatch", returns,
+                    calls, batch, text, prepared, True, "per_microbatch", returns,
                     weight, additivity.leaves, numbers,
                 )  # fmt: skip
             self.warning.warn(additivity)
         self.preparation.tail(self.model, prepared, batch)
-        return StepPlan(
-            calls, batch, describe(batch), prepared, training, "full_batch", returns, inputs=inputs
-        )
+        return StepPlan(calls, batch, text, prepared, training, "full_batch", returns, inputs=inputs)
 
     def _additivity(
         self, prepared: Prepared, batch: Call, inputs: InputGradients | None

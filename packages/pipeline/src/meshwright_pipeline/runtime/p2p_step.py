@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_pipeline.runtime.p2p import NothingComes, PendingTensors, Specs, Transport
@@ -63,14 +64,14 @@ class Peers:
 
     Attributes:
         specs: cut -> description of the tensors that this rank sends over it, once sent.
-        sent_headers, received_headers: pickled headers of earlier steps; one that comes again is not pickled again.
+        sent_headers, received_headers: headers of earlier steps and their pickles; one that comes again is not pickled again.
     """
 
     def __init__(self, transport: Transport, table: Timetable) -> None:
         self.transport, self.table, self.shape = transport, table, table.shape
         self.places = {action: place for actions in table.ranks for place, action in enumerate(actions)}
         self.specs: dict[int, Specs] = {}
-        self.sent_headers: dict[tuple[int, bool], bytes] = {}
+        self.sent_headers: dict[tuple[int, bool], tuple[str, bytes | None]] = {}
         self.received_headers: dict[int, tuple[bytes, Header]] = {}
 
     @property
@@ -184,10 +185,8 @@ class StepMessages:
             here, there = ("with gradients", "without") if self.backward else ("without gradients", "with")
             text = f"the model was called {here} here and {there} them there; call it alike on every rank"
         else:
-            text = (
-                f"it was given {self.batch}, and the stage before it {header.batch}; a plain tensor is the whole batch, so give "
-                "every rank the same (mw.shard_loader reads each rank's part)"
-            )
+            what = first_difference(self.batch, header.batch)
+            text = f"it was given another batch than the stage before it ({what}); {SAME_BATCH}"
         self.fail(Failure(action, UsageError(text)))
 
     def _start_receive(self, action: Action) -> bool:
@@ -264,10 +263,10 @@ class StepMessages:
             return
         header = None
         if succeeded and self.batch is not None:
-            header = self.peers.sent_headers.get((cut, self.backward))
-            if header is None:
+            batch, header = self.peers.sent_headers.get((cut, self.backward), ("", None))
+            if header is None or batch != self.batch:
                 header = pickle.dumps(Header(self.specs[cut], self.batch, self.backward))
-                self.peers.sent_headers[cut, self.backward] = header
+                self.peers.sent_headers[cut, self.backward] = (self.batch, header)
         place = self.peers.places[self._counterpart(action, sends=True)]
         self.peers.transport.send_header(header, peer, cut, place)
 

@@ -1,4 +1,4 @@
-"""Splits a batch into microbatches, and describes batches."""
+"""Splits a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -94,16 +94,3 @@ def _sign(leaf: Any) -> Any:
     except TypeError:
         return type(leaf)
     return (type(leaf), leaf)
-
-
-def describe(call: Call) -> str:
-    """A batch as text, the same on every rank: names, shapes and dtypes of its tensors, and plain values."""
-    shown = []
-    for path, leaf in pytree.tree_flatten_with_path((call[0], call[1]))[0]:
-        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
-        if isinstance(leaf, torch.Tensor):
-            shown.append(f"{name} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}")
-        elif leaf is not None:
-            plain = isinstance(leaf, (bool, int, float, str))
-            shown.append(f"{name}={leaf if plain else type(leaf).__name__}")
-    return ", ".join(shown)
