@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
-from meshwright_dtensor.propagate.predict import predict_run
+from meshwright_dtensor.propagate.predict import Predictor
 from meshwright_dtensor.propagate.prediction import MeshShape
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
@@ -106,9 +106,9 @@ def predicted(name: str, sizes: tuple[int, ...], states: tuple[Any, ...]) -> tup
             grad[ref.i] = recorder.values[ref.i].differentiable and any(grad[r.i] for r in node.ins)
     grid = MeshShape(("dp", "zero")[: len(sizes)], sizes)
     result = recorder.index_of(out)
-    actual = predict_run(
+    actual = Predictor(
         grid, book, recorder.nodes, recorder.values, grad, {0: states}, (), results=[result or 0]
-    )
+    ).run()
     moved: Counter[Any] = Counter()
     for m in actual.moved:
         moved[m.kind, m.axis, m.phase, m.function, m.why] += m.nbytes
@@ -140,9 +140,9 @@ def test_prediction_gives_reason_of_gathered_call() -> None:
     recorder.mark(x, "input:x")
     with recorder:
         torch.masked_select(x, x > 0).sum()
-    actual = predict_run(
+    actual = Predictor(
         MeshShape(("dp",), (2,)), book, recorder.nodes, recorder.values, [False] * 9, {0: (0,)}, ()
-    )
+    ).run()
     (why,) = actual.gathered.values()
     assert why == "depends on the data"
     assert [(m.kind, m.nbytes) for m in actual.moved] == [

@@ -1,4 +1,4 @@
-"""Interval shards on one mesh axis: select, gather, scatter and exchange intervals.
+"""Shards on one mesh axis: select, gather, scatter and exchange the intervals of a dim.
 
 Like :mod:`collectives`: plain functions on local tensors, no autograd, no layouts.  A dim is given as
 the intervals of each rank of the axis; the intervals of a plain shard are its chunks.
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor.sharding.intervals import Interval, Intervals
+from meshwright_dtensor.sharding.intervals import Interval, Intervals, chunk_intervals
 
 Tensor = torch.Tensor
 Move: TypeAlias = Callable[[Tensor], Tensor]
@@ -35,6 +35,8 @@ def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 def selector(dim: int, intervals: Intervals) -> Move:
     """Whole -> the intervals of one rank."""
+    if len(intervals) == 1:
+        return lambda t: t.narrow(dim, *intervals[0]).clone(memory_format=torch.contiguous_format)
     return lambda t: join([t.narrow(dim, start, n) for start, n in intervals], dim)
 
 
@@ -67,14 +69,20 @@ def ordered(by_rank: RankIntervals) -> list[tuple[int, int, int, int]]:
 
 def gatherer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Move:
     """The parts of all ranks -> whole."""
-    n, longest = len(by_rank), max(map(length, by_rank))
+    n, longest, total = len(by_rank), max(map(length, by_rank)), sum(map(length, by_rank))
     pieces = ordered(by_rank)
+    chunks = by_rank == chunk_intervals(total, n)
 
     def gather(t: Tensor) -> Tensor:
         if t.shape[dim] != longest:
             pad = list(t.shape)
             pad[dim] = longest - t.shape[dim]
             t = torch.cat([t, t.new_zeros(pad)], dim)
+        if chunks and all(size == 1 for size in t.shape[:dim]):
+            # the chunks follow each other in memory
+            out = t.new_empty([*t.shape[:dim], n * longest, *t.shape[dim + 1 :]])
+            dist.all_gather_single(out.view(-1), t.contiguous().view(-1), group=group)
+            return out if n * longest == total else out.narrow(dim, 0, total).contiguous()
         parts = t.new_empty([n, *t.shape])
         dist.all_gather_single(parts.view(-1), t.contiguous().view(-1), group=group)
         return join([parts[rank].narrow(dim, at, size) for _, size, rank, at in pieces], dim)
@@ -84,12 +92,13 @@ def gatherer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Move
 
 def scatterer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Move:
     """Partial sums of the whole -> the sums of the part of one rank; all parts are equally long."""
-    order = list(itertools.chain.from_iterable(by_rank))
-    n = len(by_rank)
+    order, n = list(itertools.chain.from_iterable(by_rank)), len(by_rank)
+    in_order = order == sorted(order)
 
     def scatter(t: Tensor) -> Tensor:
-        permuted = torch.cat([t.narrow(dim, start, size) for start, size in order], dim)
-        chunks = torch.cat([c.reshape(-1) for c in permuted.chunk(n, dim)])
+        if not in_order:
+            t = torch.cat([t.narrow(dim, start, size) for start, size in order], dim)
+        chunks = torch.cat([c.reshape(-1) for c in t.chunk(n, dim)])
         shape = list(t.shape)
         shape[dim] //= n
         out = t.new_empty(shape)

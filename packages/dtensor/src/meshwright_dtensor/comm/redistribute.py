@@ -7,7 +7,7 @@ is the identity forward and an all-reduce backward, ``P -> I`` the reverse, ``0 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -63,6 +63,22 @@ def _dims(*states: State) -> set[int]:
     return {int(s) for s in states if isinstance(s, int)}
 
 
+def steps_between(
+    context: MeshContext, source: States, target: States, shape: Sequence[int], coords: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], Step, Step]]:
+    """The steps of each single-axis change: (shape before the split over the axis, forward, backward)."""
+    current = list(source)
+    for axis, a, b in route(source, target):
+        others = tuple("I" if i == axis else s for i, s in enumerate(current))
+        sizes = local_shape_of(shape, context.sizes, coords, others)
+        forward, backward = (
+            Step(context, axis, *kinds, *(sizes[kind] if isinstance(kind, int) else 0 for kind in kinds))
+            for kinds in ((forward_kind(a), forward_kind(b)), (gradient_kind(b), gradient_kind(a)))
+        )
+        current[axis] = b
+        yield sizes, forward, backward
+
+
 class Conversion:
     """Converts a local tensor from ``source`` to ``target`` states, and its gradient back.
 
@@ -78,16 +94,7 @@ class Conversion:
         forward: list[StepFunction] = []
         backward: list[StepFunction] = []
         self.moves = False
-        current = list(source)
-        for axis, a, b in route(source, target):
-            steps = []
-            for kind_a, kind_b in ((forward_kind(a), forward_kind(b)), (gradient_kind(b), gradient_kind(a))):
-                others = tuple("I" if i == axis else s for i, s in enumerate(current))
-                sizes = local_shape_of(tuple(shape), context.sizes, context.coords, others)
-                total = sizes[kind_a] if isinstance(kind_a, int) else 0
-                total_target = sizes[kind_b] if isinstance(kind_b, int) else 0
-                steps.append(Step(context, axis, kind_a, kind_b, total, total_target))
-            current[axis] = b
+        for _, *steps in steps_between(context, source, target, shape, context.coords):
             forward_step, backward_step = steps[0].function("forward"), steps[1].function("backward")
             self.moves |= steps[0].collective is not None
             if forward_step is not None:

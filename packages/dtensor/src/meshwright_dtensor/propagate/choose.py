@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright_dtensor.random import draws_by_element
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, is_random, refine
@@ -18,7 +18,8 @@ from meshwright_dtensor.sharding.states import I, P, R, State, States, X, forwar
 from meshwright_dtensor.trace.graph import Node, Ref, Value
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import AttentionForm
+    from meshwright_dtensor.mesh.context import MeshContext
+    from meshwright_dtensor.propagate.prediction import MeshShape
 
 _WEIGHT = 1000.0
 """Factor between the cost of moving a parameter and that of an activation of the same size."""
@@ -27,24 +28,8 @@ _STEP = 1e-6
 """Cost of a conversion that moves nothing, so that keeping the state wins ties."""
 
 
-class Axes(Protocol):
-    """Mesh axes that a choice depends on: a MeshContext, or the axes of a mesh that does not exist yet."""
-
-    @property
-    def attention(self) -> Mapping[str, AttentionForm]:
-        """Axis name -> attention form (see MeshContext)."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Names, outermost first."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Ranks along each."""
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
+Axes: TypeAlias = "MeshContext | MeshShape"
+"""Mesh axes that a choice depends on: of a mesh, or of one that does not exist yet."""
 
 
 @dataclass(slots=True)
@@ -86,25 +71,18 @@ class Underivable(Exception):
     """The call has no local program; it is gathered and run replicated."""
 
 
+@dataclass
 class Chooser:
-    """Goes through recorded nodes in order, one mesh axis after the other, outermost first."""
+    """Goes through recorded nodes in order, one mesh axis after the other, outermost first.
 
-    def __init__(
-        self,
-        context: Axes,
-        book: RuleBook,
-        nodes: Sequence[Node],
-        values: Sequence[Value],
-        constants: frozenset[int] = frozenset(),
-    ) -> None:
-        """``constants``: indices of values that never need a gradient, so that I and X are the same for them."""
-        self.context, self.book, self.nodes, self.values, self.constants = (
-            context,
-            book,
-            nodes,
-            values,
-            constants,
-        )
+    ``constants``: indices of values that never need a gradient, so that I and X are the same for them.
+    """
+
+    context: Axes
+    book: RuleBook
+    nodes: Sequence[Node]
+    values: Sequence[Value]
+    constants: frozenset[int] = frozenset()
 
     def run(
         self, inputs: Mapping[int, States], weights: Collection[int], outputs: Sequence[State | None] = ()
@@ -116,27 +94,19 @@ class Chooser:
             weights: which of the inputs are parameters.
             outputs: per mesh axis a state that the last node's first output should have, where legal.
         """
-        count = len(self.nodes)
         per_axis: list[list[Strategy]] = []
-        for axis in range(self.context.ndim):
-            goal = outputs[axis] if axis < len(outputs) else None
-            if self.context.sizes[axis] == 1:
-                per_axis.append(self._axis_of_one())
+        for axis, n in enumerate(self.context.sizes):
+            if n == 1:
+                rows = [Strategy((I,) * len(k.ins), (I,) * len(k.outs), "replicate") for k in self.nodes]
             else:
-                per_axis.append(self._axis(axis, inputs, weights, per_axis, goal))
-        return Choice(
-            [
-                [tuple(rows[k].ins[j] for rows in per_axis) for j in range(len(self.nodes[k].ins))]
-                for k in range(count)
-            ],
-            [
-                [tuple(rows[k].outs[j] for rows in per_axis) for j in range(len(self.nodes[k].outs))]
-                for k in range(count)
-            ],
-        )
-
-    def _axis_of_one(self) -> list[Strategy]:
-        return [Strategy((I,) * len(n.ins), (I,) * len(n.outs), "replicate") for n in self.nodes]
+                goal = outputs[axis] if axis < len(outputs) else None
+                rows = self._axis(axis, inputs, weights, per_axis, goal)
+            per_axis.append(rows)
+        choice = Choice()
+        for k, node in enumerate(self.nodes):
+            choice.ins.append([tuple(rows[k].ins[j] for rows in per_axis) for j in range(len(node.ins))])
+            choice.outs.append([tuple(rows[k].outs[j] for rows in per_axis) for j in range(len(node.outs))])
+        return choice
 
     def _axis(
         self,
@@ -156,17 +126,18 @@ class Chooser:
             want = goal if k == len(self.nodes) - 1 else None
             if isinstance(want, IntervalShard):
                 want = repeat_to_fit(want, view.out_shapes[0], n) if view.out_shapes else None
-            rows = self._rows(view, env, want)
-            best: Strategy | None = None
-            best_key: tuple[float, float, int, int] | None = None
+            rows, refs = self._rows(view, env, want), (*node.ins, *node.outs)
+            costs: list[tuple[float, float, int, int]] = []
             for order, row in enumerate(rows):
-                if _touches(node, row, frozen):
+                pairs = zip(refs, row.ins + row.outs, strict=True)
+                if frozen and any(isinstance(s, int) and (ref.i, int(s)) in frozen for ref, s in pairs):
                     continue
                 key = self._cost(node, row, env, n, weights, want)
-                if key is not None and (best_key is None or (*key, order) < best_key):
-                    best, best_key = row, (*key, order)
-            if best is None:
+                if key is not None:
+                    costs.append((*key, order))
+            if not costs:
                 raise Underivable(f"no legal row for {node.name} on mesh axis {self.context.axes[axis]!r}")
+            best = rows[min(costs)[-1]]
             chosen.append(best)
             for ref, state in zip(node.outs, best.outs, strict=True):
                 env[ref.i] = state
@@ -177,22 +148,15 @@ class Chooser:
         rows = list(self.book.strategies(view))
         current = [(env.get(r.i, I),) for r in node.ins]
         if not is_random(node) and any(isinstance(s, int) for (s,) in current):
-            rows = self.book.lifted(
-                view,
-                rows,
-                current,
-                [(goal,)] if isinstance(goal, IntervalShard) and len(node.outs) == 1 else (),
-            )
+            wanted = [(goal,)] if isinstance(goal, IntervalShard) and len(node.outs) == 1 else ()
+            rows = self.book.lifted(view, rows, current, wanted)
         if is_random(node):
-            first = env.get(node.ins[0].i, I) if node.ins else I
-            rows = rows[:1]
-            if (
-                isinstance(first, int)
-                and draws_by_element(node.op)
-                and all(view.shape(r) == view.shape(node.ins[0]) for r in node.outs)
-            ):
-                ins = tuple(first if view.shape(r) == view.shape(node.ins[0]) else R for r in node.ins)
-                rows.append(Strategy(ins, (first,) * len(node.outs), "random"))
+            first, rows = current[0][0] if current else I, rows[:1]
+            if isinstance(first, int) and draws_by_element(node.op):
+                shape = view.in_shapes[0]
+                if all(view.shape(r) == shape for r in node.outs):
+                    ins = tuple(first if view.shape(r) == shape else R for r in node.ins)
+                    rows.append(Strategy(ins, (first,) * len(node.outs), "random"))
         return refine(view, rows, lambda ref: self.values[ref.i].differentiable)
 
     def _cost(
@@ -233,12 +197,11 @@ class Chooser:
         shapes: dict[int, tuple[int, ...]] = {}
         uneven: set[tuple[int, int]] = set()
         sizes = self.context.sizes[: len(earlier)]
-        for refs, pick in ((node.ins, "ins"), (node.outs, "outs")):
-            for j, ref in enumerate(refs):
-                states = tuple(getattr(rows[k], pick)[j] for rows in earlier)
-                shape = self.values[ref.i].shape
-                shapes[ref.i] = local_shape_of(shape, sizes, (0,) * len(sizes), states)
-                uneven |= {(ref.i, d) for d in uneven_dims(shape, sizes, states)}
+        chosen = [rows[k].ins + rows[k].outs for rows in earlier]
+        for j, ref in enumerate((*node.ins, *node.outs)):
+            shape, states = self.values[ref.i].shape, tuple(row[j] for row in chosen)
+            shapes[ref.i] = local_shape_of(shape, sizes, (0,) * len(sizes), states)
+            uneven |= {(ref.i, d) for d in uneven_dims(shape, sizes, states)}
         return shapes, uneven
 
 
@@ -261,10 +224,3 @@ def _may_convert(current: Sequence[State], row: Strategy, position: int) -> bool
         others = (j for j in range(len(current)) if j != position)
         return any(current[j] == row.ins[j] == b for j in others)
     return True
-
-
-def _touches(node: Node, row: Strategy, frozen: set[tuple[int, int]]) -> bool:
-    if not frozen:
-        return False
-    pairs = list(zip(node.ins, row.ins, strict=True)) + list(zip(node.outs, row.outs, strict=True))
-    return any((ref.i, int(s)) in frozen for ref, s in pairs if isinstance(s, int))

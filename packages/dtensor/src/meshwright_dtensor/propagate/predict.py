@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,20 +17,12 @@ import torch
 from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes
 from meshwright_dtensor.cluster.links import CollectiveKind
 from meshwright_dtensor.comm.collectives import Step
-from meshwright_dtensor.comm.redistribute import route
+from meshwright_dtensor.comm.redistribute import steps_between
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.propagate.prediction import MeshShape, PredictedMove, PredictedRun
 from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist, is_view
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, needs_data
-from meshwright_dtensor.sharding.states import (
-    I,
-    R,
-    State,
-    States,
-    format_state,
-    forward_kind,
-    gradient_kind,
-)
+from meshwright_dtensor.sharding.states import I, States, format_state, forward_kind, is_shard
 from meshwright_dtensor.strategy.cost import Phase
 from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, is_in_place
 from meshwright_dtensor.trace.graph import Call, Node, Ref, Value, is_ref
@@ -41,32 +33,6 @@ if TYPE_CHECKING:
 
 NodeStates = tuple[tuple[States, ...], tuple[States, ...]]
 """The states of the inputs and of the outputs of a node."""
-
-
-def predict_run(
-    grid: MeshShape,
-    book: RuleBook,
-    nodes: Sequence[Node],
-    values: Sequence[Value],
-    grad: Sequence[bool],
-    start: Mapping[int, States],
-    weights: Collection[int],
-    fixed: Callable[[int], NodeStates | None] = lambda index: None,
-    same_as: Callable[[int], Hashable] = lambda index: index,
-    results: Collection[int] = (),
-) -> PredictedRun:
-    """Predict a recorded run, call by call.
-
-    Args:
-        nodes, values: recorded with global shapes.
-        grad: per value, whether a gradient may flow to it.
-        start: value -> states, of parameters and of inputs.
-        weights: those that are parameters.
-        fixed: node -> states of its inputs and outputs if a strategy runs the node itself, else None.
-        same_as: node -> a key, equal for nodes that do the same with tensors of the same shapes; they are derived once.
-        results: values that the caller gets, from which the backward pass starts.
-    """
-    return _Predictor(grid, book, nodes, values, grad, start, weights, fixed, same_as, results).run()
 
 
 @dataclass
@@ -80,13 +46,27 @@ class _Group:
 
 @dataclass
 class _Conversion:
-    module: str
-    function: str
+    value: int
+    source: States
+    target: States
+    node: Node
     backward: bool = False
 
 
 @dataclass
-class _Predictor:
+class Predictor:
+    """Predicts a recorded run, call by call.
+
+    Args:
+        nodes, values: recorded with global shapes.
+        grad: per value, whether a gradient may flow to it.
+        start: value -> states, of parameters and of inputs.
+        weights: those that are parameters.
+        fixed: node -> states of its inputs and outputs if a strategy runs the node itself, else None.
+        same_as: node -> a key, equal for nodes that do the same with tensors of the same shapes; they are derived once.
+        results: values that the caller gets, from which the backward pass starts.
+    """
+
     grid: MeshShape
     book: RuleBook
     nodes: Sequence[Node]
@@ -94,10 +74,9 @@ class _Predictor:
     grad: Sequence[bool]
     start: Mapping[int, States]
     weights: Collection[int]
-    fixed: Callable[[int], NodeStates | None]
-    same_as: Callable[[int], Hashable]
-    results: Collection[int]
-    predicted: PredictedRun = field(default_factory=PredictedRun)
+    fixed: Callable[[int], NodeStates | None] = lambda index: None
+    same_as: Callable[[int], Hashable] = lambda index: index
+    results: Collection[int] = ()
 
     def __post_init__(self) -> None:
         self.grad = _receives_gradient(self.nodes, self.grad, self.results)
@@ -107,27 +86,32 @@ class _Predictor:
         made = {r.i for n in self.nodes if n.call is not None for r in n.outs}
         self.plain = {r.i for n in self.nodes for r in (*n.ins, *n.outs)} - made - set(self.start)
         self.readers = {r.i for n in self.nodes for r in n.ins} | set(self.results)
+        self.predicted = PredictedRun()
         self._chosen: dict[Hashable, Choice | str] = {}
         self._made: dict[tuple[int, States, States], _Conversion] = {}
-        self._all: list[tuple[int, States, States, _Conversion]] = []
+        self._all: list[_Conversion] = []
 
     def run(self) -> PredictedRun:
         """All calls in order."""
-        for (call, _, is_fixed), members in itertools.groupby(range(len(self.nodes)), self._call_key):
+
+        def call_key(index: int) -> tuple[Call | None, tuple[int | None, ...], bool]:
+            node = self.nodes[index]
+            return node.call, node.call_inputs, self.fixed(index) is not None
+
+        for (call, _, is_fixed), members in itertools.groupby(range(len(self.nodes)), call_key):
             indices = list(members)
             if call is not None and not is_fixed:
-                self._predict_call(self._group(indices))
+                nodes = [self.nodes[k] for k in indices]
+                made = {r.i for node in nodes for r in node.outs}
+                outside = dict.fromkeys(r.i for node in nodes for r in node.ins if r.i not in made)
+                self._predict_call(_Group(indices, nodes, list(outside)))
                 continue
             for k in indices:
                 self._add(k, *(self.fixed(k) or self._replicated(self.nodes[k])))
-        for value, source, target, conversion in self._all:
-            self._report(value, source, target, conversion)
+        for conversion in self._all:
+            self._report(conversion)
         self.predicted.states = {i: s for i, s in self.states.items() if s != self.whole}
         return self.predicted
-
-    def _call_key(self, index: int) -> tuple[Call | None, tuple[int | None, ...], bool]:
-        node = self.nodes[index]
-        return node.call, node.call_inputs, self.fixed(index) is not None
 
     def _replicated(self, node: Node) -> NodeStates:
         return (self.whole,) * len(node.ins), (self.whole,) * len(node.outs)
@@ -138,15 +122,6 @@ class _Predictor:
         self.states.update(
             (r.i, s) for r, s in zip(self.nodes[index].outs, self.predicted.outs[-1], strict=True)
         )
-
-    def _group(self, indices: list[int]) -> _Group:
-        nodes = [self.nodes[k] for k in indices]
-        made: set[int] = set()
-        outside: dict[int, None] = {}
-        for node in nodes:
-            outside.update((r.i, None) for r in node.ins if r.i not in made)
-            made.update(r.i for r in node.outs)
-        return _Group(indices, nodes, list(outside))
 
     # ---- one call
     def _predict_call(self, group: _Group) -> None:
@@ -195,20 +170,18 @@ class _Predictor:
         """Whether an op can be derived; ops that may need values (an index may be a mask) are tried."""
         if not needs_data(node):
             return True
+
+        def fake(x: Any) -> Any:
+            return torch.empty(self.values[x.i].shape, dtype=self.values[x.i].dtype) if is_ref(x) else x
+
         with fake_mode(), quiet_fakes(), torch.no_grad():
-            args, kwargs = pytree.tree_map(self._fake, (node.args, node.kwargs), is_leaf=is_ref)
+            args, kwargs = pytree.tree_map(fake, (node.args, node.kwargs), is_leaf=is_ref)
             try:
                 node.op(*args, **kwargs)
             except Exception:
                 # torch has many errors for this
                 return False
         return True
-
-    def _fake(self, x: Any) -> Any:
-        if not isinstance(x, Ref):
-            return x
-        value = self.values[x.i]
-        return torch.empty(value.shape, dtype=value.dtype)
 
     def _derive(self, group: _Group, start: Mapping[int, States]) -> Choice:
         plain = frozenset(self.plain.intersection(group.outside))
@@ -270,7 +243,9 @@ class _Predictor:
         if between != source:
             self._convert(value, source, between, node, backward)
             source = between
-        moves = any(kind for _, phase, kind, _ in self._steps(value, source, target) if phase == "forward")
+        moves = any(
+            step.collective for _, phase, step in self._steps(value, source, target) if phase == "forward"
+        )
         changes = any(forward_kind(a) != forward_kind(b) for a, b in zip(source, target, strict=True))
         made = self._made if moves or not changes else {}
         self._convert_once(made, value, source, target, node, backward)
@@ -288,50 +263,31 @@ class _Predictor:
             return
         conversion = made.get((value, source, target))
         if conversion is None:
-            function = node.name if node.call is None else node.call.function
-            conversion = made[value, source, target] = _Conversion(node.module, function)
-            self._all.append((value, source, target, conversion))
+            conversion = made[value, source, target] = _Conversion(value, source, target, node)
+            self._all.append(conversion)
         conversion.backward |= backward and self.grad[value]
 
     def _steps(
         self, value: int, source: States, target: States
-    ) -> Iterable[tuple[int, Phase, CollectiveKind | None, tuple[State, State, int]]]:
-        """(axis, pass, collective, (from, to, bytes)) of each single-axis change."""
-        grid, recorded = self.grid, self.values[value]
-        current = list(source)
-        for axis, a, b in route(source, target):
-            others = tuple("I" if i == axis else s for i, s in enumerate(current))
-            shape = grid.local(recorded.shape, others)
-            nbytes = math.prod(shape) * recorded.dtype.itemsize
-            passes: tuple[tuple[Phase, State, State], ...] = (
-                ("forward", forward_kind(a), forward_kind(b)),
-                ("backward", gradient_kind(b), gradient_kind(a)),
-            )
-            for phase, old, new in passes:
-                if old != new and grid.sizes[axis] > 1:
-                    sizes = [shape[int(s)] if isinstance(s, int) else 0 for s in (old, new)]
-                    kind = Step(cast("MeshContext", grid), axis, old, new, *sizes).collective
-                    yield axis, phase, cast("CollectiveKind | None", kind), (old, new, nbytes)
-            current[axis] = b
+    ) -> Iterator[tuple[tuple[int, ...], Phase, Step]]:
+        """(shape before the split over the axis, pass, step) of each single-axis change."""
+        grid = cast("MeshContext", self.grid)
+        shape, first_rank = self.values[value].shape, (0,) * grid.ndim
+        for sizes, forward, backward in steps_between(grid, source, target, shape, first_rank):
+            passes: tuple[tuple[Phase, Step], ...] = (("forward", forward), ("backward", backward))
+            for phase, step in passes:
+                if step.source != step.target and grid.sizes[step.axis] > 1:
+                    yield sizes, phase, step
 
-    def _report(self, value: int, source: States, target: States, conversion: _Conversion) -> None:
-        if math.prod(self.values[value].shape) == 1:
+    def _report(self, conversion: _Conversion) -> None:
+        value = self.values[conversion.value]
+        if math.prod(value.shape) == 1:
             return
-        for axis, phase, kind, (a, b, nbytes) in self._steps(value, source, target):
-            if kind is not None and (phase == "forward" or conversion.backward):
-                why = f"{format_state(a)}->{format_state(b)}"
-                self.predicted.moved.append(
-                    PredictedMove(
-                        kind,
-                        self.grid.axes[axis],
-                        nbytes,
-                        phase,
-                        conversion.module,
-                        conversion.function,
-                        why,
-                        value,
-                    )
-                )
+        for sizes, phase, step in self._steps(conversion.value, conversion.source, conversion.target):
+            if step.collective is not None and (phase == "forward" or conversion.backward):
+                nbytes = math.prod(sizes) * value.dtype.itemsize
+                why = f"{format_state(step.source)}->{format_state(step.target)}"
+                self._moved(step.collective, step.axis, nbytes, phase, conversion.node, why, conversion.value)
 
     def _composite_collectives(
         self, node: Node, ins: Sequence[States], outs: Sequence[States], backward: bool
@@ -339,39 +295,32 @@ class _Predictor:
         """Collectives inside of a composite, without sums of two numbers."""
         if node.op is not None:
             return
-        composite: Any = self.book.composite(node.name)
-        for axis, name in enumerate(self.grid.axes):
-            row = [tuple(_raw(s[axis]) for s in states) for states in (ins, outs)]
-            if not any(isinstance(s, int) for s in row[0]):
+        composite = self.book.composite(node.name)
+        for axis, n in enumerate(self.grid.sizes):
+            row_ins, row_outs = (tuple(forward_kind(s[axis]) for s in states) for states in (ins, outs))
+            if not any(map(is_shard, row_ins)):
                 continue
             # local to all other axes
             shapes = {
                 ref: self.grid.local(self.values[ref.i].shape, (*states[:axis], I, *states[axis + 1 :]))
-                for refs, ref_states in ((node.ins, ins), (node.outs, outs))
-                for ref, states in zip(refs, ref_states, strict=True)
+                for ref, states in zip((*node.ins, *node.outs), (*ins, *outs), strict=True)
             }
             dtypes = {ref: self.values[ref.i].dtype for ref in shapes}
-            view = NodeView.with_shapes(node, shapes, dtypes, self.grid.sizes[axis])
-            total = composite.extra_comm_bytes(view, Strategy(row[0], row[1], "hand"))
+            view = NodeView.with_shapes(node, shapes, dtypes, n)
+            total = composite.extra_comm_bytes(view, Strategy(row_ins, row_outs, "hand"))
             later = total * composite.comm_backward
-            passes: tuple[tuple[Phase, float], ...] = (
-                ("forward", total - later),
-                ("backward", later if backward else 0.0),
-            )
-            for phase, nbytes in passes:
-                if nbytes > _NUMBERS:
-                    function = node.name if node.call is None else node.call.function
-                    self.predicted.moved.append(
-                        PredictedMove(
-                            "all_reduce",
-                            name,
-                            int(nbytes),
-                            phase,
-                            node.module,
-                            function,
-                            f"inside {node.name}",
-                        )
-                    )
+            if total - later > _NUMBERS:
+                self._moved("all_reduce", axis, int(total - later), "forward", node, f"inside {node.name}")
+            if backward and later > _NUMBERS:
+                self._moved("all_reduce", axis, int(later), "backward", node, f"inside {node.name}")
+
+    def _moved(
+        self, kind: str, axis: int, nbytes: int, phase: Phase, node: Node, why: str, value: int | None = None
+    ) -> None:
+        function = node.name if node.call is None else node.call.function
+        name, collective = self.grid.axes[axis], cast("CollectiveKind", kind)
+        move = PredictedMove(collective, name, nbytes, phase, node.module, function, why, value)
+        self.predicted.moved.append(move)
 
 
 def _receives_gradient(nodes: Sequence[Node], grad: Sequence[bool], results: Collection[int]) -> list[bool]:
@@ -399,7 +348,3 @@ def _receives_gradient(nodes: Sequence[Node], grad: Sequence[bool], results: Col
 
 _NUMBERS = 16
 """Bytes of a sum and a count: collectives of no more bytes are left out."""
-
-
-def _raw(state: State) -> State:
-    return state if isinstance(state, int) or state == "P" else R

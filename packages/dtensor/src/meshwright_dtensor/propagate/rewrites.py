@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable, conversion_cost
-from meshwright_dtensor.sharding.states import I, State, States, X
+from meshwright_dtensor.sharding.states import I, State, States, X, forward_kind
 from meshwright_dtensor.trace.graph import Node, Ref
 
 MAX_TRIALS = 8
@@ -166,7 +166,9 @@ def check_writes(
     for node, ins, outs in zip(nodes, choice.ins, choice.outs, strict=True):
         if node.ins and (is_view(node) or node.mutates):
             i = node.ins[0].i
-            is_copy = moved.get(i, False) or (i in current and not _same_values(current[i], ins[0]))
+            is_copy = moved.get(i, False) or (
+                i in current and tuple(map(forward_kind, current[i])) != tuple(map(forward_kind, ins[0]))
+            )
             if node.mutates and i in root and is_copy:
                 raise Underivable("writes through a view that had to be moved")
             if i in root:
@@ -179,7 +181,3 @@ def check_writes(
 def is_view(node: Node) -> bool:
     """Whether results of an op may share memory with its first input."""
     return node.op is not None and any(r.alias_info is not None for r in node.op._schema.returns)
-
-
-def _same_values(a: States, b: States) -> bool:
-    return all(x == y or {x, y} == {"I", "X"} for x, y in zip(a, b, strict=True))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.propagate.predict import predict_run
+from meshwright_dtensor.propagate.predict import Predictor
 from meshwright_dtensor.propagate.prediction import MeshShape
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.sharding.states import States
@@ -177,9 +177,9 @@ class DataRankTapes:
             return local_states(rank_tape, global_tape, index, grid.ndim) if inside else None
 
         node_of, results = self._merged(global_tape).node, global_tape.results
-        prediction = predict_run(
+        prediction = Predictor(
             grid, book, nodes, values, global_tape.grad, initial, weights, strategy_states, node_of, results
-        )
+        ).run()
         return DataRank(global_tape, rank_tape, same, initial, prediction, grid, by_name(book.composites))
 
 
