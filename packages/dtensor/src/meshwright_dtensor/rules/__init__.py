@@ -16,12 +16,13 @@ dims can be sharded; each row is proved numerically before it is used:
 
 from __future__ import annotations
 
-from meshwright_dtensor.rules.book import Rule, RuleBook
+from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.composites.base import Composite, LocalContext
 from meshwright_dtensor.rules.localise import localise
 from meshwright_dtensor.rules.node import (
     NodeView,
     Row,
+    Rule,
     RuleEntry,
     Slot,
     Strategy,

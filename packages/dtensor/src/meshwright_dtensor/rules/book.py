@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -36,9 +36,6 @@ from meshwright_dtensor.rules.ops import (
 )
 from meshwright_dtensor.rules.verify_row import check
 from meshwright_dtensor.trace.graph import Ref
-
-Rule: TypeAlias = Callable[[NodeView], Iterable[Row]]
-"""Yields legal rows; the rule book drops those that do not fit the shapes or the axis size."""
 
 
 class RuleBook:

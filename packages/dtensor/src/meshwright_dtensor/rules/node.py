@@ -6,8 +6,9 @@ tensor dim). Running the op on local inputs in these states gives local outputs 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -61,11 +62,7 @@ class NodeView:
 
     @classmethod
     def with_shapes(
-        cls,
-        node: Node,
-        shapes: Mapping[Ref, tuple[int, ...]],
-        dtypes: Mapping[Ref, torch.dtype],
-        n: int,
+        cls, node: Node, shapes: Mapping[Ref, tuple[int, ...]], dtypes: Mapping[Ref, torch.dtype], n: int
     ) -> NodeView:
         """The view with the given shapes and dtypes."""
         return cls(node, n, shapes.__getitem__, dtypes.__getitem__)
@@ -80,30 +77,17 @@ class NodeView:
         """Shapes of the tensor outputs."""
         return [self.shape(r) for r in self.node.outs]
 
-    def slotted(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with the i-th tensor replaced by ``Slot(i)``."""
-        leaves, spec = pytree.tree_flatten((self.node.args, self.node.kwargs), is_leaf=is_ref)
-        count = 0
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Ref):
-                leaves[index] = Slot(count)
-                count += 1
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return tuple(args), kwargs
-
     def bound(self) -> dict[str, Any]:
-        """Arguments of an aten op by schema name, defaults filled in, tensors as :class:`Slot`."""
-        args, kwargs = self.slotted()
+        """Arguments of an aten op by schema name, defaults (or None) filled in, the i-th tensor as ``Slot(i)``."""
+        leaves, spec = pytree.tree_flatten((self.node.args, self.node.kwargs), is_leaf=is_ref)
+        slots = map(Slot, itertools.count())
+        args, kwargs = pytree.tree_unflatten([next(slots) if is_ref(x) else x for x in leaves], spec)
         values: dict[str, Any] = {}
         for position, argument in enumerate(self.node.op._schema.arguments):
             if position < len(args) and not argument.kwarg_only:
                 values[argument.name] = args[position]
-            elif argument.name in kwargs:
-                values[argument.name] = kwargs[argument.name]
-            elif argument.has_default_value():
-                values[argument.name] = argument.default_value
             else:
-                values[argument.name] = None
+                values[argument.name] = kwargs.get(argument.name, argument.default_value)
         return values
 
     def floating(self, index: int) -> bool:
@@ -117,8 +101,12 @@ SOURCES = frozenset({"hand", "einsum", "view", "pointwise", "factory", "plugin"}
 elements, not only for equal chunks; "factory": no gradient flows from the outputs to the inputs."""
 
 
+Rule: TypeAlias = Callable[[NodeView], Iterable[Row]]
+"""Yields legal rows; the rule book drops those that do not fit the shapes or the axis size."""
+
+
 class RuleEntry(NamedTuple):
-    """A rule: yields legal rows; those that do not fit the shapes or the axis size are dropped by the book.
+    """A rule in the rule book.
 
     Attributes:
         rule: rows of a node.
@@ -126,9 +114,16 @@ class RuleEntry(NamedTuple):
         complete: replicated outputs next to sharded inputs carry no gradient.
     """
 
-    rule: Callable[[NodeView], Iterable[Row]]
+    rule: Rule
     source: str
     complete: bool = False
+
+
+def rules(source: str, *entries: tuple[str, Rule], complete: bool = False) -> dict[str, RuleEntry]:
+    """op name -> rule, from (names of aten ops separated by spaces, their rule); see RuleEntry."""
+    return {
+        f"aten.{name}": RuleEntry(rule, source, complete) for names, rule in entries for name in names.split()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +157,18 @@ def finish(view: NodeView, rows: Iterable[Row], source: str, complete: bool = Fa
     if ties is None:
         return result
     for ins, outs in rows:
-        if (ins, outs) in seen or not _fits(view, ins, outs):
-            continue
-        if any(ins[i] != outs[o] for i, o in ties):
-            continue
-        seen.add((ins, outs))
-        result.append(Strategy(ins, outs, source, complete))
+        fits = (ins, outs) not in seen and _fits(view, ins, outs)
+        if fits and all(ins[i] == outs[o] for i, o in ties):
+            seen.add((ins, outs))
+            result.append(Strategy(ins, outs, source, complete))
     return result
 
 
 def _fits(view: NodeView, ins: States, outs: States) -> bool:
     if len(ins) != len(view.node.ins) or len(outs) != len(view.node.outs):
         return False
-    if len(set(view.node.ins)) < len(ins) and len(set(zip(view.node.ins, ins, strict=True))) > len(
-        set(view.node.ins)
-    ):
-        # a tensor that is passed twice has one state
+    # a tensor that is passed twice has one state
+    if len(set(zip(view.node.ins, ins, strict=True))) > len(set(view.node.ins)):
         return False
     sizes = set()
     for state, shape in zip(ins + outs, view.in_shapes + view.out_shapes, strict=True):
@@ -185,11 +176,8 @@ def _fits(view: NodeView, ins: States, outs: States) -> bool:
             if not 0 <= state < len(shape) or not shardable(shape[state], view.n):
                 return False
             sizes.add(shape[state])
-    return len(sizes) <= 1 or all(
-        size % view.n == 0
-        for size in sizes
-        # uneven chunks only match chunks of the same size
-    )
+    # uneven chunks only match chunks of the same size
+    return len(sizes) <= 1 or all(size % view.n == 0 for size in sizes)
 
 
 def mutation_ties(view: NodeView) -> list[tuple[int, int]] | None:
@@ -202,10 +190,8 @@ def mutation_ties(view: NodeView) -> list[tuple[int, int]] | None:
         return []
     bound, ties = view.bound(), []
     for argument in op._schema.arguments:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
         slot = bound[argument.name]
-        if slot is None:
+        if slot is None or argument.alias_info is None or not argument.alias_info.is_write:
             continue
         back = [
             k
@@ -238,6 +224,20 @@ def broadcast_state(dim: int, whole: Sequence[int], shape: Sequence[int]) -> Sta
     """The state of an operand of ``shape`` that broadcasts to ``whole``, which is sharded on ``dim``."""
     index = dim - len(whole) + len(shape)
     return index if index >= 0 and shape[index] == whole[dim] else R
+
+
+def kept_rows(view: NodeView, dims: Iterable[int]) -> Iterator[Row]:
+    """The first input and all outputs sharded on one of ``dims``, the other inputs replicated."""
+    rest = (R,) * (len(view.node.ins) - 1)
+    for dim in dims:
+        yield (dim, *rest), (dim,) * len(view.node.outs)
+
+
+def other_dims(view: NodeView, argument: str = "dim") -> tuple[int, list[int]]:
+    """The dim of the first input that an ``argument`` of the op names, and all other dims."""
+    ndim = len(view.in_shapes[0])
+    used = view.bound()[argument] % max(ndim, 1)
+    return used, [dim for dim in range(ndim) if dim != used]
 
 
 def linear_row(view: NodeView, *slots: int) -> Row:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot
+from meshwright_dtensor.rules.node import NodeView, Row, Slot, rules
 from meshwright_dtensor.sharding.states import R, State
 
 
@@ -31,17 +31,16 @@ def attention(view: NodeView) -> Iterator[Row]:
         yield tuple(states), outs
 
 
-RULES: Mapping[str, RuleEntry] = {
-    # seeds and debug masks come out replicated and carry no gradient, hence complete
-    "aten." + name: RuleEntry(attention, "hand", complete=True)
-    for name in (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_scaled_dot_product_attention_math",
+# seeds and debug masks come out replicated and carry no gradient, hence complete
+RULES = rules(
+    "hand",
+    (
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math "
         "_scaled_dot_product_attention_math_for_mps",
-    )
-}
+        attention,
+    ),
+    complete=True,
+)
 """op name -> rule."""

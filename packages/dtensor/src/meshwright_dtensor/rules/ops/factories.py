@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry
-from meshwright_dtensor.sharding.states import R
+from meshwright_dtensor.rules.node import NodeView, Row, kept_rows, rules
+from meshwright_dtensor.sharding.states import P, R
 
 
 def constant(view: NodeView) -> Iterator[Row]:
@@ -16,17 +16,15 @@ def constant(view: NodeView) -> Iterator[Row]:
 
 def like(view: NodeView) -> Iterator[Row]:
     """zeros_like, full_like, ...: sharded like the template, or on any dim of a replicated one; a partial template gives R."""
-    rest = (R,) * (len(view.node.ins) - 1)
-    for dim in range(len(view.out_shapes[0])):
-        yield (dim, *rest), (dim,)
-    yield ("P", *rest), (R,)
+    yield from kept_rows(view, range(len(view.out_shapes[0])))
+    yield (P, *(R,) * (len(view.node.ins) - 1)), (R,)
 
 
 def new(view: NodeView) -> Iterator[Row]:
     """new_zeros, new_full, ...: only dtype and device of the template matter, so it may have any state."""
     rest = (R,) * (len(view.node.ins) - 1)
     template = view.in_shapes[0]
-    for state in ("P", *range(len(template))):
+    for state in (P, *range(len(template))):
         yield (state, *rest), (R,)
     for dim in range(len(view.out_shapes[0])):
         yield (R, *rest), (dim,)
@@ -34,13 +32,10 @@ def new(view: NodeView) -> Iterator[Row]:
             yield (dim, *rest), (dim,)
 
 
-RULES: Mapping[str, RuleEntry] = {
-    "aten." + name: RuleEntry(rule, "factory")
-    for names, rule in (
-        ("zeros ones full empty", constant),
-        ("zeros_like ones_like full_like empty_like", like),
-        ("new_zeros new_ones new_full new_empty", new),
-    )
-    for name in names.split()
-}
+RULES = rules(
+    "factory",
+    ("zeros ones full empty", constant),
+    ("zeros_like ones_like full_like empty_like", like),
+    ("new_zeros new_ones new_full new_empty", new),
+)
 """op name -> rule; arange, scalar_tensor, eye and linspace are not here: their elements differ, so they stay replicated."""

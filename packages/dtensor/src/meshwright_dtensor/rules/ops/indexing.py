@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, broadcast_state, linear_row
+from meshwright_dtensor.rules.node import (
+    NodeView,
+    Row,
+    Slot,
+    broadcast_state,
+    kept_rows,
+    linear_row,
+    other_dims,
+    rules,
+)
 from meshwright_dtensor.sharding.states import P, R, State
 
 
@@ -27,7 +36,10 @@ def _index_plan(view: NodeView, indices: list[Any]) -> tuple[dict[int, int], lis
     """(kept dim of self -> dim of the result, tensor slots, first dim and rank of the broadcast index), or None."""
     places = [d for d, index in enumerate(indices) if isinstance(index, Slot)]
     slots = [index.index for index in indices if isinstance(index, Slot)]
-    if not places or any(not _integer(view, s) for s in slots):
+    dtypes = [view.dtype(view.node.ins[slot]) for slot in slots]
+    # bool and uint8 are masks
+    masks = (torch.bool, torch.uint8)
+    if not places or any(dtype.is_floating_point or dtype in masks for dtype in dtypes):
         return None
     rank = max(len(view.in_shapes[s]) for s in slots)
     adjacent = places[-1] - places[0] + 1 == len(places)
@@ -35,11 +47,6 @@ def _index_plan(view: NodeView, indices: list[Any]) -> tuple[dict[int, int], lis
     kept = [d for d in range(len(view.in_shapes[0])) if d not in places]
     landing = {d: (i if i < start else i + rank) for i, d in enumerate(kept)}
     return landing, slots, start, rank
-
-
-def _integer(view: NodeView, slot: int) -> bool:
-    dtype = view.dtype(view.node.ins[slot])
-    return not dtype.is_floating_point and dtype is not torch.bool and dtype is not torch.uint8
 
 
 def index(view: NodeView) -> Iterator[Row]:
@@ -106,13 +113,10 @@ def _masked_put(view: NodeView, indices: list[Any], values: Slot) -> Iterator[Ro
 
 def index_select(view: NodeView) -> Iterator[Row]:
     """index_select(self, dim, index [m]): other dims of self; the index; linear in self."""
-    shapes = view.in_shapes
-    if not shapes[0] or not shapes[1]:
+    if not all(view.in_shapes):
         return
-    used = view.bound()["dim"] % len(shapes[0])
-    for dim in range(len(shapes[0])):
-        if dim != used:
-            yield (dim, R), (dim,)
+    used, others = other_dims(view)
+    yield from kept_rows(view, others)
     yield (R, 0), (used,)
     if view.floating(0):
         yield linear_row(view, 0)
@@ -123,7 +127,7 @@ def gather(view: NodeView) -> Iterator[Row]:
     data, positions = view.in_shapes
     if not data or not positions or view.bound()["sparse_grad"]:
         return
-    used = view.bound()["dim"] % len(data)
+    used, _ = other_dims(view)
     for dim in range(len(data)):
         if dim == used:
             yield (R, dim), (dim,)
@@ -135,36 +139,31 @@ def gather(view: NodeView) -> Iterator[Row]:
 
 def scatter(view: NodeView) -> Iterator[Row]:
     """scatter, scatter_add (self, dim, index, src): dims other than dim in which all agree."""
-    bound = view.bound()
     shapes = view.in_shapes
-    if not all(shapes):
-        return
-    used = bound["dim"] % len(shapes[0])
-    for dim in range(len(shapes[0])):
-        if dim != used and len({shape[dim] for shape in shapes}) == 1:
+    for dim in other_dims(view)[1] if all(shapes) else ():
+        if len({shape[dim] for shape in shapes}) == 1:
             yield (dim,) * len(shapes), (dim,)
 
 
 def scatter_add(view: NodeView) -> Iterator[Row]:
     """scatter_add: as scatter; jointly linear in self and src; a sharded index and src give a partial sum to a partial self."""
     yield from scatter(view)
-    bound, shapes = view.bound(), view.in_shapes
+    shapes = view.in_shapes
     if view.floating(0) and view.floating(2) and all(shapes):
         yield linear_row(view, 0, 2)
-        used = bound["dim"] % len(shapes[0])
+        used, _ = other_dims(view)
         if shapes[1] == shapes[2]:
             yield (P, used, used), (P,)
 
 
 def index_add(view: NodeView) -> Iterator[Row]:
     """index_add(self, dim, index, source): other dims; jointly linear; a sharded index and source give a partial sum."""
-    bound, shapes = view.bound(), view.in_shapes
+    shapes = view.in_shapes
     if not shapes[0] or len(shapes[0]) != len(shapes[2]) or not shapes[1]:
         return
-    used = bound["dim"] % len(shapes[0])
-    for dim in range(len(shapes[0])):
-        if dim != used:
-            yield (dim, R, dim), (dim,)
+    used, others = other_dims(view)
+    for dim in others:
+        yield (dim, R, dim), (dim,)
     if view.floating(0) and view.floating(2):
         yield linear_row(view, 0, 2)
         yield (P, 0, used), (P,)
@@ -172,26 +171,18 @@ def index_add(view: NodeView) -> Iterator[Row]:
 
 def index_fill(view: NodeView) -> Iterator[Row]:
     """index_fill, index_copy: dims other than the one indexed."""
-    bound, shapes = view.bound(), view.in_shapes
-    if not shapes[0]:
+    shapes, source = view.in_shapes, view.bound().get("source")
+    of_source = source.index if isinstance(source, Slot) else None
+    if of_source is not None and len(shapes[of_source]) != len(shapes[0]):
         return
-    used = bound["dim"] % len(shapes[0])
-    for dim in range(len(shapes[0])):
-        if dim != used:
-            states: list[State] = [dim] + [R] * (len(shapes) - 1)
-            source = bound.get("source")
-            if isinstance(source, Slot):
-                if len(shapes[source.index]) != len(shapes[0]):
-                    continue
-                states[source.index] = dim
-            yield tuple(states), (dim,)
+    for dim in other_dims(view)[1]:
+        yield tuple(dim if i in (0, of_source) else R for i in range(len(shapes))), (dim,)
 
 
 def one_hot(view: NodeView) -> Iterator[Row]:
     """one_hot(ids, classes): every dim, if the number of classes is given."""
     if view.bound()["num_classes"] > 0:
-        for dim in range(len(view.in_shapes[0])):
-            yield (dim,), (dim,)
+        yield from kept_rows(view, range(len(view.in_shapes[0])))
 
 
 def first_only(view: NodeView) -> Iterator[Row]:
@@ -199,25 +190,21 @@ def first_only(view: NodeView) -> Iterator[Row]:
     bound = view.bound()
     first = bound.get("elements", bound.get("self"))
     if isinstance(first, Slot) and first.index == 0:
-        for dim in range(len(view.in_shapes[0])):
-            yield (dim, *(R,) * (len(view.node.ins) - 1)), (dim,)
+        yield from kept_rows(view, range(len(view.in_shapes[0])))
 
 
-RULES: Mapping[str, RuleEntry] = {
-    "aten." + name: RuleEntry(rule, "hand")
-    for names, rule in (
-        ("embedding", embedding),
-        ("index _unsafe_index", index),
-        ("index_put index_put_ _unsafe_index_put", index_put),
-        ("index_select", index_select),
-        ("gather", gather),
-        ("scatter scatter_ scatter_reduce scatter_reduce_", scatter),
-        ("scatter_add scatter_add_", scatter_add),
-        ("index_add index_add_", index_add),
-        ("index_fill index_fill_ index_copy index_copy_", index_fill),
-        ("one_hot", one_hot),
-        ("bucketize isin", first_only),
-    )
-    for name in names.split()
-}
+RULES = rules(
+    "hand",
+    ("embedding", embedding),
+    ("index _unsafe_index", index),
+    ("index_put index_put_ _unsafe_index_put", index_put),
+    ("index_select", index_select),
+    ("gather", gather),
+    ("scatter scatter_ scatter_reduce scatter_reduce_", scatter),
+    ("scatter_add scatter_add_", scatter_add),
+    ("index_add index_add_", index_add),
+    ("index_fill index_fill_ index_copy index_copy_", index_fill),
+    ("one_hot", one_hot),
+    ("bucketize isin", first_only),
+)
 """op name -> rule."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot
+from meshwright_dtensor.rules.node import NodeView, Row, Rule, Slot, rules
 from meshwright_dtensor.sharding.states import P, R, State
 
 
@@ -37,23 +37,12 @@ def _summand(out: State, ndim: int, bias: tuple[int, ...] | None) -> State | Non
     return R if dim < 0 or bias[dim] == 1 else dim
 
 
-def product(equation: str) -> Callable[[NodeView], Iterator[Row]]:
-    """Rule of an op with exactly two operands."""
+def product(equation: str, summand: bool = False) -> Rule:
+    """Rule of an op with two operands, after a ``summand`` where there is one (addmm, baddbmm)."""
 
     def rule(view: NodeView) -> Iterator[Row]:
-        for left, right, _, out in einsum_rows(equation):
-            yield (left, right), (out,)
-
-    return rule
-
-
-def product_with_bias(equation: str) -> Callable[[NodeView], Iterator[Row]]:
-    """Rule of addmm and baddbmm: (summand, left, right)."""
-
-    def rule(view: NodeView) -> Iterator[Row]:
-        for left, right, summand, out in einsum_rows(equation, view.in_shapes[0]):
-            assert summand is not None
-            yield (summand, left, right), (out,)
+        for left, right, bias, out in einsum_rows(equation, view.in_shapes[0] if summand else None):
+            yield ((left, right) if bias is None else (bias, left, right)), (out,)
 
     return rule
 
@@ -75,16 +64,14 @@ def grouped(view: NodeView) -> Iterator[Row]:
     yield (R, P, *rest), (P,)
 
 
-RULES: Mapping[str, RuleEntry] = {
-    "aten.mm": RuleEntry(product("mk,kn->mn"), "einsum"),
-    "aten.bmm": RuleEntry(product("bmk,bkn->bmn"), "einsum"),
-    "aten.mv": RuleEntry(product("mk,k->m"), "einsum"),
-    "aten.dot": RuleEntry(product("k,k->"), "einsum"),
-    "aten.addmm": RuleEntry(product_with_bias("mk,kn->mn"), "einsum"),
-    "aten.addmm_": RuleEntry(product_with_bias("mk,kn->mn"), "einsum"),
-    "aten.addmv": RuleEntry(product_with_bias("mk,k->m"), "einsum"),
-    "aten.baddbmm": RuleEntry(product_with_bias("bmk,bkn->bmn"), "einsum"),
-    "aten.baddbmm_": RuleEntry(product_with_bias("bmk,bkn->bmn"), "einsum"),
-    "aten._grouped_mm": RuleEntry(grouped, "hand"),
-}
+RULES = rules(
+    "einsum",
+    ("mm", product("mk,kn->mn")),
+    ("bmm", product("bmk,bkn->bmn")),
+    ("mv", product("mk,k->m")),
+    ("dot", product("k,k->")),
+    ("addmm addmm_", product("mk,kn->mn", summand=True)),
+    ("addmv", product("mk,k->m", summand=True)),
+    ("baddbmm baddbmm_", product("bmk,bkn->bmn", summand=True)),
+) | rules("hand", ("_grouped_mm", grouped))
 """op name -> rule."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from meshwright_dtensor.rules.node import (
     NodeView,
     Row,
-    RuleEntry,
     Slot,
     base_name,
     broadcast_state,
+    kept_rows,
     linear_row,
+    rules,
 )
-from meshwright_dtensor.sharding.states import P, State
+from meshwright_dtensor.sharding.states import P
 
 _BOTH = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 _EITHER = frozenset({"aten.mul", "aten.mul_"})
@@ -25,19 +26,19 @@ _ALONE = frozenset(
 )
 
 
-def aligned(view: NodeView, dim: int) -> tuple[State, ...]:
-    """State of every input when the (broadcast) output is sharded on ``dim``."""
+def elementwise(view: NodeView) -> Iterator[Row]:
+    """Elementwise and not linear: a broadcast input is sharded where its dim is that of the output."""
     out = view.out_shapes[0]
-    return tuple(broadcast_state(dim, out, shape) for shape in view.in_shapes)
+    for dim in range(len(out)):
+        states = tuple(broadcast_state(dim, out, shape) for shape in view.in_shapes)
+        yield states, (dim,) * len(view.node.outs)
 
 
 def pointwise(view: NodeView) -> Iterator[Row]:
     """Any op that computes an output element from the input elements at the same index."""
-    if any(shape != view.out_shapes[0] for shape in view.out_shapes):
-        return
-    for dim in range(len(view.out_shapes[0])):
-        yield aligned(view, dim), (dim,) * len(view.node.outs)
-    yield from _partial(view)
+    if all(shape == view.out_shapes[0] for shape in view.out_shapes):
+        yield from elementwise(view)
+        yield from _partial(view)
 
 
 def _partial(view: NodeView) -> Iterator[Row]:
@@ -47,15 +48,11 @@ def _partial(view: NodeView) -> Iterator[Row]:
     bound = view.bound()
     if name in _ALONE and count == 1:
         yield linear_row(view, 0)
-    elif (
-        name in _BOTH and count == 2 and isinstance(bound["self"], Slot) and isinstance(bound["other"], Slot)
-    ):
+    elif name in _BOTH and count == 2 and isinstance(bound["other"], Slot):
         if not _narrows(view, 0, 1):
             yield linear_row(view, 0, 1)
     elif name in _EITHER:
-        for i in range(count):
-            if not _narrows(view, i):
-                yield linear_row(view, i)
+        yield from (linear_row(view, i) for i in range(count) if not _narrows(view, i))
     elif name in _FIRST and bound.get("rounding_mode") is None and isinstance(bound["self"], Slot):
         if not _narrows(view, 0):
             yield linear_row(view, 0)
@@ -69,8 +66,7 @@ def _narrows(view: NodeView, *partial: int) -> bool:
 
 def to_copy(view: NodeView) -> Iterator[Row]:
     """_to_copy: every dim; partial sums pass unless they would be rounded before they are summed."""
-    for dim in range(len(view.out_shapes[0])):
-        yield (dim,), (dim,)
+    yield from elementwise(view)
     source, target = view.dtype(view.node.ins[0]), view.dtype(view.node.outs[0])
     if source.is_floating_point and target.is_floating_point and _holds(target, source):
         yield linear_row(view, 0)
@@ -85,33 +81,23 @@ def where(view: NodeView) -> Iterator[Row]:
     """where(condition, a, b): elementwise, and jointly linear in a and b; where(condition) alone is nonzero, no rows."""
     if view.node.name == "aten.where.default":
         return
-    for dim in range(len(view.out_shapes[0])):
-        yield aligned(view, dim), (dim,)
+    yield from elementwise(view)
     if len(view.node.ins) == 3 and view.floating(1) and view.floating(2) and not _narrows(view, 1, 2):
         yield linear_row(view, 1, 2)
 
 
 def masked_fill(view: NodeView) -> Iterator[Row]:
     """masked_fill: elementwise, and linear when it fills with 0."""
-    for dim in range(len(view.out_shapes[0])):
-        yield aligned(view, dim), (dim,)
+    yield from elementwise(view)
     value = view.bound()["value"]
     if not isinstance(value, Slot) and value == 0 and view.floating(0):
         yield linear_row(view, 0)
 
 
-def elementwise(view: NodeView) -> Iterator[Row]:
-    """Elementwise and not linear."""
-    for dim in range(len(view.out_shapes[0])):
-        yield aligned(view, dim), (dim,) * len(view.node.outs)
-
-
 def reinterpret(view: NodeView) -> Iterator[Row]:
     """view(dtype): bits of another type; the last dim may change its size and is then not sharded."""
     before, after = view.in_shapes[0], view.out_shapes[0]
-    for dim in range(len(before)):
-        if before[dim] == after[dim]:
-            yield (dim,), (dim,)
+    return kept_rows(view, (dim for dim in range(len(before)) if before[dim] == after[dim]))
 
 
 def zero(view: NodeView) -> Iterator[Row]:
@@ -124,27 +110,19 @@ def zero(view: NodeView) -> Iterator[Row]:
 def copy(view: NodeView) -> Iterator[Row]:
     """copy_(self, src): src broadcasts to self."""
     yield from elementwise(view)
-    if (
-        view.floating(0)
-        and view.floating(1)
-        and _holds(view.dtype(view.node.ins[0]), view.dtype(view.node.ins[1]))
-    ):
+    target, source = (view.dtype(ref) for ref in view.node.ins)
+    if view.floating(0) and view.floating(1) and _holds(target, source):
         yield linear_row(view, 0, 1)
 
 
-RULES: Mapping[str, RuleEntry] = {
-    "aten._to_copy": RuleEntry(to_copy, "pointwise"),
-    "aten.where": RuleEntry(where, "pointwise"),
-    "aten.masked_fill": RuleEntry(masked_fill, "pointwise"),
-    "aten.masked_fill_": RuleEntry(masked_fill, "pointwise"),
-    "aten.fill": RuleEntry(elementwise, "pointwise"),
-    "aten.fill_": RuleEntry(elementwise, "pointwise"),
-    "aten.zero_": RuleEntry(zero, "pointwise"),
-    "aten.zero": RuleEntry(zero, "pointwise"),
-    "aten.view.dtype": RuleEntry(reinterpret, "pointwise"),
-    "aten.max.other": RuleEntry(elementwise, "pointwise"),
-    "aten.min.other": RuleEntry(elementwise, "pointwise"),
-    "aten.copy_": RuleEntry(copy, "pointwise"),
-    "aten.copy": RuleEntry(copy, "pointwise"),
-}
+RULES = rules(
+    "pointwise",
+    ("_to_copy", to_copy),
+    ("where", where),
+    ("masked_fill masked_fill_", masked_fill),
+    ("fill fill_ max.other min.other", elementwise),
+    ("zero zero_", zero),
+    ("view.dtype", reinterpret),
+    ("copy copy_", copy),
+)
 """op name -> rule."""

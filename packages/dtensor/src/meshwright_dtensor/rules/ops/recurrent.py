@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, numel
+from meshwright_dtensor.rules.node import NodeView, Row, Slot, numel, rules
 from meshwright_dtensor.sharding.states import R, State
 
 
@@ -49,11 +49,10 @@ def _at(view: NodeView, dims: Mapping[str, int]) -> tuple[State, ...]:
     return tuple(places.get(i, R) for i in range(len(view.node.ins)))
 
 
-RULES: Mapping[str, RuleEntry] = {
-    "aten.mkldnn_rnn_layer": RuleEntry(onednn_layer, "hand"),
+RULES = rules(
+    "hand",
+    ("mkldnn_rnn_layer", onednn_layer),
+    ("_thnn_fused_lstm_cell _thnn_fused_gru_cell", fused_cell),
     # the replicated results (reserve, an empty c) carry no gradient
-    "aten._cudnn_rnn": RuleEntry(cudnn_layers, "hand", complete=True),
-    "aten._thnn_fused_lstm_cell": RuleEntry(fused_cell, "hand"),
-    "aten._thnn_fused_gru_cell": RuleEntry(fused_cell, "hand"),
-}
+) | rules("hand", ("_cudnn_rnn", cudnn_layers), complete=True)
 """op name -> rule."""

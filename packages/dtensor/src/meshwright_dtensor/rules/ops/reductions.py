@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, dims_of, linear_row, numel
+from meshwright_dtensor.rules.node import (
+    NodeView,
+    Row,
+    Rule,
+    Slot,
+    dims_of,
+    kept_rows,
+    linear_row,
+    numel,
+    other_dims,
+    rules,
+)
 from meshwright_dtensor.sharding.states import P, R, State
 
 
-def _reduced(view: NodeView) -> tuple[list[int], Callable[[int], int]]:
-    """The reduced dims of input 0, and the map of kept dims to dims of the outputs."""
-    ndim, bound = len(view.in_shapes[0]), view.bound()
-    dims = dims_of(bound.get("dim"), ndim)
-    keep = bool(bound.get("keepdim"))
-    return dims, lambda dim: dim if keep else dim - sum(d < dim for d in dims)
+def _reduced_dims(view: NodeView) -> list[int]:
+    return dims_of(view.bound().get("dim"), len(view.in_shapes[0]))
 
 
 def reduction(view: NodeView) -> Iterator[Row]:
     """Any reduction of one input: the kept dims. A sharded reduced dim is gathered."""
-    dims, land = _reduced(view)
+    dims, keep = _reduced_dims(view), bool(view.bound().get("keepdim"))
     for dim in range(len(view.in_shapes[0])):
         if dim not in dims:
-            yield (dim,), (land(dim),) * len(view.node.outs)
+            target = dim if keep else dim - sum(d < dim for d in dims)
+            yield (dim,), (target,) * len(view.node.outs)
 
 
 def additive(view: NodeView) -> Iterator[Row]:
@@ -35,7 +43,7 @@ def additive(view: NodeView) -> Iterator[Row]:
 def counting(view: NodeView) -> Iterator[Row]:
     """count_nonzero: a sharded reduced dim gives a partial sum."""
     yield from reduction(view)
-    for dim in _reduced(view)[0]:
+    for dim in _reduced_dims(view):
         if dim < len(view.in_shapes[0]):
             yield (dim,), (P,)
 
@@ -65,12 +73,7 @@ def histogram(view: NodeView) -> Iterator[Row]:
 
 def along(view: NodeView) -> Iterator[Row]:
     """Ops along one dim that keep the shape's rank (softmax, sort, topk, cumprod...): every other dim."""
-    ndim = len(view.in_shapes[0])
-    used = view.bound()["dim"]
-    used = used % ndim if ndim else 0
-    for dim in range(ndim):
-        if dim != used:
-            yield (dim,), (dim,) * len(view.node.outs)
+    return kept_rows(view, other_dims(view)[1])
 
 
 def cumulative_sum(view: NodeView) -> Iterator[Row]:
@@ -88,16 +91,12 @@ def _linear(view: NodeView) -> Iterator[Row]:
 
 def layer_norm(view: NodeView) -> Iterator[Row]:
     """native_layer_norm and _fused_rms_norm: leading dims; the mean and rstd outputs keep them."""
-    normalized = len(view.bound()["normalized_shape"])
-    ndim = len(view.in_shapes[0])
-    rest = (R,) * (len(view.node.ins) - 1)
-    for dim in range(ndim - normalized):
-        yield (dim, *rest), (dim,) * len(view.node.outs)
+    return kept_rows(view, range(len(view.in_shapes[0]) - len(view.bound()["normalized_shape"])))
 
 
 def group_norm(view: NodeView) -> Iterator[Row]:
     """native_group_norm: the batch dim; statistics are [N, group]."""
-    yield (0, *(R,) * (len(view.node.ins) - 1)), (0,) * len(view.node.outs)
+    return kept_rows(view, [0])
 
 
 def batch_norm(view: NodeView) -> Iterator[Row]:
@@ -106,8 +105,7 @@ def batch_norm(view: NodeView) -> Iterator[Row]:
     running = bound.get("running_mean")
     if bound.get("training", False) or not isinstance(running, Slot):
         return
-    saved = [numel(shape) == 0 for shape in view.out_shapes[1:]]
-    if not all(saved):
+    if any(map(numel, view.out_shapes[1:])):
         return
     rest = len(view.node.ins) - 1
     for dim in range(len(view.in_shapes[0])):
@@ -123,23 +121,12 @@ def weight_norm(view: NodeView) -> Iterator[Row]:
         yield (dim, dim), (dim, dim)
 
 
-def pooling(spatial: int) -> Callable[[NodeView], Iterator[Row]]:
-    """Pooling and resampling over the last ``spatial`` dims: batch and channels."""
+def pooling(spatial: int, linear: bool = True) -> Rule:
+    """Pooling and resampling over the last ``spatial`` dims: batch and channels; if ``linear`` also partial sums."""
 
     def rule(view: NodeView) -> Iterator[Row]:
-        for dim in range(len(view.in_shapes[0]) - spatial):
-            yield (dim, *(R,) * (len(view.node.ins) - 1)), (dim,) * len(view.node.outs)
-
-    return rule
-
-
-def linear_pooling(spatial: int) -> Callable[[NodeView], Iterator[Row]]:
-    """Pooling that is linear (averages, interpolation): also partial sums."""
-    nonlinear = pooling(spatial)
-
-    def rule(view: NodeView) -> Iterator[Row]:
-        yield from nonlinear(view)
-        if view.floating(0):
+        yield from kept_rows(view, range(len(view.in_shapes[0]) - spatial))
+        if linear and view.floating(0):
             yield linear_row(view, 0)
 
     return rule
@@ -172,30 +159,30 @@ def convolution(view: NodeView) -> Iterator[Row]:
     assert bias == (count == 3)
 
 
-RULES: Mapping[str, RuleEntry] = {
-    "aten." + name: RuleEntry(rule, "hand")
-    for names, rule in (
-        ("sum mean", additive),
-        ("amax amin any all max min argmax argmin logsumexp var std var_mean std_mean prod norm linalg_vector_norm median mode "
-         "nanmedian aminmax", reduction),
-        ("count_nonzero", counting),
-        ("histc histogram", histogram),
-        ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort", along),
-        ("cumsum cumsum_", cumulative_sum),
-        ("native_layer_norm _fused_rms_norm", layer_norm),
-        ("native_group_norm", group_norm),
-        ("_weight_norm_interface", weight_norm),
-        ("convolution", convolution),
-        ("max_pool2d_with_indices adaptive_max_pool2d fractional_max_pool2d", pooling(2)),
-        ("avg_pool1d", linear_pooling(1)),
-        ("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", linear_pooling(2)),
-        ("upsample_nearest1d upsample_linear1d", linear_pooling(1)),
-        ("avg_pool3d _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d", linear_pooling(3)),
-    )
-    for name in names.split()
-} | {
+RULES = rules(
+    "hand",
+    ("sum mean", additive),
+    (
+        "amax amin any all max min argmax argmin logsumexp var std var_mean std_mean prod norm "
+        "linalg_vector_norm median mode nanmedian aminmax",
+        reduction,
+    ),
+    ("count_nonzero", counting),
+    ("histc histogram", histogram),
+    ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort", along),
+    ("cumsum cumsum_", cumulative_sum),
+    ("native_layer_norm _fused_rms_norm", layer_norm),
+    ("native_group_norm", group_norm),
+    ("_weight_norm_interface", weight_norm),
+    ("convolution", convolution),
+    ("max_pool2d_with_indices adaptive_max_pool2d fractional_max_pool2d", pooling(2, linear=False)),
+    ("avg_pool1d upsample_nearest1d upsample_linear1d", pooling(1)),
+    ("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", pooling(2)),
+    ("avg_pool3d _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d", pooling(3)),
     # saved statistics come out empty and carry no gradient, hence complete
-    "aten." + name: RuleEntry(batch_norm, "hand", complete=True)
-    for name in ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
-}  # fmt: skip
+) | rules(
+    "hand",
+    ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", batch_norm),
+    complete=True,
+)
 """op name -> rule."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, dims_of, linear_row, numel
+from meshwright_dtensor.rules.node import NodeView, Row, Rule, Slot, linear_row, numel, other_dims, rules
 from meshwright_dtensor.sharding.states import R
 
 DimMap = Callable[[int], int | None]
@@ -77,23 +77,21 @@ def expand(view: NodeView) -> Iterator[Row]:
 def keep_untouched(view: NodeView) -> Iterator[Row]:
     """slice, narrow: dims taken whole survive."""
     before, after = view.in_shapes[0], view.out_shapes[0]
-    ndim = len(before)
-    dim = view.bound()["dim"] % ndim if ndim else 0
-    return _moved(view, lambda d: d if d != dim or before[d] == after[d] else None)
+    return _moved(view, lambda dim: dim if before[dim] == after[dim] else None)
 
 
 def select(view: NodeView) -> Iterator[Row]:
     """select, unbind: the dim disappears; later dims move down."""
-    gone = view.bound()["dim"] % len(view.in_shapes[0])
+    gone, _ = other_dims(view)
     return _moved(view, lambda dim: None if dim == gone else dim - (dim > gone))
 
 
-def other_dims(argument: str) -> Callable[[NodeView], Iterator[Row]]:
+def kept_but(argument: str) -> Rule:
     """split, unfold: all dims but the one that ``argument`` names."""
 
     def rule(view: NodeView) -> Iterator[Row]:
-        cut = view.bound()[argument] % max(len(view.in_shapes[0]), 1)
-        return _moved(view, lambda dim: dim if dim != cut else None)
+        used, _ = other_dims(view, argument)
+        return _moved(view, lambda dim: dim if dim != used else None)
 
     return rule
 
@@ -143,9 +141,8 @@ def stack(view: NodeView) -> Iterator[Row]:
 def repeat(view: NodeView) -> Iterator[Row]:
     """repeat: dims that are repeated once."""
     repeats = view.bound()["repeats"]
-    before = view.in_shapes[0]
-    shift = len(repeats) - len(before)
-    yield from _moved(view, lambda dim: dim + shift if repeats[dim + shift] == 1 else None)
+    shift = len(repeats) - len(view.in_shapes[0])
+    return _moved(view, lambda dim: dim + shift if repeats[dim + shift] == 1 else None)
 
 
 def flip(view: NodeView) -> Iterator[Row]:
@@ -171,66 +168,51 @@ def pad(view: NodeView) -> Iterator[Row]:
     return _moved(view, lambda dim: None if dim in padded else dim, linear=bound["value"] == 0)
 
 
-def pad_last(spatial: int) -> Callable[[NodeView], Iterator[Row]]:
-    """reflection and replication padding: all but the last ``spatial`` dims."""
+def leading_dims(rest: int) -> Rule:
+    """All but the last ``rest`` dims: reflection padding; tril and triu, whose mask depends on the place in the matrix."""
 
     def rule(view: NodeView) -> Iterator[Row]:
         ndim = len(view.in_shapes[0])
-        return _moved(view, lambda dim: dim if dim < ndim - spatial else None)
+        return _moved(view, lambda dim: dim if dim < ndim - rest else None)
 
     return rule
 
 
-def triangle(view: NodeView) -> Iterator[Row]:
-    """tril, triu: batch dims only, the mask depends on the position within the matrix."""
-    ndim = len(view.in_shapes[0])
-    return _moved(view, lambda dim: dim if dim < ndim - 2 else None)
-
-
 def scattered(view: NodeView) -> Iterator[Row]:
     """slice_scatter, select_scatter: dims that are not written to in part."""
-    bound, shapes = view.bound(), view.in_shapes
-    ndim = len(shapes[0])
-    dim_written = dims_of(bound["dim"], ndim)[0]
+    bound = view.bound()
     source: Any = bound["src"]
     assert isinstance(source, Slot)
-    drop = "index" in bound
-    for dim in range(ndim):
-        if dim != dim_written:
-            yield (dim, dim - (drop and dim > dim_written)), (dim,)
+    written, others = other_dims(view)
+    for dim in others:
+        yield (dim, dim - ("index" in bound and dim > written)), (dim,)
     if view.floating(0) and view.floating(source.index):
         yield linear_row(view, 0, source.index)
 
 
-RULES: Mapping[str, RuleEntry] = {
-    "aten." + name: RuleEntry(rule, "view")
-    for names, rule in (
-        ("view _unsafe_view reshape _reshape_alias view_copy squeeze squeeze_", reshape),
-        ("permute transpose t numpy_T transpose_copy t_copy permute_copy transpose_ t_", permute),
-        ("unsqueeze", unsqueeze),
-        ("expand expand_copy", expand),
-        ("slice narrow slice_copy", keep_untouched),
-        ("select unbind unbind_copy select_copy", select),
-        (
-            "split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes unsafe_chunk",
-            other_dims("dim"),
-        ),
-        ("unfold", other_dims("dimension")),
-        ("diagonal", diagonal),
-        ("view_as_complex view_as_real", as_complex),
-        ("alias detach lift_fresh lift_fresh_copy lift contiguous alias_copy", identity),
-        ("cat concatenate", cat),
-        ("stack", stack),
-        ("repeat", repeat),
-        ("flip", flip),
-        ("roll", roll),
-        ("constant_pad_nd", pad),
-        ("reflection_pad1d replication_pad1d", pad_last(1)),
-        ("reflection_pad2d replication_pad2d", pad_last(2)),
-        ("reflection_pad3d replication_pad3d", pad_last(3)),
-        ("tril triu", triangle),
-        ("slice_scatter select_scatter", scattered),
-    )
-    for name in names.split()
-}
+RULES = rules(
+    "view",
+    ("view _unsafe_view reshape _reshape_alias view_copy squeeze squeeze_", reshape),
+    ("permute transpose t numpy_T transpose_copy t_copy permute_copy transpose_ t_", permute),
+    ("unsqueeze", unsqueeze),
+    ("expand expand_copy", expand),
+    ("slice narrow slice_copy", keep_untouched),
+    ("select unbind unbind_copy select_copy", select),
+    ("split split_with_sizes split_copy split_with_sizes_copy", kept_but("dim")),
+    ("unsafe_split unsafe_split_with_sizes unsafe_chunk", kept_but("dim")),
+    ("unfold", kept_but("dimension")),
+    ("diagonal", diagonal),
+    ("view_as_complex view_as_real", as_complex),
+    ("alias detach lift_fresh lift_fresh_copy lift contiguous alias_copy", identity),
+    ("cat concatenate", cat),
+    ("stack", stack),
+    ("repeat", repeat),
+    ("flip", flip),
+    ("roll", roll),
+    ("constant_pad_nd", pad),
+    ("reflection_pad1d replication_pad1d", leading_dims(1)),
+    ("reflection_pad2d replication_pad2d tril triu", leading_dims(2)),
+    ("reflection_pad3d replication_pad3d", leading_dims(3)),
+    ("slice_scatter select_scatter", scattered),
+)
 """op name -> rule."""
