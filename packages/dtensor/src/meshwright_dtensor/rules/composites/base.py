@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.sharding.boxes import Box, Interval, Region, chunk_box, region_of
 from meshwright_dtensor.sharding.states import States
@@ -20,9 +20,15 @@ from meshwright_dtensor.trace.graph import Node
 LocalFunction = Callable[..., Any]
 """Local inputs -> local result; that of a ``located`` composite also takes the site of the call."""
 
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 
-def _no_record(kind: str, axis: int, nbytes: int, phase: str) -> None:
-    """The default of :attr:`LocalContext.record`."""
+
+def from_call(
+    function: Callable[..., Arguments | None],
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Arguments | None]:
+    """A `Composite.normalise` from a method that has the parameters of the torch function."""
+    return lambda composite, args, kwargs: function(composite, *args, **kwargs)
 
 
 @dataclass
@@ -44,8 +50,13 @@ class LocalContext:
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
     in_strides: tuple[tuple[int, ...], ...] | None = None
-    record: Callable[[str, int, int, str], None] = _no_record
+    record: Callable[[str, int, int, str], None] = lambda kind, axis, nbytes, phase: None
     attention: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def context(self) -> MeshContext:
+        """The context of the mesh."""
+        return MeshContext.of(self.mesh)
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """Process group of this rank along mesh axis ``axis``."""
@@ -53,37 +64,30 @@ class LocalContext:
 
     def size(self, axis: int) -> int:
         """Ranks along the axis."""
-        return self.mesh.size(axis)
+        return self.context.sizes[axis]
 
     def rank(self, axis: int) -> int:
         """This rank's place along the axis."""
-        return self.mesh.get_local_rank(axis)
+        return self.context.coords[axis]
 
     def box(self, shape: tuple[int, ...], states: States) -> Box:
         """The box of this rank: (offset, length) per dim."""
-        axes = range(self.mesh.ndim)
-        return chunk_box(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
+        return chunk_box(shape, self.context.sizes, self.context.coords, states)
 
     def region(self, shape: tuple[int, ...], states: States) -> Region:
         """Per dim the intervals of this rank, in local order: a box if no state is an interval shard."""
-        axes = range(self.mesh.ndim)
-        return region_of(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
+        return region_of(shape, self.context.sizes, self.context.coords, states)
 
     def intervals(self, index: int, dim: int) -> tuple[Interval, ...]:
         """Positions along ``dim`` of tensor input ``index`` that this rank holds, in its order."""
-        return self._intervals(index, dim, [self.rank(a) for a in range(self.mesh.ndim)])
+        return self.region(self.in_shapes[index], self.ins[index])[dim]
 
     def intervals_along(self, index: int, dim: int, axis: int) -> tuple[tuple[Interval, ...], ...]:
         """The same for every rank along mesh axis ``axis``."""
-        coords = [self.rank(a) for a in range(self.mesh.ndim)]
-        return tuple(
-            self._intervals(index, dim, [r if a == axis else c for a, c in enumerate(coords)])
-            for r in range(self.size(axis))
-        )
-
-    def _intervals(self, index: int, dim: int, coords: list[int]) -> tuple[Interval, ...]:
-        sizes = [self.size(a) for a in range(self.mesh.ndim)]
-        return region_of(self.in_shapes[index], sizes, coords, self.ins[index])[dim]
+        sizes, coords = self.context.sizes, self.context.coords
+        ranks = ((*coords[:axis], rank, *coords[axis + 1 :]) for rank in range(sizes[axis]))
+        shape, states = self.in_shapes[index], self.ins[index]
+        return tuple(region_of(shape, sizes, rank, states)[dim] for rank in ranks)
 
     def all_reduce(
         self, tensor: torch.Tensor, axes: Sequence[int], phase: str, op: Any = dist.ReduceOp.SUM
@@ -96,9 +100,7 @@ class LocalContext:
 
     def axes_sharding(self, index: int, dim: int) -> list[int]:
         """Mesh axes that shard dim ``dim`` of tensor input ``index``."""
-        return [
-            axis for axis, state in enumerate(self.ins[index]) if isinstance(state, int) and int(state) == dim
-        ]
+        return [axis for axis, s in enumerate(self.ins[index]) if isinstance(s, int) and int(s) == dim]
 
 
 class Composite(ABC):
@@ -117,9 +119,7 @@ class Composite(ABC):
     comm_backward: ClassVar[float] = 0.0
 
     @abstractmethod
-    def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Arguments | None:
         """The call in canonical positional form with defaults filled in; None leaves it to the op-by-op rules."""
 
     @abstractmethod
@@ -145,8 +145,3 @@ class Composite(ABC):
     def extra_comm_bytes(self, view: NodeView, strategy: Strategy) -> float:
         """Bytes all-reduced inside the call under ``strategy``, forward and backward together (see `comm_backward`)."""
         return 0.0
-
-
-def float_bytes(shape: tuple[int, ...], itemsize: int = 4) -> int:
-    """Size in bytes of a tensor of ``shape``."""
-    return math.prod(shape) * itemsize

@@ -8,7 +8,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.base import (
+    Arguments,
+    Composite,
+    LocalContext,
+    LocalFunction,
+    from_call,
+)
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.states import R
 
@@ -24,26 +30,23 @@ class BatchNorm(Composite):
     functions: ClassVar[tuple[Any, ...]] = (F.batch_norm,)
     comm_backward: ClassVar[float] = 0.5
 
+    @from_call
     def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self,
+        input: Any,
+        running_mean: Any,
+        running_var: Any,
+        weight: Any = None,
+        bias: Any = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Arguments | None:
         """(x, running_mean, running_var, weight, bias, training, momentum, eps)."""
-
-        def canonical(
-            input: Any,
-            running_mean: Any,
-            running_var: Any,
-            weight: Any = None,
-            bias: Any = None,
-            training: bool = False,
-            momentum: float = 0.1,
-            eps: float = 1e-5,
-        ) -> tuple[Any, ...]:
-            return input, running_mean, running_var, weight, bias, training, momentum, eps
-
-        values = canonical(*args, **kwargs)
-        whole = values[0].dim() >= 2 and (values[1] is None) == (values[2] is None)
-        return (values, {}) if whole and (values[5] or values[1] is not None) else None
+        whole = input.dim() >= 2 and (running_mean is None) == (running_var is None)
+        if not whole or not (training or running_mean is not None):
+            return None
+        return (input, running_mean, running_var, weight, bias, training, momentum, eps), {}
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Every dim; channels only where no running statistics are to be updated in place."""

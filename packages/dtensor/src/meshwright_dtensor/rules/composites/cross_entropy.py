@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.base import (
+    Arguments,
+    Composite,
+    LocalContext,
+    LocalFunction,
+    from_call,
+)
 from meshwright_dtensor.rules.composites.cross_entropy_rows import (
     EarlyGradient,
     RowsLoss,
@@ -30,28 +37,24 @@ class CrossEntropy(Composite):
     name: ClassVar[str] = "cross_entropy"
     functions: ClassVar[tuple[Any, ...]] = (F.cross_entropy,)
 
+    @from_call
     def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self,
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Arguments | None:
         """(logits, target, weight, ignore_index, reduction, label_smoothing); deprecated reductions are not handled."""
-
-        def canonical(
-            input: Any,
-            target: Any,
-            weight: Any = None,
-            size_average: bool | None = None,
-            ignore_index: int = -100,
-            reduce: bool | None = None,
-            reduction: str = "mean",
-            label_smoothing: float = 0.0,
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
-                return None
-            if input.dim() == 0 or not input.is_floating_point():
-                return None
-            return (input, target, weight, ignore_index, reduction, label_smoothing), {}
-
-        return canonical(*args, **kwargs)
+        if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+            return None
+        if input.dim() == 0 or not input.is_floating_point():
+            return None
+        return (input, target, weight, ignore_index, reduction, label_smoothing), {}
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Rows (batch and trailing dims); classes, for class targets without weights and label smoothing."""
@@ -69,10 +72,7 @@ class CrossEntropy(Composite):
             rows.append(((dim, dim if probabilities else lost, *rest), (out,)))
         if not probabilities and weight is None and smoothing == 0.0:
             rows.append(((classes, R), (R,)))
-        return [
-            Strategy(row.ins, row.outs, row.source, complete=row.ins[0] != R)
-            for row in finish(view, rows, "hand")
-        ]
+        return [replace(row, complete=row.ins[0] != R) for row in finish(view, rows, "hand")]
 
     def permutes(self, view: NodeView, row: Strategy) -> bool:
         """Not for sharded classes: a target is looked up by the offset of one chunk."""

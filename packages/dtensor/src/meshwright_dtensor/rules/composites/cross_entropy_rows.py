@@ -53,8 +53,12 @@ def summed(logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Ten
         torch.log_softmax(rows, -1, out=logs[: len(rows)])
         try:
             torch.gather(logs[: len(rows)], -1, at, out=each)
-        except RuntimeError as error:
-            raise _as_of_torch(error, at, logs.shape[-1]) from None
+        except RuntimeError:
+            wrong = at[(at < 0) | (at >= logs.shape[-1])]
+            if not wrong.numel():
+                raise
+            # as torch's own loss
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.") from None
     # as one class: summed by torch's own kernel, in its order
     return F.nll_loss(target_logs, torch.where(kept, 0, -100), ignore_index=-100, reduction="sum")
 
@@ -74,10 +78,8 @@ def scaled(
 ) -> torch.Tensor:
     """The gradient of the logits [n, c] for that of the sum; `made`: result of `unscaled`, which is overwritten."""
     kept, index = _looked_up(target, ignore)
-    scale = torch.where(kept, gradient, 0.0).unsqueeze(
-        -1
-        # not a product, which is NaN for the mean of no rows
-    )
+    # not a product, which is NaN for the mean of no rows
+    scale = torch.where(kept, gradient, 0.0).unsqueeze(-1)
     # create_graph=True
     if torch.is_grad_enabled():
         return torch.softmax(logits, -1).scatter_add(-1, index, _minus_ones(logits)) * scale
@@ -105,12 +107,6 @@ def _looked_up(target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.T
     target = target.long()
     kept = target != ignore
     return kept, target.masked_fill(~kept, 0).unsqueeze(-1)
-
-
-def _as_of_torch(error: RuntimeError, index: torch.Tensor, classes: int) -> Exception:
-    """The error of torch's own loss for a class out of bounds; any other error unchanged."""
-    wrong = index[(index < 0) | (index >= classes)]
-    return IndexError(f"Target {int(wrong[0])} is out of bounds.") if wrong.numel() else error
 
 
 class _Made:

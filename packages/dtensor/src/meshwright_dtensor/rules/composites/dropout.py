@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor.random import draw_full_then_slice
-from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.base import (
+    Arguments,
+    Composite,
+    LocalContext,
+    LocalFunction,
+    from_call,
+)
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import P
@@ -20,18 +26,12 @@ class Dropout(Composite):
     name: ClassVar[str] = "dropout"
     functions: ClassVar[tuple[Any, ...]] = (F.dropout,)
 
+    @from_call
     def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Arguments | None:
         """(x, p, training, inplace)."""
-
-        def canonical(
-            input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
-        ) -> tuple[Any, ...]:
-            return input, p, training, inplace
-
-        values = canonical(*args, **kwargs)
-        return (values, {}) if 0.0 <= values[1] <= 1.0 else None
+        return ((input, p, training, inplace), {}) if 0.0 <= p <= 1.0 else None
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Any dim; a partial sum too, since all ranks use the same mask."""

@@ -8,7 +8,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.base import (
+    Arguments,
+    Composite,
+    LocalContext,
+    LocalFunction,
+    from_call,
+)
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.states import P, R
 
@@ -50,30 +56,26 @@ class Embedding(Lookup):
     name: ClassVar[str] = "embedding"
     functions: ClassVar[tuple[Any, ...]] = (F.embedding,)
 
+    @from_call
     def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self,
+        input: Any,
+        weight: Any,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Arguments | None:
         """(ids, weight, padding_idx >= 0 or None); calls that renorm, scale or return sparse gradients are not handled."""
-
-        def canonical(
-            input: Any,
-            weight: Any,
-            padding_idx: int | None = None,
-            max_norm: float | None = None,
-            norm_type: float = 2.0,
-            scale_grad_by_freq: bool = False,
-            sparse: bool = False,
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if max_norm is not None or scale_grad_by_freq or sparse or weight.dim() != 2:
+        if max_norm is not None or scale_grad_by_freq or sparse or weight.dim() != 2:
+            return None
+        if padding_idx is not None:
+            if not -weight.shape[0] <= padding_idx < weight.shape[0]:
+                # F.embedding raises
                 return None
-            if padding_idx is not None:
-                if not -weight.shape[0] <= padding_idx < weight.shape[0]:
-                    # F.embedding raises
-                    return None
-                padding_idx %= weight.shape[0]
-            return (input, weight, padding_idx), {}
-
-        return canonical(*args, **kwargs)
+            padding_idx %= weight.shape[0]
+        return (input, weight, padding_idx), {}
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Dims of ids; features; vocabulary (partial); a partial weight."""
@@ -109,33 +111,29 @@ class EmbeddingBag(Lookup):
     name: ClassVar[str] = "embedding_bag"
     functions: ClassVar[tuple[Any, ...]] = (F.embedding_bag,)
 
+    @from_call
     def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self,
+        input: Any,
+        weight: Any,
+        offsets: Any = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        per_sample_weights: Any = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> Arguments | None:
         """(ids, weight, "sum" or "mean"); bags with offsets, weights or padding, and what Embedding leaves, are not handled."""
-
-        def canonical(
-            input: Any,
-            weight: Any,
-            offsets: Any = None,
-            max_norm: float | None = None,
-            norm_type: float = 2.0,
-            scale_grad_by_freq: bool = False,
-            mode: str = "mean",
-            sparse: bool = False,
-            per_sample_weights: Any = None,
-            include_last_offset: bool = False,
-            padding_idx: int | None = None,
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if mode not in ("sum", "mean") or input.dim() != 2 or weight.dim() != 2 or not input.numel():
-                return None
-            if max_norm is not None or scale_grad_by_freq or sparse or padding_idx is not None:
-                return None
-            if offsets is not None or per_sample_weights is not None or include_last_offset:
-                return None
-            return (input, weight, mode), {}
-
-        return canonical(*args, **kwargs)
+        if mode not in ("sum", "mean") or input.dim() != 2 or weight.dim() != 2 or not input.numel():
+            return None
+        if max_norm is not None or scale_grad_by_freq or sparse or padding_idx is not None:
+            return None
+        if offsets is not None or per_sample_weights is not None or include_last_offset:
+            return None
+        return (input, weight, mode), {}
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Bags; features; vocabulary (partial); a partial weight."""

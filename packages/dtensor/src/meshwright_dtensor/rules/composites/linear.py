@@ -6,7 +6,13 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.base import (
+    Arguments,
+    Composite,
+    LocalContext,
+    LocalFunction,
+    from_call,
+)
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
 from meshwright_dtensor.rules.ops.matmul import einsum_rows
 
@@ -17,24 +23,19 @@ class Linear(Composite):
     name: ClassVar[str] = "linear"
     functions: ClassVar[tuple[Any, ...]] = (F.linear,)
 
-    def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    @from_call
+    def normalise(self, input: Any, weight: Any, bias: Any = None) -> Arguments | None:
         """(x, weight, bias)."""
-
-        def canonical(input: Any, weight: Any, bias: Any = None) -> tuple[Any, ...]:
-            return input, weight, bias
-
-        values = canonical(*args, **kwargs)
-        return (values, {}) if values[1].dim() == 2 and values[0].dim() >= 1 else None
+        return ((input, weight, bias), {}) if weight.dim() == 2 and input.dim() >= 1 else None
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Leading dims, output features, input features (partial), partial operands."""
         labels = "".join(chr(ord("A") + i) for i in range(len(view.in_shapes[0]) - 1))
         bias = view.in_shapes[2] if len(view.node.ins) == 3 else None
-        rows: list[Row] = []
-        for x, weight, summand, out in einsum_rows(f"{labels}k,nk->{labels}n", bias):
-            rows.append(((x, weight) if summand is None else (x, weight, summand), (out,)))
+        rows: list[Row] = [
+            ((x, weight) if summand is None else (x, weight, summand), (out,))
+            for x, weight, summand, out in einsum_rows(f"{labels}k,nk->{labels}n", bias)
+        ]
         return finish(view, rows, "einsum")
 
     def plain(self, ctx: LocalContext) -> bool:

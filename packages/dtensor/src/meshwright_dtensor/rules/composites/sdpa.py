@@ -8,11 +8,20 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor.comm.log import NOWHERE, Site
-from meshwright_dtensor.random import draw_full_then_slice
-from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
-from meshwright_dtensor.rules.composites.dropout import noise_
-from meshwright_dtensor.rules.composites.sdpa_context import local_attention, shares_sequence
-from meshwright_dtensor.rules.composites.sdpa_math import attention
+from meshwright_dtensor.rules.composites.base import (
+    Arguments,
+    Composite,
+    LocalContext,
+    LocalFunction,
+    from_call,
+)
+from meshwright_dtensor.rules.composites.sdpa_blocks import attention
+from meshwright_dtensor.rules.composites.sdpa_context import (
+    local_attention,
+    noise_of,
+    shares_sequence,
+    weights_of,
+)
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
 from meshwright_dtensor.sharding.states import P, R, State, States, is_shard
 
@@ -24,28 +33,25 @@ class ScaledDotProductAttention(Composite):
     located: ClassVar[bool] = True
     functions: ClassVar[tuple[Any, ...]] = (F.scaled_dot_product_attention,)
 
+    @from_call
     def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Arguments | None:
         """(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa); q, k and v of unequal rank are not handled."""
-
-        def canonical(
-            query: Any,
-            key: Any,
-            value: Any,
-            attn_mask: Any = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> tuple[Any, ...]:
-            return query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale, bool(enable_gqa)
-
-        values = canonical(*args, **kwargs)
-        ranks = {t.dim() for t in values[:3]}
-        ok = len(ranks) == 1 and min(ranks) >= 2 and 0.0 <= values[4] < 1.0
-        ok = ok and (values[3] is None or values[3].dim() <= min(ranks))
-        return (values, {}) if ok else None
+        rank, p = query.dim(), float(dropout_p)
+        if not rank == key.dim() == value.dim() or rank < 2 or not 0.0 <= p < 1.0:
+            return None
+        if attn_mask is not None and attn_mask.dim() > rank:
+            return None
+        return (query, key, value, attn_mask, p, bool(is_causal), scale, bool(enable_gqa)), {}
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Batch dims; heads (of q and kv together); features of v; queries, unless causal; a partial v; the sequence."""
@@ -56,7 +62,11 @@ class ScaledDotProductAttention(Composite):
         rows: list[Row] = []
 
         def add(states: tuple[State, State, State], out: State, mask_dim: int | None = None) -> None:
-            rows.append(((*states, *self._mask_state(mask, ndim, mask_dim)), (out,)))
+            mask_states: States = ()
+            if mask is not None:
+                index = -1 if mask_dim is None else mask_dim - ndim + len(mask)
+                mask_states = (index if index >= 0 and mask[index] != 1 else R,)
+            rows.append(((*states, *mask_states), (out,)))
 
         for dim in range(ndim - 2):
             sizes = {t[dim] for t in (q, k, v)}
@@ -66,12 +76,8 @@ class ScaledDotProductAttention(Composite):
                 elif k[dim] == 1:
                     add((dim, R, R), dim, dim)
                 elif q[dim] % view.n == 0 and k[dim] % view.n == 0:
-                    add(
-                        (dim, dim, dim),
-                        dim,
-                        dim,
-                        # contiguous query heads stay with their group of key heads
-                    )
+                    # contiguous query heads stay with their group of key heads
+                    add((dim, dim, dim), dim, dim)
             elif len(sizes - {1}) == 1:
                 q_state, k_state, v_state = (dim if t[dim] != 1 else R for t in (q, k, v))
                 add((q_state, k_state, v_state), dim, dim)
@@ -83,13 +89,6 @@ class ScaledDotProductAttention(Composite):
             # context parallel: the communication is inside (sdpa_context)
             add((ndim - 2,) * 3, ndim - 2, None if view.attention == "all_to_all" else ndim - 2)
         return finish(view, rows, "hand")
-
-    @staticmethod
-    def _mask_state(mask: tuple[int, ...] | None, ndim: int, dim: int | None) -> States:
-        if mask is None:
-            return ()
-        index = -1 if dim is None else dim - ndim + len(mask)
-        return (index if index >= 0 and mask[index] != 1 else R,)
 
     def plain(self, ctx: LocalContext) -> bool:
         """Unless dropout applies to a shard, or attention crosses shards of the sequence."""
@@ -103,11 +102,8 @@ class ScaledDotProductAttention(Composite):
         if shares_sequence(ctx):
             return local_attention(ctx)
         dropping = not self.plain(ctx)
-        shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
-        ndim = len(shape)
-        # the features of the output are not a dim of the weights
-        states = tuple(s if isinstance(s, int) and int(s) != ndim - 1 else R for s in ctx.outs[0])
-        box = ctx.region(shape, states)
+        shape, states = weights_of(ctx)
+        draw = noise_of(ctx, shape, ctx.region(shape, states))
 
         def attend(tensors: list[torch.Tensor], site: Site = NOWHERE) -> torch.Tensor:
             q, k, v = tensors[:3]
@@ -116,10 +112,7 @@ class ScaledDotProductAttention(Composite):
                 return F.scaled_dot_product_attention(
                     q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
                 )
-            noise = draw_full_then_slice(
-                lambda full: noise_(full, p), shape, range(ndim), q.dtype, q.device, box
-            )
-            return attention(q, k, v, bias, noise, causal, scale, grouped)
+            return attention(q, k, v, bias, draw(q), causal, scale, grouped)
 
         return attend
 

@@ -1,4 +1,4 @@
-"""Blockwise attention over shards of the sequence, merged by log-sum-exp.
+"""Attention on plain tensors: blockwise over shards of the sequence, merged by log-sum-exp; whole with a given dropout mask.
 
 A rank holds some intervals of the queries, and gets some intervals of the keys at a time. The causal mask is applied here,
 on global positions: masked blocks are not computed. The others are full rectangles and square triangles, the two shapes
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from meshwright_dtensor._torch import attention as kernels
 from meshwright_dtensor.sharding.intervals import Interval
@@ -239,3 +240,35 @@ def _narrow(tensor: Tensor, block: Block) -> Tensor:
     if tensor.dim() >= 2 and tensor.shape[-2] != 1:
         tensor = tensor.narrow(-2, *block.rows)
     return tensor if tensor.shape[-1] == 1 else tensor.narrow(-1, block.position, block.columns[1])
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    noise: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    """torch's attention of whole sequences; with ``noise`` the same in steps, with the weights multiplied by it."""
+    if noise is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+    if grouped and k.shape[-3] != q.shape[-3]:
+        times = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
+    factor = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
+    # shared between q and k, as torch does against overflow
+    root = math.sqrt(abs(factor))
+    scores = (q * math.copysign(root, factor)) @ (k * root).transpose(-2, -1)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    # a query without visible keys gets zeros, as in torch
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return (weights * noise) @ v

@@ -12,11 +12,10 @@ from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.random import draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
-from meshwright_dtensor.rules.composites.sdpa_math import attention
+from meshwright_dtensor.rules.composites.sdpa_blocks import attention
 from meshwright_dtensor.rules.composites.sdpa_ring import Gather, Ranks, Scatter, SharedAttention
 from meshwright_dtensor.sharding.boxes import Place, cut_intervals
 from meshwright_dtensor.sharding.intervals import Intervals
@@ -45,9 +44,11 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
     if form == "all_to_all" and not uneven:
         return _by_heads(ctx, axes[0])
     mask, p = ctx.node.args[3:5]
-    ranks, scale = _ranks(ctx, axes, form == "ring"), _scale(ctx)
-    shape, states = _weights(ctx)
-    draw = _noise(ctx, shape, ctx.region(shape, states)) if p else None
+    ranks, scale = _ranks(ctx, axes, form == "ring"), ctx.node.args[6]
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(ctx.in_shapes[0][-1], 1))
+    shape, states = weights_of(ctx)
+    draw = noise_of(ctx, shape, ctx.region(shape, states)) if p else None
 
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
@@ -70,11 +71,6 @@ def _uneven(ctx: LocalContext, axis: int) -> bool:
     return any(len({sum(length for _, length in part) for part in held}) > 1 for held in inputs)
 
 
-def _scale(ctx: LocalContext) -> float:
-    given: float | None = ctx.node.args[6]
-    return 1.0 / math.sqrt(max(ctx.in_shapes[0][-1], 1)) if given is None else given
-
-
 def _broadcast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with broadcast batch dims; k and v may have fewer heads (dim -3)."""
     batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
@@ -95,17 +91,8 @@ def _ranks(ctx: LocalContext, axes: list[int], ring: bool) -> Ranks:
         return Ranks(None, "", 0, queries, (whole,), causal, False, lambda t, s, p: t, lambda t, s: t)
     gather, scatter = _transport(ctx, axes)
     axis = axes[0]
-    return Ranks(
-        group=ctx.group(axis),
-        axis=MeshContext.of(ctx.mesh).axes[axis],
-        rank=ctx.rank(axis),
-        queries=queries,
-        keys=ctx.intervals_along(1, dim, axis),
-        causal=causal,
-        ring=ring,
-        gather=gather,
-        scatter=scatter,
-    )
+    name, keys = ctx.context.axes[axis], ctx.intervals_along(1, dim, axis)
+    return Ranks(ctx.group(axis), name, ctx.rank(axis), queries, keys, causal, ring, gather, scatter)
 
 
 def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
@@ -113,9 +100,7 @@ def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
     k, v = ctx.in_shapes[1:3]
     states: States = ctx.ins[1]
     whole: States = tuple(X if axis in axes else s for axis, s in enumerate(states))
-    gathered = conversion_between(
-        MeshContext.of(ctx.mesh), states, whole, torch.Size((*k[:-1], k[-1] + v[-1]))
-    )
+    gathered = conversion_between(ctx.context, states, whole, torch.Size((*k[:-1], k[-1] + v[-1])))
     assert gathered is not None
     # its backward is the same gather, logged as backward
     dual = gathered.dual()
@@ -125,14 +110,14 @@ def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
     )
 
 
-def _weights(ctx: LocalContext) -> tuple[tuple[int, ...], States]:
+def weights_of(ctx: LocalContext) -> tuple[tuple[int, ...], States]:
     """Shape of the attention weights, and their states, those of this rank's queries."""
     shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
     # the features of the output are not a dim of the weights
     return shape, tuple(s if isinstance(s, int) and int(s) != len(shape) - 1 else R for s in ctx.outs[0])
 
 
-def _noise(ctx: LocalContext, shape: tuple[int, ...], place: Place) -> Callable[[Tensor], Tensor]:
+def noise_of(ctx: LocalContext, shape: tuple[int, ...], place: Place) -> Callable[[Tensor], Tensor]:
     """A function that draws this rank's slice of one device's dropout mask."""
     p: float = ctx.node.args[4]
 
@@ -165,7 +150,7 @@ class _Exchange(torch.autograd.Function):
 def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     """All-to-all to whole sequences with sharded heads, plain attention, all-to-all back."""
     mask, p, causal, scale, grouped = ctx.node.args[3:]
-    n, rank, name = ctx.size(axis), ctx.rank(axis), MeshContext.of(ctx.mesh).axes[axis]
+    n, rank, name = ctx.size(axis), ctx.rank(axis), ctx.context.axes[axis]
     dim = len(ctx.in_shapes[0]) - 2
     bare = tuple(R if a == axis else s for a, s in enumerate(ctx.ins[0]))
     region = ctx.region(ctx.in_shapes[0], bare)
@@ -178,15 +163,14 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     local_heads = tuple(cut_intervals(region[dim - 1], rank * (heads // n), heads // n))
     queries = ctx.intervals_along(0, dim, axis)
     keys = ctx.intervals_along(1, dim, axis)
-    shape = _weights(ctx)[0]
+    shape = weights_of(ctx)[0]
     whole = (((0, shape[-2]),), ((0, shape[-1]),))
-    draw = _noise(ctx, shape, (*region[: dim - 1], local_heads, *whole)) if p else None
+    draw = noise_of(ctx, shape, (*region[: dim - 1], local_heads, *whole)) if p else None
 
     def exchange(t: Tensor, source: int, target: int, site: Site) -> Tensor:
         sizes = [t.shape[d] * (n if d == source else 1) for d in (source, target)]
-        space = MeshContext.of(ctx.mesh)
-        there = Step(space, axis, source, target, *sizes).function("forward")
-        back = Step(space, axis, target, source, *reversed(sizes)).function("backward")
+        there = Step(ctx.context, axis, source, target, *sizes).function("forward")
+        back = Step(ctx.context, axis, target, source, *reversed(sizes)).function("backward")
         out = _Exchange.apply(t, there, back, site)
         assert isinstance(out, Tensor)
         return out
