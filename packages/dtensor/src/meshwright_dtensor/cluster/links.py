@@ -108,16 +108,12 @@ class Link:
             depth = math.ceil(math.log2(degree))
             seconds["tree"] = 2.0 * (depth * self.latency_s + nbytes / self.bandwidth_Bps)
         if self.inside is not None and self.members > 1 and degree % self.members == 0:
-            seconds["hierarchical"] = self._hierarchical(kind, nbytes, degree)
+            between = Link(self.name, self.latency_s, self.outer_Bps)
+            inner = self.inside.seconds("all_gather", nbytes, self.members)
+            outer = between.seconds(kind, nbytes / self.members, degree // self.members)
+            # an all-reduce scatters inside first and gathers inside last; the others do one of the two
+            seconds["hierarchical"] = outer + (2.0 * inner if kind == "all_reduce" else inner)
         return seconds
-
-    def _hierarchical(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
-        assert self.inside is not None
-        between = Link(self.name, self.latency_s, self.outer_Bps)
-        inner = self.inside.seconds("all_gather", nbytes, self.members)
-        outer = between.seconds(kind, nbytes / self.members, degree // self.members)
-        # an all-reduce scatters inside first and gathers inside last; the others do one of the two
-        return outer + (2.0 * inner if kind == "all_reduce" else inner)
 
     def _measured(self, kind: CollectiveKind, nbytes: float, degree: int) -> float | None:
         """Seconds by the measurement at the nearest degree, in proportion to the bytes that a ring moves."""

@@ -110,7 +110,12 @@ class MappedFiles:
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
-                raise self._full(nbytes, shape, dtype, error) from error
+                free = shutil.disk_usage(self.directory).free
+                raise MeshwrightError(
+                    f"deferred_init could not take {nbytes} bytes in {str(self.directory)!r} for a {dtype} tensor of shape "
+                    f"{tuple(shape)}: {error.strerror} ({free} bytes free there); free some, or set {ENVIRONMENT} to a "
+                    "larger disk"
+                ) from error
             finally:
                 os.close(number)
             storage: Any = torch.UntypedStorage.from_file(name, True, nbytes)
@@ -131,13 +136,6 @@ class MappedFiles:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.truncate(number, nbytes)
 
-    def _full(self, nbytes: int, shape: Sequence[int], dtype: torch.dtype, error: OSError) -> MeshwrightError:
-        free = shutil.disk_usage(self.directory).free
-        return MeshwrightError(
-            f"deferred_init could not take {nbytes} bytes in {str(self.directory)!r} for a {dtype} tensor of shape "
-            f"{tuple(shape)}: {error.strerror} ({free} bytes free there); free some, or set {ENVIRONMENT} to a larger disk"
-        )
-
 
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether the memory of `tensor` is one of these files."""
@@ -149,13 +147,14 @@ def is_hollow(tensor: torch.Tensor) -> bool:
     return _is_named(tensor, HOLLOW)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is an ordinary dense tensor, not a fake, distributed or quantised one."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and tensor.layout == torch.strided and not tensor.is_quantized
+
+
 def _is_named(tensor: torch.Tensor, prefix: str) -> bool:
-    if (
-        type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        or tensor.layout != torch.strided
-    ):
-        return False
-    if tensor.device.type != "cpu":
+    if not is_plain(tensor) or tensor.device.type != "cpu":
         return False
     name = tensor.untyped_storage().filename
     return name is not None and os.path.basename(name).startswith(prefix)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,42 +33,44 @@ from meshwright_dtensor._torch.core import (
     out_overload,
     pytree,
 )
-from meshwright_dtensor.deferred.mapped_files import MappedFiles, choose_directory, is_hollow, is_mapped
+from meshwright_dtensor.deferred.mapped_files import (
+    MappedFiles,
+    choose_directory,
+    is_hollow,
+    is_mapped,
+    is_plain,
+)
 from meshwright_dtensor.deferred.page_release import Resident, release
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Place, copy_region
 
 MIN_BYTES = 1 << 16
 
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
 # Factories of uninitialised or zero tensors: a new file is all zeros.
-_EMPTY = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided")
-    + ("zeros", "zeros_like", "new_zeros")
+_EMPTY = _aten(
+    "empty empty_strided empty_permuted empty_like new_empty new_empty_strided zeros zeros_like new_zeros"
 )
 # Factories that equal an in-place op on an empty tensor: it fills the file directly, with the same numbers.
-_FILLED: Mapping[str, str] = {
-    "aten::ones": "one",
-    "aten::ones_like": "one",
-    "aten::new_ones": "one",
-    "aten::full": "fill",
-    "aten::full_like": "fill",
-    "aten::new_full": "fill",
-    "aten::rand": "uniform",
-    "aten::rand_like": "uniform",
-    "aten::randn": "normal",
-    "aten::randn_like": "normal",
-    "aten::clone": "copy",
-    "aten::_to_copy": "copy",
+_FILLED: Mapping[str, Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]] = {
+    **dict.fromkeys(_aten("ones ones_like new_ones"), lambda new, given: new.fill_(1)),
+    **dict.fromkeys(_aten("full full_like new_full"), lambda new, given: new.fill_(given["fill_value"])),
+    **dict.fromkeys(
+        _aten("rand rand_like"), lambda new, given: new.uniform_(0, 1, generator=given.get("generator"))
+    ),
+    **dict.fromkeys(
+        _aten("randn randn_like"), lambda new, given: new.normal_(0, 1, generator=given.get("generator"))
+    ),
+    **dict.fromkeys(_aten("clone _to_copy"), lambda new, given: new.copy_(given["self"])),
 }
 # Factories without tensor arguments that have an out= overload.
-_WITH_OUT = frozenset(
-    f"aten::{name}" for name in ("arange", "linspace", "eye", "randint", "randperm", "normal", "tril_indices")
-)
-
-
+_WITH_OUT = _aten("arange linspace eye randint randperm normal tril_indices")
 # In-place ops that only change values, in addition to pointwise and random ones.
-_WRITERS = frozenset(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "masked_fill_"))
+_WRITERS = _aten("copy_ fill_ zero_ masked_fill_")
 
 
 @contextmanager
@@ -146,7 +148,7 @@ class _MappedInit(TorchDispatchMode):
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._hollow is not None and op_mutates(func) and _only_writes(func, args):
             return args[0]
-        if op_mutates(func) or not all(_is_plain(tensor) for tensor in inputs):
+        if op_mutates(func) or not all(is_plain(tensor) for tensor in inputs):
             return func(*args, **kwargs)
         result = self._made_in_file(func, args, kwargs, inputs)
         if result is not None:
@@ -159,8 +161,15 @@ class _MappedInit(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
     ) -> torch.Tensor | None:
         """The result of `func`, computed directly in a file; None if it is small or `func` cannot do so."""
-        name = op_name(func)
-        if not self._may_compute_in_file(func, kwargs, inputs):
+        name, device = op_name(func), kwargs.get("device")
+        pointwise = torch.Tag.pointwise in func.tags
+        if not (pointwise or name in _EMPTY or name in _FILLED or name in _WITH_OUT):
+            return None
+        if not op_returns_fresh_tensor(func) or kwargs.get("pin_memory"):
+            return None
+        if device is not None and torch.device(device).type != "cpu":
+            return None
+        if pointwise and not any(self._is_large(tensor) for tensor in inputs):
             return None
         sketch = _sketch(func, args, kwargs)
         if sketch is None or not self._is_large(sketch):
@@ -171,7 +180,7 @@ class _MappedInit(TorchDispatchMode):
             return self._new(sketch, hollow=True)
         if name in _FILLED:
             given = {**dict(zip(op_arguments(func), args, strict=False)), **kwargs}
-            return _fill(_FILLED[name], self._new(sketch), given)
+            return _FILLED[name](self._new(sketch), given)
         out = out_overload(func)
         if out is None:
             return None
@@ -180,21 +189,9 @@ class _MappedInit(TorchDispatchMode):
         target = next(reversed(accepted))
         return out(*args, **named, **{target: self._new(sketch)})
 
-    def _may_compute_in_file(self, func: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> bool:
-        name = op_name(func)
-        pointwise = torch.Tag.pointwise in func.tags
-        if not (name in _EMPTY or name in _FILLED or name in _WITH_OUT or pointwise):
-            return False
-        if not op_returns_fresh_tensor(func) or kwargs.get("pin_memory"):
-            return False
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type != "cpu":
-            return False
-        return not pointwise or any(self._is_large(tensor) for tensor in inputs)
-
     def _moved(self, tensor: torch.Tensor, shared: set[int]) -> torch.Tensor:
         """`tensor`, or its copy in a file if it is large, new and in ordinary memory."""
-        if not _is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
+        if not is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
             return tensor
         if _storage(tensor) in shared or is_mapped(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
@@ -205,10 +202,8 @@ class _MappedInit(TorchDispatchMode):
         return new if self._is_unwanted(tensor) else new.copy_(tensor)
 
     def _new(self, like: torch.Tensor, hollow: bool = False) -> torch.Tensor:
-        files = (
-            self._hollow if self._hollow is not None and (hollow or self._is_unwanted(like)) else self._files
-        )
-        new = files.zeros(like.shape, like.stride(), like.dtype)
+        files = self._hollow if hollow or self._is_unwanted(like) else None
+        new = (files or self._files).zeros(like.shape, like.stride(), like.dtype)
         self._resident.add(new.untyped_storage())
         return new
 
@@ -229,12 +224,6 @@ def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:
     return writes and in_place and is_hollow(args[0])
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is an ordinary dense tensor, not a fake, distributed or quantised one."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
-    return plain and tensor.layout == torch.strided and not tensor.is_quantized
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -245,7 +234,12 @@ def _sketch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.T
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return None
-    leaves = [_as_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    leaves = [
+        torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in leaves
+    ]
     meta_args, meta_kwargs = pytree.tree_unflatten(leaves, spec)
     if "device" in op_arguments(func):
         meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
@@ -257,20 +251,3 @@ def _sketch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.T
     except (NotImplementedError, RuntimeError):
         return None
     return result
-
-
-def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _fill(how: str, target: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    generator = given.get("generator")
-    if how == "one":
-        return target.fill_(1)
-    if how == "fill":
-        return target.fill_(given["fill_value"])
-    if how == "uniform":
-        return target.uniform_(0, 1, generator=generator)
-    if how == "normal":
-        return target.normal_(0, 1, generator=generator)
-    return target.copy_(given["self"])

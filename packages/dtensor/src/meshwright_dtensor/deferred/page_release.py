@@ -30,13 +30,9 @@ _DONTNEED = 4
 
 def release(storage: torch.UntypedStorage) -> None:
     """Unmap the pages of a storage that is a mapped file; they come back when they are touched."""
-    _advise(storage.data_ptr(), storage.nbytes())
-
-
-def _advise(address: int, nbytes: int) -> None:
-    if not sys.platform.startswith("linux") or not nbytes:
-        return
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _DONTNEED)
+    if sys.platform.startswith("linux") and storage.nbytes():
+        address, nbytes = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
+        ctypes.CDLL(None).madvise(address, nbytes, _DONTNEED)
 
 
 class Resident:

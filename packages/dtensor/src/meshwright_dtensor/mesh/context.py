@@ -41,10 +41,6 @@ class Report:
     entries: list[TierEntry] = field(default_factory=list)
 
 
-def _nothing() -> None:
-    """Value of an unpickled MeshContext."""
-
-
 class MeshContext:
     """One :class:`DeviceMesh` (axis names required) with its caches, stored on the mesh object.
 
@@ -76,7 +72,7 @@ class MeshContext:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A mesh that is copied or pickled (inside a DTensor, say) goes without its caches."""
-        return (_nothing, ())
+        return (type(None), ())
 
     @staticmethod
     def of(mesh: DeviceMesh) -> MeshContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -66,9 +67,7 @@ def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
     """
     here = init(device)
     world = dist.get_world_size()
-    product = 1
-    for degree in plan.degrees.values():
-        product *= degree
+    product = math.prod(plan.degrees.values())
     if product != world:
         raise PlanError(
             "degrees",
@@ -76,8 +75,7 @@ def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
             f"they multiply to {product}, and must to the world size, {world}",
             f"run on {count_of(product, 'rank')}, or plan for world_size={world}",
         )
-    names = tuple(plan.degrees)
-    return init_device_mesh(here.type, tuple(plan.degrees[n] for n in names), mesh_dim_names=names)
+    return init_device_mesh(here.type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:

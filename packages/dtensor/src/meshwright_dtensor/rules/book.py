@@ -10,6 +10,12 @@ import torch
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules.composites.base import Composite
+from meshwright_dtensor.rules.composites.batch_norm import BatchNorm
+from meshwright_dtensor.rules.composites.cross_entropy import CrossEntropy
+from meshwright_dtensor.rules.composites.dropout import Dropout
+from meshwright_dtensor.rules.composites.embedding import Embedding, EmbeddingBag
+from meshwright_dtensor.rules.composites.linear import Linear
+from meshwright_dtensor.rules.composites.sdpa import ScaledDotProductAttention
 from meshwright_dtensor.rules.lift import Known, extended
 from meshwright_dtensor.rules.node import (
     SOURCES,
@@ -102,10 +108,9 @@ class RuleBook:
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Legal raw rows over R, P and dims; the replicated row comes first."""
         key = _key(view)
-        rows = self._memory.get(key)
-        if rows is None:
-            rows = self._memory[key] = tuple(self._find(view))
-        return list(rows)
+        if key not in self._memory:
+            self._memory[key] = tuple(self._find(view))
+        return list(self._memory[key])
 
     def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
         """``rows``, and the rows for inputs (and outputs) in these states: see :func:`~lift.extended`."""
@@ -157,22 +162,8 @@ def first_party_rules() -> dict[str, RuleEntry]:
 
 def first_party_composites() -> list[Composite]:
     """linear, sdpa, embedding, embedding_bag, cross_entropy, dropout, batch_norm."""
-    from meshwright_dtensor.rules.composites.batch_norm import BatchNorm
-    from meshwright_dtensor.rules.composites.cross_entropy import CrossEntropy
-    from meshwright_dtensor.rules.composites.dropout import Dropout
-    from meshwright_dtensor.rules.composites.embedding import Embedding, EmbeddingBag
-    from meshwright_dtensor.rules.composites.linear import Linear
-    from meshwright_dtensor.rules.composites.sdpa import ScaledDotProductAttention
-
-    return [
-        Linear(),
-        ScaledDotProductAttention(),
-        Embedding(),
-        EmbeddingBag(),
-        CrossEntropy(),
-        Dropout(),
-        BatchNorm(),
-    ]
+    kinds = (Linear, ScaledDotProductAttention, Embedding, EmbeddingBag, CrossEntropy, Dropout, BatchNorm)
+    return [kind() for kind in kinds]
 
 
 def _parts(target: Any) -> Iterator[Any]:
@@ -187,7 +178,6 @@ def _parts(target: Any) -> Iterator[Any]:
 
 def _key(view: NodeView) -> Any:
     """What a node's rows depend on: op, arguments, shapes, dtypes, axis size."""
-
     seen: dict[Ref, int] = {}
     node = view.node
     return (

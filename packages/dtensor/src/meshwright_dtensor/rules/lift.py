@@ -57,19 +57,14 @@ def extended(
                 lifted = _lifted(view, row, shard)
                 if lifted is not None:
                     added.setdefault(lifted, Strategy(*lifted, row.source, row.complete))
-    for moved in _special_rows(view, ins, outs):
-        added.setdefault(moved, Strategy(*moved, "view"))
-    return [strategy for row, strategy in added.items() if row not in present]
-
-
-def _special_rows(view: NodeView, ins: Known, outs: Known) -> Iterable[Row]:
-    """The rows of ops that move elements of a sharded dim."""
     special = SPECIAL.get(base_name(view.node.name)) if view.node.op is not None else None
-    if special is None or mutation_ties(view):
-        return ()
-    sources = [[s for s in states if isinstance(s, int)] for states in ins]
-    targets = [[s for s in states if isinstance(s, int)] for states in outs]
-    return special(view, sources, targets or [[] for _ in view.node.outs])
+    if special is not None and not mutation_ties(view):
+        sources, targets = (
+            [[s for s in states if isinstance(s, int)] for states in known] for known in (ins, outs)
+        )
+        for moved in special(view, sources, targets or [[] for _ in view.node.outs]):
+            added.setdefault(moved, Strategy(*moved, "view"))
+    return [strategy for row, strategy in added.items() if row not in present]
 
 
 def _lifted(view: NodeView, row: Strategy, shard: IntervalShard) -> Row | None:

@@ -9,10 +9,18 @@ from typing import Any
 import torch
 
 from meshwright_dtensor.rules.lift import slice_bounds
-from meshwright_dtensor.rules.node import RESHAPES, SLICES, SPLITS, NodeView, Slot, base_name, dims_of, numel
+from meshwright_dtensor.rules.node import (
+    RESHAPES,
+    SLICES,
+    SPLITS,
+    NodeView,
+    aten_ops,
+    base_name,
+    dims_of,
+    numel,
+)
 from meshwright_dtensor.sharding.boxes import Region
 from meshwright_dtensor.sharding.reshape import local_slice
-from meshwright_dtensor.trace.graph import Ref
 
 aten = torch.ops.aten
 Shapes = Sequence[tuple[int, ...]]
@@ -72,12 +80,8 @@ def _squeeze(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp
     return None
 
 
-def _sized_first(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
-    return _replaced(view, 0, list(out_shapes[0]))
-
-
-def _sized_second(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
-    return _replaced(view, 1, list(out_shapes[0]))
+def _sized(position: int, view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
+    return _replaced(view, position, list(out_shapes[0]))
 
 
 def _group_norm(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
@@ -123,9 +127,7 @@ def _mean(view: NodeView, in_shapes: Shapes | None) -> LocalOp:
     if not whole or (in_shapes is not None and all(in_shapes[0][d] == whole[d] for d in dims)):
         return node.op, node.args, node.kwargs
     count = numel([whole[d] for d in dims])
-    assert isinstance(bound["self"], Slot)
-    source: Ref = node.ins[0]
-    arguments = (source, dims, bool(bound.get("keepdim")), bound.get("dtype"))
+    arguments = (node.ins[0], dims, bool(bound.get("keepdim")), bound.get("dtype"))
     return partial(mean_of_shards, count=count), arguments, {}
 
 
@@ -133,9 +135,8 @@ _LOCALISERS: Mapping[str, Callable[[NodeView, Shapes, Region | None], LocalOp | 
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(SLICES, _slice),
     **dict.fromkeys(SPLITS, _split),
-    **dict.fromkeys((f"aten.{name}" for name in ("zeros", "ones", "full", "empty")), _sized_first),
-    **dict.fromkeys((f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty")), _sized_second),
-    **dict.fromkeys(("aten.expand", "aten.expand_copy"), _sized_second),
+    **dict.fromkeys(aten_ops("zeros ones full empty"), partial(_sized, 0)),
+    **dict.fromkeys(aten_ops("new_zeros new_ones new_full new_empty expand expand_copy"), partial(_sized, 1)),
     "aten.squeeze": _squeeze,
     "aten.native_group_norm": _group_norm,
     "aten.convolution": _convolution,

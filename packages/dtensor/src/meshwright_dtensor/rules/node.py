@@ -25,13 +25,16 @@ Row: TypeAlias = tuple[States, States]
 """(states of node.ins, states of node.outs)."""
 
 
-def _aten(names: str) -> frozenset[str]:
+def aten_ops(names: str) -> frozenset[str]:
+    """``"aten.add"`` and ``"aten.sub"`` of ``"add sub"``."""
     return frozenset("aten." + name for name in names.split())
 
 
-RESHAPES = _aten("view _unsafe_view reshape _reshape_alias view_copy")
-SLICES = _aten("slice slice_copy")
-SPLITS = _aten("split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes")
+RESHAPES = aten_ops("view _unsafe_view reshape _reshape_alias view_copy")
+SLICES = aten_ops("slice slice_copy")
+SPLITS = aten_ops(
+    "split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes"
+)
 """Ops whose size arguments are those of the local tensor, and that move elements of a sharded dim."""
 
 

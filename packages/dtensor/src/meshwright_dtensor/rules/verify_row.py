@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.rules.localise import localise
 from meshwright_dtensor.rules.node import NodeView, Strategy, numel
+from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.states import P, R, State
-from meshwright_dtensor.trace.graph import Ref, is_ref
+from meshwright_dtensor.trace.graph import is_ref
 
 LIMIT = 65536
 """Largest tensor, in elements, that is checked at its own size."""
@@ -20,6 +22,8 @@ LIMIT = 65536
 _REJECTED = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError)
 
 Draw = Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor]
+Run = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""The inputs of an op as leaves of autograd, and its outputs."""
 
 
 def check(view: NodeView, strategy: Strategy, *, seed: int = 0) -> bool:
@@ -46,16 +50,15 @@ def _trial(view: NodeView, strategy: Strategy, draw: Draw, generator: torch.Gene
     whole_run = _run_whole(view, inputs)
     if whole_run is None:
         return None
-    leaves, outputs, grads = whole_run
-    pieces = [_parts(x, state, view.n, generator) for x, state in zip(inputs, strategy.ins, strict=True)]
+    (leaves, outputs), grads = whole_run
+    n = view.n
+    pieces = [_parts(x, state, n, generator) for x, state in zip(inputs, strategy.ins, strict=True)]
+    outs = list(zip(view.out_shapes, strategy.outs, strict=True))
     try:
         ranks = []
-        for rank in range(view.n):
+        for rank in range(n):
             mine = [parts[rank] for parts in pieces]
-            shapes = [
-                _local_shape(s, st, view.n, rank)
-                for s, st in zip(view.out_shapes, strategy.outs, strict=True)
-            ]
+            shapes = [local_shape_of(shape, (n,), (rank,), (state,)) for shape, state in outs]
             ranks.append(_run(view, mine, shapes, [tuple(x.shape) for x in mine], grads))
     except _REJECTED:
         return False
@@ -70,7 +73,7 @@ def _gradients_agree(
     strategy: Strategy,
     leaves: list[torch.Tensor],
     outputs: list[torch.Tensor],
-    ranks: list[tuple[list[torch.Tensor], list[torch.Tensor]]],
+    ranks: list[Run],
     generator: torch.Generator,
 ) -> bool:
     """Backward: a partial output has a replicated gradient, a replicated input a partial one."""
@@ -79,60 +82,42 @@ def _gradients_agree(
     sharded = any(s != R for s in strategy.ins + strategy.outs)
     if not active or not wanted or (sharded and any(strategy.outs[i] == R for i in active)):
         return True
+
+    def input_gradients(run: Run, of_outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        inputs, results = [run[0][i] for i in wanted], [run[1][i] for i in active]
+        return torch.autograd.grad(results, inputs, of_outputs, materialize_grads=True)
+
     gradients = [
         torch.randn(outputs[i].shape, dtype=torch.float64, generator=generator).to(outputs[i].dtype)
         for i in active
     ]
     try:
-        whole = _gradients(outputs, leaves, active, wanted, gradients)
+        whole = input_gradients((leaves, outputs), gradients)
     except (RuntimeError, NotImplementedError):
         # the op has no derivative, so there is no backward to check
         return True
     parts = [_parts_exact(g, strategy.outs[i], view.n) for g, i in zip(gradients, active, strict=True)]
     local = []
-    for rank, (rank_leaves, rank_outputs) in enumerate(ranks):
-        if any(not rank_outputs[i].requires_grad for i in active):
+    for rank, run in enumerate(ranks):
+        if any(not run[1][i].requires_grad for i in active):
             return False
-        rank_gradients = [part[rank] for part in parts]
-        local.append(_gradients(rank_outputs, rank_leaves, active, wanted, rank_gradients))
-    duals = [_dual(strategy.ins[i], sharded) for i in wanted]
-    return all(
-        _agrees([gradients[position] for gradients in local], dual, whole[position])
-        for position, dual in enumerate(duals)
-    )
+        local.append(input_gradients(run, [part[rank] for part in parts]))
+    for position, state in enumerate(strategy.ins[i] for i in wanted):
+        # the state of the input's gradient
+        dual = state if isinstance(state, int) else R if state == P or not sharded else P
+        if not _agrees([of_rank[position] for of_rank in local], dual, whole[position]):
+            return False
+    return True
 
 
-def _dual(state: State, sharded: bool) -> State:
-    """The state of the gradient of an input in ``state``; ``sharded``: some state of the row is not R."""
-    return state if isinstance(state, int) else (R if state == P or not sharded else P)
-
-
-def _gradients(
-    outputs: list[torch.Tensor],
-    leaves: list[torch.Tensor],
-    active: list[int],
-    wanted: list[int],
-    gradients: list[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Gradients of the ``wanted`` leaves for those of the ``active`` outputs; zeros for unused leaves."""
-    inputs = [leaves[i] for i in wanted]
-    results = torch.autograd.grad([outputs[i] for i in active], inputs, gradients, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(results, inputs, strict=True)]
-
-
-def _run_whole(
-    view: NodeView, inputs: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]] | None:
-    """(leaves, outputs, which inputs take a gradient) of the whole op, or None if it rejects the inputs."""
+def _run_whole(view: NodeView, inputs: Sequence[torch.Tensor]) -> tuple[Run, list[bool]] | None:
+    """The whole op and which inputs take a gradient, or None if it rejects the inputs."""
     floating = [x.is_floating_point() or x.is_complex() for x in inputs]
     first_only = [i == floating.index(True) for i in range(len(inputs))] if any(floating) else floating
     for grads in (floating, first_only, [False] * len(inputs)):
-        try:
-            leaves, outputs = _run(view, inputs, view.out_shapes, view.in_shapes, grads)
-        except _REJECTED:
-            # some ops refuse inputs that want a gradient
-            continue
-        return leaves, outputs, grads
+        # some ops refuse inputs that want a gradient
+        with suppress(*_REJECTED):
+            return _run(view, inputs, view.out_shapes, view.in_shapes, grads), grads
     return None
 
 
@@ -142,21 +127,14 @@ def _run(
     out_shapes: Sequence[tuple[int, ...]],
     in_shapes: Sequence[tuple[int, ...]],
     grads: Sequence[bool],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(leaves, outputs) of the op on clones of ``inputs``."""
+) -> Run:
+    """The op on clones of ``inputs``."""
     op, args, kwargs = localise(view, out_shapes, in_shapes)
     leaves = [x.clone().requires_grad_(grad) for x, grad in zip(inputs, grads, strict=True)]
     feed = iter([x.clone() for x in leaves])
-
-    def substitute(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            return next(feed)
-        if isinstance(leaf, torch.dtype):
-            return _wide(leaf)
-        return leaf
-
     flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_ref)
-    args, kwargs = pytree.tree_unflatten([substitute(x) for x in flat], spec)
+    flat = [next(feed) if is_ref(x) else _wide(x) if isinstance(x, torch.dtype) else x for x in flat]
+    args, kwargs = pytree.tree_unflatten(flat, spec)
     with torch.enable_grad():
         result = op(*args, **kwargs)
     return leaves, [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
@@ -195,13 +173,6 @@ def _parts_exact(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
     return list(x.chunk(n, state)) if isinstance(state, int) else [x] * n
 
 
-def _local_shape(shape: tuple[int, ...], state: State, n: int, rank: int) -> tuple[int, ...]:
-    if not isinstance(state, int):
-        return shape
-    step = -(-shape[state] // n)
-    return (*shape[:state], max(0, min(step, shape[state] - rank * step)), *shape[state + 1 :])
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
 
@@ -213,9 +184,7 @@ def _positive(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gener
 
 
 def _signed(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    if dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, generator=generator)
-    if dtype.is_floating_point:
+    if dtype.is_complex or dtype.is_floating_point:
         return torch.randn(shape, dtype=dtype, generator=generator)
     return _coin(shape, generator).to(dtype)
 

@@ -9,6 +9,7 @@ region is one box. This module imports no torch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
@@ -103,10 +104,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 def box_numel(box: Box) -> int:
     """The number of elements of the box (1 for a 0-dim tensor)."""
-    count = 1
-    for _, length in box:
-        count *= length
-    return count
+    return math.prod(box_shape(box))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -154,13 +152,9 @@ def dim_order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], sizes[dim] == 1)))
 
 
-def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a dense tensor of `shape` with its dims in memory in `dim_order` (see `dim_order_of`)."""
-    return _dense_strides(tuple(shape), tuple(dim_order))
-
-
 @lru_cache(4096)
-def _dense_strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
+def dense_strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a dense tensor of `shape` with its dims in memory in `dim_order` (see `dim_order_of`)."""
     if sorted(dim_order) != list(range(len(shape))):
         raise UsageError(
             f"dim_order {tuple(dim_order)} does not name each dim of shape {tuple(shape)} once; "
@@ -222,11 +216,6 @@ def local_shape_of(
     return region_shape(region_of(shape, mesh_sizes, coords, states))
 
 
-def _shape(place: Place) -> tuple[int, ...]:
-    box = single_box(place)
-    return region_shape(place) if box is None else box_shape(box)  # type: ignore[arg-type]
-
-
 def single_box(place: Place) -> Box | None:
     """The box if `place` is one box, else None."""
     box = []
@@ -269,7 +258,8 @@ def read_region(tensor: torch.Tensor, place: Place) -> torch.Tensor:
 
 def copy_region(tensor: torch.Tensor, place: Place) -> torch.Tensor:
     """A dense copy of `place` of the global `tensor`, with the memory order of `tensor`."""
-    shape = _shape(place)
+    box = single_box(place)
+    shape = region_shape(place) if box is None else box_shape(box)  # type: ignore[arg-type]
     result = tensor.new_empty_strided(shape, dense_strides(shape, dim_order_of(tensor)))
     for global_box, local_box in region_boxes(place):
         slice_of(result, local_box).copy_(slice_of(tensor, global_box))

@@ -7,7 +7,7 @@ dim whose intervals give the same pattern, if there is such a dim. Then no data 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -37,10 +37,7 @@ def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
     """
     if 0 in before or math.prod(before) != math.prod(after):
         return None
-    group = next((g for g in _groups(before, after) or () if int(state) in g[0]), None)
-    if group is None:
-        return None
-    group_before, group_after = group
+    group_before, group_after = next(group for group in _groups(before, after) if int(state) in group[0])
     index = group_before.index(int(state))
     outer = math.prod(before[d] for d in group_before[:index])
     inner = math.prod(before[d] for d in group_before[index + 1 :])
@@ -100,33 +97,15 @@ def _first_period(flat: Intervals, size: int, inner: int) -> Intervals | None:
     return tuple(intervals) or EMPTY
 
 
-def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:
-    """The smallest groups of consecutive dims of both shapes that hold equally many elements."""
+def _groups(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
+    """The smallest groups of consecutive dims of both shapes, of one size, that hold equally many elements."""
     i = j = 0
-    result = []
     while i < len(before) or j < len(after):
-        dims_before: list[int] = []
-        dims_after: list[int] = []
-        a = b = 1
-        if i < len(before):
-            dims_before, a, i = [i], before[i], i + 1
-        if j < len(after):
-            dims_after, b, j = [j], after[j], j + 1
-        while a != b:
-            if a < b:
-                if i >= len(before):
-                    return None
-                dims_before.append(i)
-                a *= before[i]
-                i += 1
-            else:
-                if j >= len(after):
-                    return None
-                dims_after.append(j)
-                b *= after[j]
-                j += 1
-        result.append((dims_before, dims_after))
-    return result
+        first, first_after = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (a := math.prod(before[first:i])) != (b := math.prod(after[first_after:j])):
+            i, j = (i + 1, j) if a < b else (i, j + 1)
+        yield range(first, i), range(first_after, j)
 
 
 def local_slice(intervals: Intervals, start: int, stop: int) -> tuple[Intervals, int, int] | None:

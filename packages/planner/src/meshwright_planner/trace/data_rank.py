@@ -139,7 +139,7 @@ class DataRank:
                 return candidate
         dims = range(len(shape))
         order = sorted(dims, key=lambda d: -value.stride[d]) if value.stride else dims
-        return replace(value, shape=shape, stride=dense_strides(shape, list(order)))
+        return replace(value, shape=shape, stride=dense_strides(shape, tuple(order)))
 
     def _read(self, k: int) -> list[tuple[int, ...]]:
         """The shapes in which a node reads its inputs, after conversions."""

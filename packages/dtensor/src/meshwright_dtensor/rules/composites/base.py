@@ -62,21 +62,26 @@ class LocalContext:
         """Process group of this rank along mesh axis ``axis``."""
         return self.mesh.get_group(axis)
 
+    @property
+    def coords(self) -> tuple[int, ...]:
+        """This rank's place along each axis."""
+        return tuple(self.rank(axis) for axis in range(self.mesh.ndim))
+
     def size(self, axis: int) -> int:
         """Ranks along the axis."""
-        return self.context.sizes[axis]
+        return self.mesh.size(axis)
 
     def rank(self, axis: int) -> int:
         """This rank's place along the axis."""
-        return self.context.coords[axis]
+        return self.mesh.get_local_rank(axis)
 
     def box(self, shape: tuple[int, ...], states: States) -> Box:
         """The box of this rank: (offset, length) per dim."""
-        return chunk_box(shape, self.context.sizes, self.context.coords, states)
+        return chunk_box(shape, self.mesh.shape, self.coords, states)
 
     def region(self, shape: tuple[int, ...], states: States) -> Region:
         """Per dim the intervals of this rank, in local order: a box if no state is an interval shard."""
-        return region_of(shape, self.context.sizes, self.context.coords, states)
+        return region_of(shape, self.mesh.shape, self.coords, states)
 
     def intervals(self, index: int, dim: int) -> tuple[Interval, ...]:
         """Positions along ``dim`` of tensor input ``index`` that this rank holds, in its order."""
@@ -84,7 +89,7 @@ class LocalContext:
 
     def intervals_along(self, index: int, dim: int, axis: int) -> tuple[tuple[Interval, ...], ...]:
         """The same for every rank along mesh axis ``axis``."""
-        sizes, coords = self.context.sizes, self.context.coords
+        sizes, coords = self.mesh.shape, self.coords
         ranks = ((*coords[:axis], rank, *coords[axis + 1 :]) for rank in range(sizes[axis]))
         shape, states = self.in_shapes[index], self.ins[index]
         return tuple(region_of(shape, sizes, rank, states)[dim] for rank in ranks)

@@ -10,6 +10,7 @@ from meshwright_dtensor.rules.node import (
     NodeView,
     Row,
     Slot,
+    aten_ops,
     base_name,
     broadcast_state,
     kept_rows,
@@ -18,12 +19,10 @@ from meshwright_dtensor.rules.node import (
 )
 from meshwright_dtensor.sharding.states import P
 
-_BOTH = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
-_EITHER = frozenset({"aten.mul", "aten.mul_"})
-_FIRST = frozenset({"aten.div", "aten.div_", "aten.true_divide"})
-_ALONE = frozenset(
-    {"aten.neg", "aten.neg_", "aten.clone", "aten.positive", "aten._conj", "aten.conj_physical", "aten.real"}
-)
+_BOTH = aten_ops("add sub add_ sub_")
+_EITHER = aten_ops("mul mul_")
+_FIRST = aten_ops("div div_ true_divide")
+_ALONE = aten_ops("neg neg_ clone positive _conj conj_physical real")
 
 
 def elementwise(view: NodeView) -> Iterator[Row]:
