@@ -13,14 +13,7 @@ from meshwright_dtensor._torch.core import dtensor_spec
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.run_shard import RunShard
-from meshwright_dtensor.sharding.boxes import (
-    Box,
-    Region,
-    local_shape_of,
-    region_of,
-    region_shape,
-    single_box,
-)
+from meshwright_dtensor.sharding.boxes import Box, Region, local_shape_of, region_of, region_shape, single_box
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States, format_state
 

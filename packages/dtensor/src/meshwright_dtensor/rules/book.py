@@ -52,11 +52,7 @@ class RuleBook:
     """
 
     def __init__(
-        self,
-        rules: Mapping[str, RuleEntry],
-        composites: Iterable[Composite] = (),
-        *,
-        use_stock: bool = True,
+        self, rules: Mapping[str, RuleEntry], composites: Iterable[Composite] = (), *, use_stock: bool = True
     ) -> None:
         """``rules``: ``"aten.op"`` or ``"aten.op.overload"`` -> rule; rows of source "plugin" are checked."""
         self._rules = dict(rules)

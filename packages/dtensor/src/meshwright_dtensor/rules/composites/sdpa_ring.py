@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.comm.log import CommLog, Site, record
-from meshwright_dtensor.rules.composites.sdpa_blocks import (
-    Merged,
-    Terms,
-    attend,
-    attend_backward,
-    blocks,
-)
+from meshwright_dtensor.rules.composites.sdpa_blocks import Merged, Terms, attend, attend_backward, blocks
 from meshwright_dtensor.sharding.intervals import Intervals
 
 Tensor = torch.Tensor
@@ -169,10 +163,7 @@ def _shift(
     assert group is not None
     after, before = (dist.get_global_rank(group, (ranks.rank + d) % ranks.size) for d in (1, -1))
     work = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, tensor, after, group),
-            dist.P2POp(dist.irecv, received, before, group),
-        ]
+        [dist.P2POp(dist.isend, tensor, after, group), dist.P2POp(dist.irecv, received, before, group)]
     )
     if CommLog.listening():
         record(
