@@ -27,7 +27,7 @@ from meshwright_checkpoint import (
 )
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.format.safetensors_file import header_length, read_header
-from meshwright_checkpoint.read import store
+from meshwright_checkpoint.read import shared_read
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
@@ -419,7 +419,7 @@ def test_save_removes_leftovers_of_killed_saves(tmp_path: Path) -> None:
 
 def test_import_without_sched_getaffinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS and Windows have none
-    assert 2 <= runpy.run_path(store.__file__)["reader_threads"](1) <= 4
+    assert 2 <= runpy.run_path(shared_read.__file__)["reader_threads"](1) <= 4
 
 
 def test_manifest_is_plain_json(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -42,39 +41,26 @@ def free_memory(tensor: torch.Tensor) -> None:
         local.data = local.new_empty(0)
 
 
-def indices_of(
-    placements: Sequence[Any],
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
-    shape: Sequence[int],
-    dim: int,
-) -> torch.Tensor:
-    """Indices of `dim` that a rank holds of a stock DTensor of `shape`, in local order.
-
-    Uses the placements' own split, so that strided shards (FSDP over tensor parallelism) are correct too.
-
-    Args:
-        placements, sizes, coordinate: per mesh axis.
-        shape: of the global value.
-        dim: not negative.
-    """
-    ndim = len(shape)
-    held = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(ndim)])
-    for placement, size, here in zip(placements, sizes, coordinate, strict=True):
-        if isinstance(placement, (Shard, _StridedShard)) and placement.dim % ndim == dim:
-            parts, _ = placement._split_tensor(held, size, with_padding=False, contiguous=True)
-            held = parts[here]
-    return held.flatten()
-
-
 def is_sharding(placement: Any) -> bool:
     """Whether a placement shards a dim, strided or not."""
     return isinstance(placement, (Shard, _StridedShard))
 
 
-def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor that is replicated on `mesh`."""
-    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def indices_of(axes: Sequence[tuple[Any, int, int]], shape: Sequence[int], dim: int) -> torch.Tensor:
+    """Indices of `dim` that a rank holds of a stock DTensor of global `shape`, in local order.
+
+    Uses the placements' own split, so that strided shards (FSDP over tensor parallelism) are correct too.
+
+    Args:
+        axes: per mesh axis the placement, the size, and the rank's coordinate.
+    """
+    ndim = len(shape)
+    held = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(ndim)])
+    for placement, size, here in axes:
+        if is_sharding(placement) and placement.dim % ndim == dim:
+            parts, _ = placement._split_tensor(held, size, with_padding=False, contiguous=True)
+            held = parts[here]
+    return held.flatten()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

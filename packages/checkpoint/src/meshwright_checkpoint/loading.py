@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
@@ -17,12 +17,11 @@ from torch import nn
 from meshwright_checkpoint._torch import unwrapped
 from meshwright_checkpoint.errors import CheckpointError, MismatchError
 from meshwright_checkpoint.format.json_values import decode
-from meshwright_checkpoint.hf.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.plugin import DEFAULT
+from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read.node_peers import NodePeers, connect_node_peers
-from meshwright_checkpoint.read.shared_read import slots_nbytes
-from meshwright_checkpoint.read.store import read, read_tensors
+from meshwright_checkpoint.read.shared_read import read, read_tensors, slots_nbytes
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
@@ -93,7 +92,7 @@ def load(
         fit = _Fit(store, named_tensors(inner), options)
         wanted = ranks.run_checked(fit.match_model)
         fit.match_optimizer(optimizer, ranks)
-        _check_fit(fit, ranks, with_optimizer)
+        _check_fit(fit, ranks, (MODEL, OPTIMIZER) if with_optimizer else (MODEL,))
         what = f"{store.where} {fit.checkpoint.manifest.id if fit.checkpoint else ''}"
         peers = connect_node_peers(ranks, what, slots_nbytes)
         return ranks.run_checked(lambda: _fill(inner, fit, wanted, peers, ranks))
@@ -101,16 +100,16 @@ def load(
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments of `load` that are the same on all ranks. `patterns` is `only` as a tuple."""
+    """Arguments of `load` that are the same on all ranks. `only` is None or a tuple."""
 
-    patterns: tuple[str, ...] | None
+    only: tuple[str, ...] | None
     strict: bool
     cast: bool
     random: bool
 
     def selects(self, name: str) -> bool:
         """Whether `only` matches the name."""
-        return self.patterns is None or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return self.only is None or any(fnmatchcase(name, pattern) for pattern in self.only)
 
 
 def _open_on_all(
@@ -132,18 +131,19 @@ def _open_on_all(
         stores.append(_open(path, model, backend))
         opened.callback(stores[0].close)
         store_id = stores[0].manifest.id if isinstance(stores[0], Checkpoint) else "from_pretrained"
-        arguments = {
-            "only": options.patterns,
-            "strict": options.strict,
-            "cast": options.cast,
-            "random": options.random,
-            "optimizer": optimizer_given(model, optimizer),
-        }
+        arguments = {**asdict(options), "optimizer": optimizer_given(model, optimizer)}
         return {"arguments": arguments, "opened": [stores[0].where, store_id]}
 
     gathered = ranks.gather_checked(open_here)
     _check_arguments([on_rank["arguments"] for on_rank in gathered])
-    _check_same_checkpoint([on_rank["opened"] for on_rank in gathered])
+    first, first_id = gathered[0]["opened"]
+    for rank, on_rank in enumerate(gathered):
+        where, store_id = on_rank["opened"]
+        if store_id != first_id:
+            raise CheckpointError(
+                f"rank {rank} has opened {where}, and rank 0 {first}, which is another checkpoint; "
+                "call latest() on one rank and broadcast its result"
+            )
     (store,) = stores
     with_optimizer = any(on_rank["arguments"]["optimizer"] for on_rank in gathered)
     if with_optimizer and not isinstance(store, Checkpoint):
@@ -162,17 +162,6 @@ def _check_arguments(arguments_of_ranks: Sequence[Mapping[str, Any]]) -> None:
                 first, value = ("given" if given else "left out" for given in (first, value))
             raise UsageError(
                 f"load() needs the same arguments on every rank: {name} is {first} on rank 0 and {value} on rank {rank}"
-            )
-
-
-def _check_same_checkpoint(opened: Sequence[tuple[str, str]]) -> None:
-    """Raise CheckpointError, on every rank, if ranks have opened different checkpoints. The model would mix both."""
-    (first, first_id), *_ = opened
-    for rank, (where, store_id) in enumerate(opened):
-        if store_id != first_id:
-            raise CheckpointError(
-                f"rank {rank} has opened {where}, and rank 0 {first}, which is another checkpoint; "
-                "call latest() on one rank and broadcast its result"
             )
 
 
@@ -260,24 +249,28 @@ class _Fit:
             ranks.run_checked(lambda: states.take_options(info, groups, self.mismatched))
 
 
-def _check_fit(fit: _Fit, ranks: Ranks, with_optimizer: bool) -> None:
-    """Raise MismatchError, on every rank, if the checkpoint does not fit on one of them (a collective call)."""
+def _check_fit(fit: _Fit, ranks: Ranks, sections: tuple[str, ...]) -> None:
+    """Raise MismatchError, on every rank, if the checkpoint does not fit on one of them (a collective call).
+
+    `sections`: prefixes of the keys that are loaded.
+    """
     options, store = fit.options, fit.store
     missing, mismatched, used, extra_state = _gather_fit(fit, ranks)
-    unexpected = _unexpected(fit, set(used), extra_state, with_optimizer)
-    if options.patterns is None and fit.checkpoint is not None:
-        stored = fit.checkpoint.manifest.model.extra_state
-        missing += [name for name in extra_state if name not in stored]
-    if options.patterns is not None and not used:
-        missing += [f"anything that matches {pattern}" for pattern in options.patterns]
+    unexpected: list[str] = []
+    if options.only is None:
+        unexpected = [key for key in store.tensors if key.startswith(sections) and key not in used]
+        if fit.checkpoint is not None:
+            stored = fit.checkpoint.manifest.model.extra_state
+            unexpected += [name for name in stored if name not in extra_state]
+            missing += [name for name in extra_state if name not in stored]
+    elif not used:
+        missing += [f"anything that matches {pattern}" for pattern in options.only]
     if not options.strict:
-        nothing_loaded = (used or options.patterns) and not any(key in store.tensors for key in used)
-        if nothing_loaded:
-            missing = missing if options.patterns else ["all names of the model"]
+        if (used or options.only) and not any(key in store.tensors for key in used):
+            missing = missing if options.only else ["all names of the model"]
         else:
-            text = _partial_load_text(store.where, missing, unexpected)
-            if text:
-                ranks.run_checked(lambda: _warn(ranks, text))
+            if missing or unexpected:
+                ranks.run_on_first(lambda: _warn(store.where, missing, unexpected))
             missing = []
         unexpected = []
     if missing or unexpected or mismatched:
@@ -298,32 +291,16 @@ def _gather_fit(fit: _Fit, ranks: Ranks) -> Iterator[list[str]]:
     return (list(dict.fromkeys(chain.from_iterable(of_ranks))) for of_ranks in zip(*gathered, strict=True))
 
 
-def _unexpected(fit: _Fit, used: set[str], extra_state: list[str], with_optimizer: bool) -> list[str]:
-    """Names that the checkpoint has and no rank takes; none if only a part is loaded."""
-    if fit.options.patterns is not None:
-        return []
-    sections = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
-    unexpected = [key for key in fit.store.tensors if key.startswith(sections) and key not in used]
-    stored = fit.checkpoint.manifest.model.extra_state if fit.checkpoint else {}
-    return unexpected + [name for name in stored if name not in extra_state]
-
-
-def _partial_load_text(where: str, missing: list[str], unexpected: list[str]) -> str:
-    """The warning of a load with strict=False that leaves some names; "" if it leaves none."""
+def _warn(where: str, missing: list[str], unexpected: list[str]) -> None:
+    """Warn of a partial load at the user's call of `load`. Where warnings are errors, all ranks raise."""
     parts = [
         f"{what} ({len(names)}): {listing(_plain(names), 8)}"
         for what, names in (("not in the checkpoint", missing), ("not in the model", unexpected))
         if names
     ]
-    return f"{where} is loaded in part. {'; '.join(parts)}" if parts else ""
-
-
-def _warn(ranks: Ranks, text: str) -> None:
-    """Warn on rank 0, at the user's call of `load`. Where warnings are errors, all ranks raise."""
-    if ranks.rank:
-        return
+    text = f"{where} is loaded in part. {'; '.join(parts)}"
     try:
-        warnings.warn(text, stacklevel=8)
+        warnings.warn(text, stacklevel=10)
     except Warning as error:
         raise CheckpointError(text) from error
 
@@ -345,28 +322,20 @@ def _fill(model: nn.Module, fit: _Fit, wanted: list[Wanted], peers: NodePeers | 
         return None
     if states is not None:
         states.install()
-    if options.patterns is None:
-        _set_extra_states(model, checkpoint, fit.names)
+    if options.only is None:
+        if stored := checkpoint.manifest.model.extra_state:
+            get, modules = _getter(checkpoint, "model_extra_state/"), dict(model.named_modules())
+            for name in fit.names.extra_state:
+                if name in stored:
+                    modules[name.rpartition(".")[0]].set_extra_state(decode(stored[name], get))
         if options.random:
             _restore_random(checkpoint, ranks)
-    keys = [key for key in checkpoint.tensors if key.startswith(EXTRA)]
-    return decode(checkpoint.manifest.extra, _getter(checkpoint, read_tensors(checkpoint, keys)))
+    return decode(checkpoint.manifest.extra, _getter(checkpoint, EXTRA))
 
 
-def _set_extra_states(model: nn.Module, checkpoint: Checkpoint, names: NamedTensors) -> None:
-    stored = checkpoint.manifest.model.extra_state
-    if not stored:
-        return
-    keys = [key for key in checkpoint.tensors if key.startswith("model_extra_state/")]
-    get = _getter(checkpoint, read_tensors(checkpoint, keys))
-    modules = dict(model.named_modules())
-    for name in names.extra_state:
-        if name in stored:
-            modules[name.rpartition(".")[0]].set_extra_state(decode(stored[name], get))
-
-
-def _getter(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Key -> tensor, for `decode`: from `tensors`, or else read now."""
+def _getter(checkpoint: Checkpoint, section: str) -> Callable[[str], torch.Tensor]:
+    """Key -> tensor, for `decode`. The tensors of a section are read together now, others when they are needed."""
+    tensors = read_tensors(checkpoint, [key for key in checkpoint.tensors if key.startswith(section)])
     return lambda key: tensors[key] if key in tensors else read_tensors(checkpoint, [key])[key]
 
 
@@ -381,7 +350,7 @@ def _restore_random(checkpoint: Checkpoint, ranks: Ranks) -> None:
             f"the random streams {', '.join(per_rank)} of {checkpoint.where} were saved per rank, on "
             f"{count_of(saved_ranks, 'rank')}, and "
             f"this run has {ranks.size}: they are not restored. Seed them yourself, or pass random=False.",
-            stacklevel=5,
+            stacklevel=8,
         )
     keys = {}
     for stream, count in info.streams.items():

@@ -31,7 +31,10 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Device of the tensors of collectives."""
-        return _device(self.group)
+        backends = "" if self.group is None else str(dist.get_backend(self.group))
+        if "nccl" in backends and "gloo" not in backends:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather a JSON value, in rank order: one collective, or two for long values."""
@@ -63,13 +66,13 @@ class Ranks:
         except (MeshwrightError, OSError) as caught:
             error = caught
         gathered = self.gather([None if error is None else f"{type(error).__name__}: {error}", value])
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{type(error).__name__}: {error}") from error
         if error is not None:
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{type(error).__name__}: {error}") from error
             raise error
-        first = next(((rank, text) for rank, (text, _) in enumerate(gathered) if text is not None), None)
-        if first is not None:
-            raise error_of_rank(*first)
+        for rank, (text, _) in enumerate(gathered):
+            if text is not None:
+                raise error_of_rank(rank, text)
         return [result for _, result in gathered]
 
     def run_checked(self, work: Callable[[], T]) -> T:
@@ -78,12 +81,6 @@ class Ranks:
         self.gather_checked(lambda: results.append(work()))
         return results[0]
 
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Device of the tensors of a group's collectives."""
-    if group is None:
-        return torch.device("cpu")
-    backends = str(dist.get_backend(group))
-    if "nccl" in backends and "gloo" not in backends:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    def run_on_first(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0. If it fails, every rank raises (collective)."""
+        self.run_checked(lambda: work() if self.rank == 0 else None)

@@ -18,8 +18,7 @@ from meshwright_checkpoint.io.direct_read import ALIGN
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read import shared_read
 from meshwright_checkpoint.read.node_peers import NodePeers, connect_node_peers
-from meshwright_checkpoint.read.shared_read import SharedRead, slots_nbytes
-from meshwright_checkpoint.read.store import read
+from meshwright_checkpoint.read.shared_read import SharedRead, read, slots_nbytes
 from meshwright_checkpoint.read.wanted import Fragment, Source, Wanted
 from meshwright_dtensor.sharding.boxes import Box, slice_of, whole_box
 

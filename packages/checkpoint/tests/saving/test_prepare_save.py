@@ -40,17 +40,17 @@ def test_reserved_memory_is_not_touched_after_take(monkeypatch: pytest.MonkeyPat
 def test_first_save_uses_prepared_memory(wait: bool, saver: saving.Saver, tmp_path: Path) -> None:
     model = model_of(1.0)
     prepare_save(model, wait=wait)
-    reserved = saver._buffer._reserved
+    reserved = saver.buffer._reserved
     assert reserved is not None
     save(tmp_path / "step-1", model=model, extra={"more": torch.ones(1 << 18)}).wait()
     memory = reserved._memory
-    assert memory is not None and saver._buffer._buffer.data_ptr() == memory.data_ptr()
+    assert memory is not None and saver.buffer._buffer.data_ptr() == memory.data_ptr()
     other = model_of(-1.0)
     extra = load(tmp_path / "step-1", model=other)
     assert all(torch.equal(other[name], value) for name, value in model.items())
     assert torch.equal(extra["more"], torch.ones(1 << 18))
     prepare_save(model)  # the buffer is large enough
-    assert saver._buffer._reserved is None
+    assert saver.buffer._reserved is None
 
 
 def test_prepare_save_waits_for_running_save(saver: saving.Saver, tmp_path: Path) -> None:
@@ -66,5 +66,6 @@ def test_prepare_save_waits_for_running_save(saver: saving.Saver, tmp_path: Path
 
 def test_strided_shard_differs_from_plain_shard() -> None:
     plain, strided = (Shard(0), Shard(0)), (_StridedShard(0, split_factor=2), Shard(0))
-    regions = [_stock_region(p, tuple(map(type, p)), (2, 2), (1, 0), (8,)) for p in (plain, strided, plain)]
+    layouts = [(tuple(zip(p, (2, 2), (1, 0))), tuple(map(type, p))) for p in (plain, strided, plain)]
+    regions = [_stock_region(axes, kinds, (8,)) for axes, kinds in layouts]
     assert regions[0] == regions[2] != regions[1]

@@ -6,7 +6,6 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,18 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.convert.verify import row_blocks
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.format.safetensors_file import lay_out_file
-from meshwright_checkpoint.hf.pretrained import INDEX, SINGLE
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_checkpoint.plugin import DEFAULT
+from meshwright_checkpoint.pretrained import INDEX, SINGLE
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.read.store import read
+from meshwright_checkpoint.read.shared_read import read
 from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.saving.saving import save
 from meshwright_checkpoint.shards.write_shares import Piece
 from meshwright_checkpoint.state.collect import MODEL
 from meshwright_checkpoint.storage.backend import complete_file, storage_of
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
-from meshwright_checkpoint.storage.filesystem import DirectoryStorage, publish_directory
+from meshwright_checkpoint.storage.filesystem import DirectoryStorage, staged_directory
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import box_shape, whole_box
 
@@ -94,39 +93,24 @@ def convert(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
         )
     sources = {name: checkpoint.tensors[MODEL + name] for name in names}
     files = _files(names, sources)
-    staging = path.parent / f".{path.name}.partial-{checkpoint.manifest.id}"
-
-    def begin() -> None:
-        if ranks.rank == 0:
-            staging.mkdir(parents=True)
 
     def write() -> None:
-        for number, (file, members) in enumerate(files):
-            if number % ranks.size == ranks.rank:
-                _write(checkpoint, staging / file, members, sources)
-
-    def finish() -> None:
+        for file, members in files[ranks.rank :: ranks.size]:
+            _write(checkpoint, staging / file, members, sources)
         if ranks.rank == 0:
             for name, text in _texts(checkpoint, files, sources).items():
                 with complete_file(Writer(staging / name)) as writer:
                     writer.write(text.encode())
-            publish_directory(staging, path)
 
-    ranks.run_checked(begin)
-    try:
+    with staged_directory(path, checkpoint.manifest.id, ranks) as staging:
         ranks.run_checked(write)
-        ranks.run_checked(finish)
-    except BaseException:
-        if ranks.rank == 0 and staging.exists():
-            DirectoryStorage(staging).remove("failed")
-        raise
 
 
 def _files(names: Sequence[str], sources: dict[str, Source]) -> list[tuple[str, list[str]]]:
     groups: list[list[str]] = [[]]
     held = 0
     for name in names:
-        nbytes = _nbytes(sources[name])
+        nbytes = sources[name].nbytes
         if groups[-1] and held + nbytes > FILE_NBYTES:
             groups.append([])
             held = 0
@@ -136,10 +120,6 @@ def _files(names: Sequence[str], sources: dict[str, Source]) -> list[tuple[str, 
         return [(SINGLE, groups[0])]
     total = len(groups)
     return [(f"model-{n:05d}-of-{total:05d}.safetensors", group) for n, group in enumerate(groups, 1)]
-
-
-def _nbytes(source: Source) -> int:
-    return prod(source.shape) * source.dtype.itemsize
 
 
 def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: dict[str, Source]) -> None:
@@ -164,7 +144,7 @@ def _texts(
     texts = {}
     if len(files) > 1:
         index: dict[str, Any] = {
-            "metadata": {"total_size": sum(_nbytes(source) for source in sources.values())},
+            "metadata": {"total_size": sum(source.nbytes for source in sources.values())},
             "weight_map": {name: file for file, members in files for name in members},
         }
         texts[INDEX] = json.dumps(index, indent=2) + "\n"

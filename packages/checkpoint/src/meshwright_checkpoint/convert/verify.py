@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
 from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.checksum import BLOCK, DIGITS, block_sums
-from meshwright_checkpoint.read.shared_read import CHUNK
-from meshwright_checkpoint.read.store import read, reader_threads
+from meshwright_checkpoint.read.shared_read import CHUNK, read, reader_threads
 from meshwright_checkpoint.read.wanted import Fragment, Source, Wanted
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.sharding.boxes import Box, box_shape, whole_box
@@ -24,9 +22,9 @@ STEP_NBYTES = 64 << 20
 
 def row_blocks(source: Source, nbytes: int = STEP_NBYTES) -> Iterator[Box]:
     """Boxes of whole rows that tile a tensor in memory order, each of about `nbytes` or one row."""
-    if not source.shape or not prod(source.shape):
-        if not source.shape:
-            yield ()
+    if not source.shape:
+        yield ()
+    if not source.shape or not source.nbytes:
         return
     rows = max(nbytes // max(prod(source.shape[1:]) * source.dtype.itemsize, 1), 1)
     for start in range(0, source.shape[0], rows):
@@ -79,16 +77,12 @@ class Difference:
     kind: str
     detail: str = ""
 
-    def to_dict(self) -> dict[str, str]:
-        """As JSON."""
-        return {"name": self.name, "kind": self.kind, "detail": self.detail}
-
 
 def compare(a: Checkpoint, b: Checkpoint) -> list[Difference]:
     """Compare two checkpoints, values bit for bit. Layouts (files, plans) are ignored. Raises CorruptError."""
     differences: list[Difference] = []
     for field in ("step", "optimizer", "extra", "model"):
-        mine, theirs = (_about(c, field) for c in (a, b))
+        mine, theirs = (getattr(c.manifest, field) for c in (a, b))
         if mine != theirs:
             short = f"{mine} / {theirs}" if field == "step" else ""
             differences.append(Difference(field, "about", short))
@@ -110,11 +104,6 @@ def compare(a: Checkpoint, b: Checkpoint) -> list[Difference]:
                     Difference(key, "values", f"{count} of {prod(left.shape)}, by up to {largest:.3g}")
                 )
     return differences
-
-
-def _about(checkpoint: Checkpoint, field: str) -> Any:
-    value = getattr(checkpoint.manifest, field)
-    return value.model_dump() if hasattr(value, "model_dump") else value
 
 
 def _unequal(a: Checkpoint, b: Checkpoint, key: str) -> tuple[int, float]:

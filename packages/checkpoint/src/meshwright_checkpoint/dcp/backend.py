@@ -10,7 +10,6 @@ import os
 import re
 import uuid
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +41,7 @@ from meshwright_checkpoint.state.collect import (
 from meshwright_checkpoint.state.optimizer import scalar_from_text
 from meshwright_checkpoint.storage.backend import ForeignStorage
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
-from meshwright_checkpoint.storage.filesystem import DirectoryStorage, publish_directory
+from meshwright_checkpoint.storage.filesystem import staged_directory
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stored.permuted import canonical
 
@@ -63,34 +62,13 @@ class DcpStorage(ForeignStorage):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
     ) -> None:
         """See ForeignStorage. Writes a staging directory next to the path and renames it."""
-        tokens = ranks.gather(uuid.uuid4().hex)
-        staging = self.path.parent / f".{self.name}.partial-{tokens[0]}"
-
-        def begin() -> None:
-            if ranks.rank == 0:
-                if self.path.exists():
-                    raise CheckpointError(
-                        f"{self.where} exists already; save under another name, or remove it first"
-                    )
-                staging.mkdir(parents=True)
-
-        def finish() -> None:
-            if ranks.rank == 0:
-                publish_directory(staging, self.path)
-
-        ranks.run_checked(begin)
-        try:
+        token = ranks.gather(uuid.uuid4().hex)[0]
+        with staged_directory(self.path, token, ranks) as staging:
             state = _state(model, optimizer, extra, ranks)
             with warnings.catch_warnings():
                 # torch warns about a single process
                 warnings.simplefilter("ignore")
                 ranks.run_checked(lambda: _save(state, staging))
-            ranks.run_checked(finish)
-        except BaseException:
-            if ranks.rank == 0:
-                with suppress(OSError):
-                    DirectoryStorage(staging).remove("failed")
-            raise
 
 
 def _save(state: dict[str, Any], path: Path) -> None:

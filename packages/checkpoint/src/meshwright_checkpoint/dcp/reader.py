@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.storage.checkpoint import OpenFiles
 from meshwright_checkpoint.storage.filesystem import Reader
-from meshwright_dtensor.sharding.boxes import Box
+from meshwright_dtensor.sharding.boxes import box_numel
 
 METADATA = ".metadata"
 MAX_VALUE_NBYTES = 64 << 20
@@ -49,11 +49,7 @@ class FileWindow(io.RawIOBase):
         if at < 0:
             raise ValueError("before the start")
         self.at = at
-        return self.at
-
-    def tell(self) -> int:
-        """See io."""
-        return self.at
+        return at
 
     def readinto(self, buffer: Any) -> int:
         """See io."""
@@ -83,6 +79,7 @@ class DcpFiles(OpenFiles):
 
     Attributes:
         tensors: name -> stored tensor; its files are named "<file>:<offset>:<length>".
+        values: name -> file, offset and length of a value that is not a tensor.
         paths: name -> keys of the nested dicts that were joined to the name.
 
     Raises:
@@ -101,7 +98,7 @@ class DcpFiles(OpenFiles):
             )
         metadata = safe_loads((path / METADATA).read_bytes(), str(path / METADATA))
         try:
-            self.tensors, self._values = _described(metadata)
+            self.tensors, self.values = _described(metadata)
             given = metadata.state.get("planner_data")
             self.paths: dict[str, tuple[Any, ...]] = {
                 str(key): tuple(value) for key, value in (given if isinstance(given, dict) else {}).items()
@@ -109,14 +106,9 @@ class DcpFiles(OpenFiles):
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CorruptError(f"{path / METADATA} is damaged: {ascii(str(error))[:100]}") from None
 
-    @property
-    def values(self) -> frozenset[str]:
-        """Names of values that are not tensors."""
-        return frozenset(self._values)
-
     def value(self, name: str) -> Any:
         """The value of a name that is not a tensor. Raises CorruptError if it is not a plain value."""
-        with self._archive(*self._values[name], what=name) as archive:
+        with self._archive(*self.values[name], what=name) as archive:
             return safe_loads(_read(archive, "data.pkl", MAX_VALUE_NBYTES, name), f"{name} in {self.where}")
 
     def file(self, name: str) -> ReadFile:
@@ -212,12 +204,13 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
         shape = tuple(int(n) for n in stored.get("size"))
         dtype = _dtype(stored.get("properties"))
         fragments = []
-        for box in _boxes(stored.get("chunks")):
+        for chunk in stored.get("chunks"):
+            pairs = zip(chunk.get("offsets"), chunk.get("sizes"), strict=True)
+            box = tuple((int(start), int(length)) for start, length in pairs)
             offsets = tuple(start for start, _ in box)
-            file, at, length = (
-                locations[name, offsets] if (name, offsets) in locations else locations[name, None]
-            )
-            if 0 not in (n for _, n in box):
+            where = (name, offsets) if (name, offsets) in locations else (name, None)
+            file, at, length = locations[where]
+            if box_numel(box):
                 fragments.append(Fragment(box, f"{file}:{at}:{length}", 0))
         tensors[str(name)] = Source(shape, dtype, tuple(fragments))
     return tensors, values
@@ -230,11 +223,3 @@ def _dtype(properties: Record) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without dtype")
     return dtype
-
-
-def _boxes(chunks: Any) -> Iterator[Box]:
-    for chunk in chunks:
-        yield tuple(
-            (int(start), int(length))
-            for start, length in zip(chunk.get("offsets"), chunk.get("sizes"), strict=True)
-        )

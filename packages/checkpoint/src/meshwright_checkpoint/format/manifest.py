@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.checksum import BLOCK, DIGITS
-from meshwright_checkpoint.format.dtypes import DTYPES
+from meshwright_checkpoint.format.safetensors_file import DTYPES
 from meshwright_checkpoint.shards.coverage import coverage_problem
-from meshwright_dtensor.sharding.boxes import Box
+from meshwright_dtensor.sharding.boxes import Box, box_numel
 
 NAME = "manifest.json"
 FORMAT = "meshwright-checkpoint"
@@ -51,10 +51,6 @@ class Part(_Model):
     file: Count
     offset: Count
     sums: Digest
-
-    def nbytes(self, itemsize: int) -> int:
-        """Bytes of the box."""
-        return prod(length for _, length in self.box) * itemsize
 
 
 class StoredTensor(_Model):
@@ -122,17 +118,15 @@ class Manifest(_Model):
     def to_bytes(self) -> bytes:
         """The file."""
         data = self.model_dump(mode="json", exclude={"sha256"})
-        lines = [
-            f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'), allow_nan=False)}"
-            for key, value in data.items()
-            if key != "tensors"
-        ]
-        rows = [
-            f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
-            for key, value in data["tensors"].items()
-        ]
-        lines.append('"tensors": {\n' + ",\n".join(rows) + "\n}")
-        body = (",\n".join(lines) + "\n}\n").encode()
+        tensors = data.pop("tensors")
+        lines, rows = (
+            [
+                f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'), allow_nan=False)}"
+                for k, v in fields.items()
+            ]
+            for fields in (data, tensors)
+        )
+        body = (",\n".join([*lines, '"tensors": {\n' + ",\n".join(rows) + "\n}"]) + "\n}\n").encode()
         return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
 
     @classmethod
@@ -150,7 +144,12 @@ class Manifest(_Model):
             raise CorruptError(f"{where} is damaged: its first line is not a checksum")
         if hashlib.sha256(memoryview(data)[first.end() :]).hexdigest().encode() != first[1]:
             raise CorruptError(f"{where} is damaged: its checksum does not match")
-        return cls.checked(_json(data, where), where)
+        try:
+            values = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            # not UTF-8, no JSON, or nested to exhaust the stack
+            raise CorruptError(f"{where} is damaged: {ascii(str(error))[:120]}") from None
+        return cls.checked(values, where)
 
     @classmethod
     def checked(cls, data: Any, where: str) -> Manifest:
@@ -173,14 +172,6 @@ class Manifest(_Model):
         return manifest
 
 
-def _json(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        # not UTF-8, no JSON, or nested to exhaust the stack
-        raise CorruptError(f"{where} is damaged: {ascii(str(error))[:120]}") from None
-
-
 def _check_tensor(manifest: Manifest, name: str, tensor: StoredTensor, where: str) -> None:
     itemsize = DTYPES[tensor.dtype].itemsize
     boxes: list[Box] = []
@@ -190,7 +181,7 @@ def _check_tensor(manifest: Manifest, name: str, tensor: StoredTensor, where: st
                 f"{where} is damaged: {name!a} refers to file {part.file}, of {len(manifest.files)}"
             )
         file = manifest.files[part.file]
-        nbytes = part.nbytes(itemsize)
+        nbytes = box_numel(part.box) * itemsize
         if part.offset < file.header_nbytes or part.offset + nbytes > file.nbytes:
             raise CorruptError(f"{where} is damaged: a part of {name!a} is not inside {file.name}")
         if len(part.sums) != -(-nbytes // BLOCK) * DIGITS:

@@ -1,4 +1,4 @@
-"""Write and read the header of a safetensors file.
+"""Write and read the header of a safetensors file; names of dtypes in it.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -9,19 +9,52 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from meshwright_checkpoint.errors import CorruptError
-from meshwright_checkpoint.format.dtypes import DTYPES, dtype_name
 from meshwright_checkpoint.shards.local_shards import box_nbytes, box_text
 from meshwright_checkpoint.shards.write_shares import Piece
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.sharding.boxes import box_shape
 
+# safetensors name -> dtype
+DTYPES = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "C64": torch.complex64,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U64": torch.uint64,
+        "U32": torch.uint32,
+        "U16": torch.uint16,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 ALIGN = 4096
 """The first tensor's offset is a multiple of this."""
 MAX_HEADER = 100 << 20
+
+
+def dtype_name(dtype: torch.dtype, of: str) -> str:
+    """The safetensors name of a dtype; `of` names the tensor in the error. Raises UnsupportedError."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise UnsupportedError(
+            f"{of} has dtype {dtype}, which safetensors files cannot hold; convert it to one of {', '.join(DTYPES)}"
+        )
+    return name
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,14 @@ class DirectReader:
         """
         start, room = offset // ALIGN * ALIGN, pages_nbytes(offset, nbytes)
         done = 0
-        # opened per read: with two descriptors per file, a large checkpoint could exceed the limit
-        fd = self._opened()
-        if fd is None:
+        if self._refused:
+            return 0
+        # Opened per read: with two descriptors per file, a large checkpoint could exceed the limit.
+        # This name is the same file, even if its path now belongs to another.
+        try:
+            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            self._refused = True
             return 0
         try:
             while done < room and done % ALIGN == 0:
@@ -70,15 +75,6 @@ class DirectReader:
         finally:
             os.close(fd)
         return done
-
-    def _opened(self) -> int | None:
-        """Open the same file for direct reads, independent of its name. None if the file system does not support it."""
-        if not self._refused:
-            try:
-                return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:
-                self._refused = True
-        return None
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:

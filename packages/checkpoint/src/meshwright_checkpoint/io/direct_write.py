@@ -118,8 +118,11 @@ class Writer:
                 if error.errno not in REFUSED or not self._direct:
                     raise
                 self._direct = _set_direct(self._fd, False)
-        if not self._direct:
-            _start_writing(self._fd, at, len(view))
+        # Start write-back of the dirty pages now. Without it Linux holds up to a tenth of all memory until fsync.
+        if not self._direct and hasattr(os, "posix_fadvise"):
+            # not supported by this file system
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, at, len(view), os.POSIX_FADV_DONTNEED)
 
     def _finish(self) -> None:
         while self._in_flight:
@@ -149,14 +152,3 @@ def _set_direct(fd: int, on: bool = True) -> bool:
         # not supported by this file system
         return False
     return on
-
-
-def _start_writing(fd: int, start: int, nbytes: int) -> None:
-    """Ask the system to start writing these bytes to the disk now, without waiting.
-
-    POSIX_FADV_DONTNEED starts write-back of dirty pages. Without it Linux holds up to a tenth of all memory until fsync.
-    """
-    if hasattr(os, "posix_fadvise"):
-        # not supported by this file system
-        with suppress(OSError):
-            os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)

@@ -12,14 +12,7 @@ import torch
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.read.read_plan import StoredRange, boxes_in_range, flat_range
 from meshwright_checkpoint.read.wanted import Store, Wanted
-from meshwright_dtensor.sharding.boxes import (
-    Box,
-    box_shape,
-    intersect,
-    relative_to,
-    slice_of,
-    whole_box,
-)
+from meshwright_dtensor.sharding.boxes import Box, box_shape, intersect, relative_to, slice_of, whole_box
 
 
 @dataclass(frozen=True)
@@ -95,9 +88,8 @@ def destinations_of(store: Store, wanted: Sequence[Wanted]) -> dict[StoredRange,
                     # whole rows into whole rows: one contiguous copy
                     inner, (start, length) = prod(shape[1:]), box[0]
                     run = ((start * inner, length * inner),)
-                    part.destinations.append(
-                        Destination(source.dtype, (shape[0] * inner,), run, target.view(-1))
-                    )
+                    made = Destination(source.dtype, (prod(shape),), run, target.view(-1))
                 else:
-                    part.destinations.append(Destination(source.dtype, shape, box, target))
+                    made = Destination(source.dtype, shape, box, target)
+                part.destinations.append(made)
     return parts

@@ -85,6 +85,7 @@ class PeerSocket:
         return bytes(received)
 
 
+@dataclass(frozen=True)
 class NodePeers:
     """The ranks of this machine, numbered as members 0 to n-1 in rank order.
 
@@ -95,10 +96,10 @@ class NodePeers:
         memories: shared memory of each member, as bytes. It puts chunks there for the others.
     """
 
-    def __init__(
-        self, ranks: list[int], me: int, sockets: dict[int, PeerSocket], memories: dict[int, torch.Tensor]
-    ) -> None:
-        self.ranks, self.me, self.sockets, self.memories = ranks, me, sockets, memories
+    ranks: list[int]
+    me: int
+    sockets: dict[int, PeerSocket]
+    memories: dict[int, torch.Tensor]
 
     def close(self) -> None:
         """Close all connections."""
@@ -198,12 +199,8 @@ def _receive_memory(
     data, fds, _, _ = socket.recv_fds(sock, 1 << 12, 1)
     try:
         who, name = json.loads(data)
-        if (
-            uid != os.getuid()
-            or len(fds) != 1
-            or (member is not None and who != member)
-            or names[who] != name
-        ):
+        other = (member is not None and who != member) or names[who] != name
+        if uid != os.getuid() or len(fds) != 1 or other:
             raise ValueError("not a rank of this run")
         return who, shared_memory(fds[0], nbytes)
     except (TypeError, IndexError) as error:

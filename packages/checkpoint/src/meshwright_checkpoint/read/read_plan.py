@@ -27,12 +27,10 @@ class StoredRange:
 
 @dataclass(frozen=True)
 class ReadChunk:
-    """Bytes that are read and verified at once.
+    """Bytes of a stored part that are read and verified at once.
 
-    stored: the part that they belong to.
     start, nbytes: range in the part. It starts with a block, and ends with a block or with the part.
-    consumers: members of the machine that need some of these bytes, ascending.
-    reader: the consumer that reads them.
+    consumers: members of the machine that need some of these bytes, ascending. `reader` is the one that reads them.
     """
 
     stored: StoredRange

@@ -1,5 +1,6 @@
-"""Shared read: each chunk is read and verified by one rank of a machine, and the others copy it from shared memory.
+"""Read boxes of the tensors of a checkpoint: only the blocks that are needed, each verified by its checksum.
 
+Shared read: each chunk is read and verified by one rank of a machine, and the others copy it from shared memory.
 A rank reads its chunks into slots of its shared memory and tells the ranks that need a chunk in which slot it is. They
 copy their part and free the slot. Copying waits for nothing, so slots are always freed and there is no deadlock.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +21,9 @@ from meshwright_checkpoint.errors import CheckpointError, CorruptError, error_of
 from meshwright_checkpoint.format.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.io.direct_read import ALIGN, DirectFile
 from meshwright_checkpoint.io.host_memory import HUGE, aligned_memory, collapse_to_large_pages
-from meshwright_checkpoint.read.destinations import StoredPart, destinations_of
-from meshwright_checkpoint.read.node_peers import (
-    BYE,
-    DRAINED,
-    FAILED,
-    FREE,
-    READY,
-    WANTS,
-    Message,
-    NodePeers,
-    PeerSocket,
-)
+from meshwright_checkpoint.read import node_peers
+from meshwright_checkpoint.read.destinations import destinations_of
+from meshwright_checkpoint.read.node_peers import NodePeers, PeerSocket
 from meshwright_checkpoint.read.read_plan import (
     ReadChunk,
     StoredRange,
@@ -40,6 +33,8 @@ from meshwright_checkpoint.read.read_plan import (
 )
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.sharding.boxes import whole_box
+from meshwright_dtensor.utils.cpu import usable_cores
 
 CHUNK = 8 * BLOCK
 """Most bytes read at a time. With two ranks, the bytes read and not yet copied fit in the CPU cache."""
@@ -69,19 +64,45 @@ def slots_nbytes(members: int) -> int:
     return -(-SLOTS * slot_nbytes(members) // HUGE) * HUGE
 
 
+def reader_threads(ranks: int) -> int:
+    """Number of reading threads of one of `ranks` ranks on this machine: its share of the cores, but at least 3.
+
+    Three keep the disk busy while earlier blocks are verified.
+    """
+    return max(3, min(4, usable_cores() // ranks))
+
+
+def read(store: Store, wanted: Sequence[Wanted], peers: NodePeers | None = None) -> None:
+    """Fill every target. With `peers` all ranks of this machine call it at the same time, and one reads shared bytes.
+
+    Extra memory: the slots of `SharedRead`, 52 MiB for two ranks of a machine together, 14 MiB per rank from four on, and one
+    chunk in each thread that bypasses the page cache.
+
+    Raises:
+        CorruptError: stored values are damaged; the message names the tensor.
+        CheckpointError: another rank of this machine failed.
+    """
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local_ranks = len(peers.ranks) if peers else int(launched) if launched.isdigit() else 1
+    SharedRead(store, wanted, peers, reader_threads(max(local_ranks, 1))).run()
+
+
+def read_tensors(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Read whole tensors. Raises CorruptError, also for a missing key."""
+    missing = [key for key in keys if key not in store.tensors]
+    if missing:
+        raise CorruptError(f"{store.where} refers to {missing[0]}, which is not in the checkpoint")
+    tensors = {key: torch.empty(store.tensors[key].shape, dtype=store.tensors[key].dtype) for key in keys}
+    read(store, [Wanted(key, whole_box(tensor.shape), tensor) for key, tensor in tensors.items()])
+    return tensors
+
+
 class StoppedError(CheckpointError):
     """Stops a thread after another error, which is already recorded."""
 
 
 class SharedRead:
-    """The reads of one load on one rank.
-
-    Args:
-        store: the open checkpoint.
-        wanted: boxes that this rank needs.
-        peers: the other ranks of this machine, which read at the same time; None reads alone.
-        threads: number of reading threads.
-    """
+    """The reads of one load on one rank. `peers`: the ranks of this machine that read at the same time; None reads alone."""
 
     def __init__(self, store: Store, wanted: Sequence[Wanted], peers: NodePeers | None, threads: int) -> None:
         self._store = store
@@ -157,7 +178,7 @@ class SharedRead:
 
     def _abort_peers(self) -> None:
         for peer in self._sockets.values():
-            peer.send(FAILED, self._failed_rank, data=self._failure)
+            peer.send(node_peers.FAILED, self._failed_rank, data=self._failure)
             peer.shut_down()
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
@@ -169,10 +190,15 @@ class SharedRead:
     # --- reading --------------------
 
     def _read_all(self) -> None:
-        mine = {stored: self._ranges_of(stored, part) for stored, part in self._parts.items()}
+        mine: dict[StoredRange, list[tuple[int, int]]] = {}
+        for stored, part in self._parts.items():
+            ranges: set[tuple[int, int]] = set()
+            for d in part.destinations:
+                ranges.update(wanted_ranges(d.shape, d.dtype.itemsize, d.box, self._chunk_nbytes))
+            mine[stored] = sorted(ranges)
         data = json.dumps([[s.file, s.offset, s.nbytes, pieces] for s, pieces in mine.items()]).encode()
         for peer in self._sockets.values():
-            peer.send(WANTS, data=data)
+            peer.send(node_peers.WANTS, data=data)
         with self._changed:
             self._wants[self._me] = mine
             self._wait_until(lambda: len(self._wants) == len(self._peer_ranks))
@@ -199,18 +225,12 @@ class SharedRead:
         with self._changed:
             self._wait_until(lambda: not any(self._slot_users))
         for peer in self._sockets.values():
-            peer.send(DRAINED)
+            peer.send(node_peers.DRAINED)
         with self._changed:
             self._wait_until(lambda: len(self._drained) == len(self._sockets))
         # all ranks have copied everything, so no message follows
         for peer in self._sockets.values():
-            peer.send(BYE)
-
-    def _ranges_of(self, stored: StoredRange, part: StoredPart) -> list[tuple[int, int]]:
-        ranges: set[tuple[int, int]] = set()
-        for d in part.destinations:
-            ranges.update(wanted_ranges(d.shape, d.dtype.itemsize, d.box, self._chunk_nbytes))
-        return sorted(ranges)
+            peer.send(node_peers.BYE)
 
     def _read_chunks(self) -> None:
         """Read the remaining chunks, one after the other."""
@@ -225,11 +245,8 @@ class SharedRead:
                 chunk = self._plan[number]
             direct_file = self._direct_file(chunk)
             if chunk.consumers == (self._me,):
-                target = (
-                    None
-                    if direct_file
-                    else self._parts[chunk.stored].contiguous_view(chunk.start, chunk.nbytes)
-                )
+                part = self._parts[chunk.stored]
+                target = None if direct_file else part.contiguous_view(chunk.start, chunk.nbytes)
                 if target is not None:
                     self._fetch(chunk, target)
                     continue
@@ -254,7 +271,7 @@ class SharedRead:
                 self._fetch(chunk, slot_data)
             for member in chunk.consumers:
                 if member != self._me:
-                    self._sockets[member].send(READY, number, slot)
+                    self._sockets[member].send(node_peers.READY, number, slot)
             self._copy_out(chunk, slot_data if data is None else data)
             self._release_slot(slot, self._me)
 
@@ -295,10 +312,8 @@ class SharedRead:
         part = self._parts[chunk.stored]
         if part.sums:
             first = chunk.start // BLOCK * DIGITS
-            if (
-                block_sums(bytes_of_tensor(data))
-                != part.sums[first : first + -(-chunk.nbytes // BLOCK) * DIGITS]
-            ):
+            expected = part.sums[first : first + -(-chunk.nbytes // BLOCK) * DIGITS]
+            if block_sums(bytes_of_tensor(data)) != expected:
                 raise CorruptError(
                     f"{self._store.file(chunk.stored.file).where}: the stored values of {part.key} are damaged (checksum "
                     f"differs at byte {chunk.at} or up to {chunk.nbytes} bytes later)"
@@ -321,36 +336,31 @@ class SharedRead:
         while True:
             message = peer.receive()
             if message is None:
-                text = b"the process died during the load"
-                self._fail(_failed(self._peer_ranks[member], text), self._peer_ranks[member], text)
+                self._fail_by_rank(self._peer_ranks[member], b"the process died during the load")
                 return
-            if message.kind == BYE:
+            if message.kind == node_peers.BYE:
                 return
-            if message.kind == DRAINED:
+            if message.kind == node_peers.DRAINED:
                 with self._changed:
                     self._drained.add(member)
                     self._changed.notify_all()
-            elif message.kind == FREE:
+            elif message.kind == node_peers.FREE:
                 self._release_slot(message.second, member)
-            elif message.kind == READY:
-                self._take_from_peer(member, peer, message)
-            elif message.kind == WANTS:
+            elif message.kind == node_peers.READY:
+                with self._changed:
+                    self._wait_until(lambda: self._plan is not None)
+                assert self._plan is not None
+                chunk = self._plan[message.first]
+                self._copy_out(chunk, self._slot_data(chunk, member, message.second))
+                peer.send(node_peers.FREE, 0, message.second)
+            elif message.kind == node_peers.WANTS:
                 ranges = {StoredRange(*where): pieces for *where, pieces in json.loads(message.data)}
                 with self._changed:
                     self._wants[member] = ranges
                     self._changed.notify_all()
-            elif message.kind == FAILED:
-                self._fail(_failed(message.first, message.data), message.first, message.data)
+            elif message.kind == node_peers.FAILED:
+                self._fail_by_rank(message.first, message.data)
                 return
 
-    def _take_from_peer(self, member: int, peer: PeerSocket, message: Message) -> None:
-        with self._changed:
-            self._wait_until(lambda: self._plan is not None)
-        assert self._plan is not None
-        chunk = self._plan[message.first]
-        self._copy_out(chunk, self._slot_data(chunk, member, message.second))
-        peer.send(FREE, 0, message.second)
-
-
-def _failed(rank: int, text: bytes) -> MeshwrightError:
-    return error_of_rank(rank, text.decode(errors="replace"))
+    def _fail_by_rank(self, rank: int, text: bytes) -> None:
+        self._fail(error_of_rank(rank, text.decode(errors="replace")), rank, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -47,6 +48,11 @@ class Source:
     shape: tuple[int, ...]
     dtype: torch.dtype
     fragments: tuple[Fragment, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Store(Protocol):

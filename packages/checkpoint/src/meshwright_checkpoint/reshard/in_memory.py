@@ -16,17 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright_checkpoint._torch import local_of, plain_name, unwrapped
-from meshwright_checkpoint.format.dtypes import DTYPES
 from meshwright_checkpoint.format.json_values import decode
+from meshwright_checkpoint.format.safetensors_file import DTYPES
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.reshard.transfer import (
-    Round,
-    TransferStats,
-    deallocate,
-    describe_shards,
-    plan_rounds,
-    run_rounds,
-)
+from meshwright_checkpoint.reshard import transfer
 from meshwright_checkpoint.shards.local_shards import local_shards
 from meshwright_checkpoint.state.collect import (
     MODEL,
@@ -34,6 +27,7 @@ from meshwright_checkpoint.state.collect import (
     CollectedState,
     NamedTensors,
     collect_optimizer,
+    describe_shards,
     named_tensors,
     parameter_names,
 )
@@ -76,24 +70,19 @@ class LiveState:
                     f"parameter {name.removeprefix(MODEL)} has a gradient, which resharding would lose; call optimizer.step() and "
                     "optimizer.zero_grad() first"
                 )
-            self._put(name, tensor)
+            self.collected.put(name, tensor)
+            if isinstance(tensor, DTensor):
+                self.free[name] = tensor
         for name, parameter in inner.named_parameters(remove_duplicate=False):
             self.trained[plain_name(name)] = parameter.requires_grad
         if optimizer is not None:
-            states = CollectedState()
-            self.optimizer = collect_optimizer(optimizer, names, states)
-            self.collected.shards.update(states.shards)
+            self.optimizer = collect_optimizer(optimizer, names, self.collected)
             for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
                 for name, parameter in zip(params, group["params"], strict=True):
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, DTensor):
                             self.free[f"{OPTIMIZER}{name}/{key}"] = value
         return self
-
-    def _put(self, key: str, tensor: torch.Tensor) -> None:
-        self.collected.put(key, tensor)
-        if isinstance(tensor, DTensor):
-            self.free[key] = tensor
 
     def check(
         self,
@@ -120,12 +109,8 @@ class LiveState:
         gathered = ranks.gather(mine)
         new_optimizer: _NewOptimizer | None = None
         if optimizer is not None:
-            new_optimizer = ranks.run_checked(
-                lambda: _NewOptimizer.of(
-                    [(o, h) for o, h, _ in gathered], [f for *_, f in gathered], optimizer, names, want
-                )
-            )
-        plan = plan_rounds(self.collected.shards, want.shards, ranks)
+            new_optimizer = ranks.run_checked(lambda: _NewOptimizer.of(gathered, optimizer, names, want))
+        plan = transfer.plan_rounds(self.collected.shards, want.shards, ranks)
         return PlannedReshard(self, optimizer, ranks, names, want, new_optimizer, plan)
 
     def _offer(
@@ -151,12 +136,14 @@ class PlannedReshard:
     names: NamedTensors
     want: CollectedState
     new_optimizer: _NewOptimizer | None
-    plan: list[Round]
+    plan: list[transfer.Round]
 
-    def fill(self) -> TransferStats:
+    def fill(self) -> transfer.TransferStats:
         """Fill the model, and point the optimizer to its parameters (a collective call)."""
         state = self.state
-        stats = run_rounds(self.plan, state.collected.shards, self.want.shards, state.free, self.ranks)
+        stats = transfer.run_rounds(
+            self.plan, state.collected.shards, self.want.shards, state.free, self.ranks
+        )
         touch(list(self.names.tensors.values()))
         if self.new_optimizer is not None and self.optimizer is not None:
             self.new_optimizer.install(self.optimizer)
@@ -182,18 +169,14 @@ class _NewOptimizer:
 
     @classmethod
     def of(
-        cls,
-        gathered: list[tuple[Any, Any]],
-        kinds: list[Any],
-        optimizer: torch.optim.Optimizer,
-        names: NamedTensors,
-        want: CollectedState,
+        cls, gathered: list[Any], optimizer: torch.optim.Optimizer, names: NamedTensors, want: CollectedState
     ) -> _NewOptimizer:
         """New states, also added to `want`. Raises UsageError if ranks have different optimizers."""
-        optimizers = [state for state, _ in gathered if state is not None]
-        if any(form != kinds[0] for form in kinds):
+        states, shards_of_ranks, kinds = zip(*gathered, strict=True)
+        optimizers = [state for state in states if state is not None]
+        if any(kind != kinds[0] for kind in kinds):
             raise UsageError(
-                f"ranks have different optimizers ({kinds}); create the same class with the same groups on every rank"
+                f"ranks have different optimizers ({list(kinds)}); create the same class with the same groups on every rank"
             )
         group_of: dict[str, int] = {}
         for saved in optimizers:
@@ -208,13 +191,13 @@ class _NewOptimizer:
                         raise UsageError(f"{name} is in different groups of the optimizer on different ranks")
         keys: dict[str, dict[str, list[Any]]] = {}
         values: dict[str, dict[str, Any]] = {}
-        for saved, shards in gathered:
+        for shards in shards_of_ranks:
             for key, kind in shards.items():
                 if key.startswith(OPTIMIZER):
                     name, _, state = key.removeprefix(OPTIMIZER).rpartition("/")
                     keys.setdefault(name, {})[state] = kind
-            if saved is not None:
-                values.update(saved["values"])
+        for saved in optimizers:
+            values.update(saved["values"])
         self = cls([[] for _ in optimizer.param_groups], [], [])
         self.options = [decode(group["options"], scalar_from_text) for group in optimizers[0]["groups"]]
         for name, parameter in names.tensors.items():
@@ -227,7 +210,7 @@ class _NewOptimizer:
             for state, (shape, dtype, _) in keys.get(name, {}).items():
                 options = {**optimizer.defaults, **self.options[number]}
                 value = empty_state(tuple(shape), DTYPES[dtype], state, parameter, options)
-                deallocate(local_of(value))
+                transfer.deallocate(local_of(value))
                 key = f"{OPTIMIZER}{name}/{state}"
                 want.shards[key] = local_shards(value, key, parameter)
                 entries[state] = value

@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from meshwright_checkpoint._torch import free_memory, storage_id
 from meshwright_checkpoint.errors import MismatchError
-from meshwright_checkpoint.format.dtypes import DTYPES, dtype_name
+from meshwright_checkpoint.format.safetensors_file import DTYPES
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.shards.coverage import coverage_problem
 from meshwright_checkpoint.shards.local_shards import LocalShards, box_nbytes
 from meshwright_checkpoint.shards.write_shares import split_box
+from meshwright_checkpoint.state.collect import describe_shards
 from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, intersect
 
 ROUND_NBYTES = 48 << 20
@@ -63,14 +64,6 @@ class TransferStats:
     rounds: int
 
 
-def describe_shards(shards: Mapping[str, LocalShards]) -> dict[str, Any]:
-    """Shape, dtype and boxes of each tensor, as JSON for the other ranks."""
-    return {
-        key: [list(part.shape), dtype_name(part.dtype, key), part.global_boxes]
-        for key, part in shards.items()
-    }
-
-
 def transfer(
     have: dict[str, LocalShards],
     want: Mapping[str, LocalShards],
@@ -99,7 +92,14 @@ def plan_rounds(
 ) -> list[Round]:
     """Plan a transfer (a collective call). Raises as `transfer`."""
     gathered = ranks.gather(ranks.run_checked(lambda: [describe_shards(have), describe_shards(want)]))
-    return list(_rounds(_routes(gathered), [_sizes(wanted) for _, wanted in gathered]))
+    sizes = [
+        {
+            key: sum(box_numel(_box(box)) for box in boxes) * DTYPES[dtype].itemsize
+            for key, (_, dtype, boxes) in wanted.items()
+        }
+        for _, wanted in gathered
+    ]
+    return list(_rounds(_routes(gathered), sizes))
 
 
 def run_rounds(
@@ -114,7 +114,7 @@ def run_rounds(
     for key in free:
         if key in have:
             users[storage_id(have[key].local)] += 1
-    messages = _MessageBuffers(plan, ranks)
+    messages = _message_buffers(plan, ranks)
     sent = 0
     with torch.no_grad():
         for transfer_round in plan:
@@ -196,13 +196,6 @@ def _cut(box: Box, itemsize: int) -> Iterator[Box]:
     yield box
 
 
-def _sizes(wanted: dict[str, Any]) -> dict[str, int]:
-    return {
-        key: sum(box_numel(_box(box)) for box in boxes) * DTYPES[dtype].itemsize
-        for key, (_, dtype, boxes) in wanted.items()
-    }
-
-
 def _rounds(routes: dict[str, list[Route]], new: list[dict[str, int]]) -> Iterator[Round]:
     """Group routes into rounds. `new`: per rank, the bytes that each tensor needs there."""
     current = Round()
@@ -225,17 +218,15 @@ def _rounds(routes: dict[str, list[Route]], new: list[dict[str, int]]) -> Iterat
     yield current
 
 
-class _MessageBuffers:
+def _message_buffers(plan: list[Round], ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
     """Send and receive buffers. All rounds share them, because gloo releases them late."""
-
-    def __init__(self, plan: list[Round], ranks: Ranks) -> None:
-        out = into = 0
-        for transfer_round in plan:
-            crossing = [route for route in transfer_round.routes if route.source != route.target]
-            out = max(out, sum(route.nbytes for route in crossing if route.source == ranks.rank))
-            into = max(into, sum(route.nbytes for route in crossing if route.target == ranks.rank))
-        self.send = torch.empty(out, dtype=torch.uint8, device=ranks.device)
-        self.received = torch.empty(into, dtype=torch.uint8, device=ranks.device)
+    out = into = 0
+    for transfer_round in plan:
+        crossing = [route for route in transfer_round.routes if route.source != route.target]
+        out = max(out, sum(route.nbytes for route in crossing if route.source == ranks.rank))
+        into = max(into, sum(route.nbytes for route in crossing if route.target == ranks.rank))
+    send, received = (torch.empty(size, dtype=torch.uint8, device=ranks.device) for size in (out, into))
+    return send, received
 
 
 def _run_round(
@@ -243,7 +234,7 @@ def _run_round(
     have: Mapping[str, LocalShards],
     want: Mapping[str, LocalShards],
     ranks: Ranks,
-    messages: _MessageBuffers,
+    messages: tuple[torch.Tensor, torch.Tensor],
 ) -> int:
     """Run one round; the number of bytes that this rank sent."""
     me = ranks.rank
@@ -258,8 +249,8 @@ def _run_round(
     # the sort is stable
     out = sorted((r for r in crossing if r.source == me), key=lambda r: r.target)
     into = sorted((r for r in crossing if r.target == me), key=lambda r: r.source)
-    send = messages.send[: sum(r.nbytes for r in out)]
-    received = messages.received[: sum(r.nbytes for r in into)]
+    send = messages[0][: sum(r.nbytes for r in out)]
+    received = messages[1][: sum(r.nbytes for r in into)]
     for route, view in _message_views(out, send):
         view.copy_(have[route.key].view(route.box))
     dist.all_to_all_single(

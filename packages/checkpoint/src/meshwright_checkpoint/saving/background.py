@@ -9,10 +9,10 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,9 +39,9 @@ NOT_COMMITTED = "rank 0 gave it up, or died; nothing was committed"
 
 @dataclass
 class Job:
-    """One save of one rank. `metadata`, `tensor_types`, `body` and `data` are set before the thread starts.
+    """One save of one rank.
 
-    data: the bytes of the header and of each piece of `body`, one after the other.
+    data: the bytes of the header and of each piece of `body`, one after the other; set before the thread starts.
     background: training continues during the save.
     """
 
@@ -51,9 +51,9 @@ class Job:
     ranks: int
     step: int | None
     retention: Retention
-    metadata: dict[str, Any] = field(default_factory=dict)
-    tensor_types: dict[str, Any] = field(default_factory=dict)
-    body: FileLayout | None = None
+    metadata: dict[str, Any]
+    tensor_types: dict[str, Any]
+    body: FileLayout
     data: Iterable[torch.Tensor] = ()
     background: bool = True
 
@@ -137,7 +137,10 @@ class SaveHandle:
                     job.rank, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
                 )
         finally:
-            _release(job)
+            with suppress(OSError):
+                job.storage.end()
+                if job.rank == 0:
+                    job.storage.finish()
             job.data = ()
             if self._error is None:
                 atexit.unregister(self._report_at_exit)
@@ -146,11 +149,9 @@ class SaveHandle:
 
 def _write(job: Job) -> None:
     """Write this rank's file and compute its checksums at the same time; then publish the note."""
-    assert job.body is not None
-    body = job.body
     with closing(Worker[str]("meshwright-sums")) as worker:
         sums: list[Future[str]] = []
-        with complete_file(job.storage.writer(_file_name(job.rank))) as writer:
+        with complete_file(job.storage.writer(file_name(job.rank))) as writer:
             for part in job.data:
                 view = bytes_of_tensor(part)
                 # bounds the memory of parts that are copies
@@ -159,85 +160,81 @@ def _write(job: Job) -> None:
                 sums.append(worker.submit(partial(block_sums, view)))
                 for at in range(0, len(view), CHUNK):
                     writer.write(view[at : at + CHUNK])
-        header, *rest = [future.result() for future in sums]
-    note = {
-        "nbytes": body.nbytes,
-        "header": [len(body.header), header],
-        "pieces": [
-            [piece.key, piece.box, offset, digits]
-            for (piece, offset), digits in zip(body.pieces, rest, strict=True)
-        ],
-        "optimizer": job.metadata.get("optimizer"),
-        "streams": job.metadata["rng"]["streams"],
-    }
+        note = describe_file(job.rank, job.body, [future.result() for future in sums])
+    note["optimizer"] = job.metadata.get("optimizer")
+    note["streams"] = job.metadata["rng"]["streams"]
     job.storage.write_note(job.rank, json.dumps(note).encode())
 
 
-def _file_name(rank: int) -> str:
+def file_name(rank: int) -> str:
+    """The name of the file that a rank writes."""
     return f"data-{rank:05d}.safetensors"
+
+
+def describe_file(rank: int, body: FileLayout, sums: Sequence[str]) -> dict[str, Any]:
+    """A rank's file, as JSON for `manifest_of`. `sums`: the checksums of the header and of each piece."""
+    header, *digits = sums
+    sizes = {"nbytes": body.nbytes, "header_nbytes": len(body.header)}
+    return {
+        "file": {"name": file_name(rank), **sizes, "header_sums": header},
+        "pieces": [[p.key, p.box, offset, d] for (p, offset), d in zip(body.pieces, digits, strict=True)],
+    }
 
 
 def _commit(job: Job) -> None:
     notes: list[Any] = []
     for rank in range(job.ranks):
-        data = job.storage.read_note(rank)
-        while data is None:
+        while (data := job.storage.read_note(rank)) is None:
             time.sleep(POLL_SECONDS)
-            data = job.storage.read_note(rank)
         notes.append(json.loads(data))
         if "error" in notes[-1]:
             raise CheckpointError(f"rank {rank} failed: {notes[-1]['error']}")
-    job.storage.commit(_manifest(job, notes).to_bytes())
+    versions = {"torch": str(torch.__version__)}
+    for name in ("meshwright-checkpoint", "meshwright-dtensor"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    about = {
+        "id": job.save_id,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "step": job.step,
+        "world_size": job.ranks,
+        "versions": versions,
+        **job.metadata,
+        "optimizer": merge_optimizers([note["optimizer"] for note in notes]),
+        "rng": {"streams": {name: count for note in notes for name, count in note["streams"].items()}},
+    }
+    job.storage.commit(manifest_of(job.tensor_types, notes, about).to_bytes())
     job.storage.clean()
     job.retention.apply(job.storage)
 
 
 def _await_commit(job: Job) -> None:
     """Wait until rank 0 commits or fails."""
-    outcome = job.storage.outcome(job.save_id)
-    while outcome is None:
+    while (outcome := job.storage.outcome(job.save_id)) is None:
         time.sleep(POLL_SECONDS)
-        outcome = job.storage.outcome(job.save_id)
     if not outcome:
         raise CheckpointError(NOT_COMMITTED)
 
 
-def _release(job: Job) -> None:
-    with suppress(OSError):
-        job.storage.end()
-        if job.rank == 0:
-            job.storage.finish()
+def manifest_of(
+    types: Mapping[str, tuple[Sequence[int], str]],
+    files: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+) -> Manifest:
+    """The checked manifest of the files of all ranks.
 
-
-def _manifest(job: Job, notes: list[Any]) -> Manifest:
-    tensors = {
-        key: {"shape": shape, "dtype": dtype, "parts": []}
-        for key, (shape, dtype) in sorted(job.tensor_types.items())
+    Args:
+        types: key -> shape and name of the dtype.
+        files: from `describe_file`, in rank order.
+        about: all other fields.
+    """
+    tensors: dict[str, Any] = {
+        key: {"shape": shape, "dtype": dtype, "parts": []} for key, (shape, dtype) in sorted(types.items())
     }
-    for rank, note in enumerate(notes):
-        for key, box, offset, sums in note["pieces"]:
+    for rank, file in enumerate(files):
+        for key, box, offset, sums in file["pieces"]:
             tensors[key]["parts"].append({"box": box, "file": rank, "offset": offset, "sums": sums})
-    metadata = dict(job.metadata)
-    metadata["optimizer"] = merge_optimizers([note["optimizer"] for note in notes])
-    metadata["rng"] = {"streams": {name: count for note in notes for name, count in note["streams"].items()}}
-    data = {
-        "id": job.save_id,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "step": job.step,
-        "world_size": job.ranks,
-        "versions": _versions(),
-        **metadata,
-        "files": [
-            {
-                "name": _file_name(rank),
-                "nbytes": note["nbytes"],
-                "header_nbytes": note["header"][0],
-                "header_sums": note["header"][1],
-            }
-            for rank, note in enumerate(notes)
-        ],
-        "tensors": tensors,
-    }
+    data = {**about, "files": [file["file"] for file in files], "tensors": tensors}
     return Manifest.checked(data, "the manifest to be written")
 
 
@@ -256,11 +253,3 @@ def merge_optimizers(optimizers: list[Any]) -> Any:
     for optimizer in given:
         values.update(optimizer["values"])
     return {"cls": given[0]["cls"], "groups": groups, "values": values}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"torch": str(torch.__version__)}
-    for name in ("meshwright-checkpoint", "meshwright-dtensor"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions

@@ -16,18 +16,24 @@ import torch
 from torch import nn
 
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.format.dtypes import dtype_name
-from meshwright_checkpoint.format.safetensors_file import FileLayout, lay_out_file
+from meshwright_checkpoint.format.safetensors_file import DTYPES, FileLayout, lay_out_file
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.saving.background import Job, SaveHandle
 from meshwright_checkpoint.saving.staging import StagingBuffer, tensor_bytes
 from meshwright_checkpoint.shards.write_shares import Piece, TensorLayout, plan_writes
 from meshwright_checkpoint.state import rng
-from meshwright_checkpoint.state.collect import CollectedState, check_model, collect, optimizer_given
+from meshwright_checkpoint.state.collect import (
+    CollectedState,
+    check_model,
+    collect,
+    describe_shards,
+    optimizer_given,
+)
 from meshwright_checkpoint.storage.backend import CheckpointStorage, ForeignStorage, any_storage_of
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.sharding.boxes import Box
 from meshwright_dtensor.utils.names import listing
 
 MAX_PLANS = 4
@@ -114,7 +120,7 @@ def prepare_save(
     """
     _saver().prepare(model, optimizer)
     if wait:
-        _saver().prepared()
+        _saver().buffer.prepared()
 
 
 class Saver:
@@ -122,7 +128,7 @@ class Saver:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[str, tuple[list[list[Piece]], dict[str, Any]]] = OrderedDict()
-        self._buffer = StagingBuffer()
+        self.buffer = StagingBuffer()
         self._in_flight: SaveHandle | None = None
 
     def save(
@@ -146,25 +152,18 @@ class Saver:
         gathered = ranks.gather_checked(local_arguments)
         _check_arguments(gathered)
         save_id = gathered[0]["id"]
-        collected, write_plan, tensor_types = self._collect_and_plan(
-            ranks, model, optimizer, extra, rng.shared([arguments["rng"] for arguments in gathered])
-        )
-        job = Job(storage, save_id, ranks.rank, ranks.size, step, retention, background=asynchronous)
-
-        def begin() -> None:
-            if ranks.rank == 0:
-                storage.begin(save_id)
+        shared = rng.shared([arguments["rng"] for arguments in gathered])
+        collected, types, body = self._collect_and_plan(ranks, model, optimizer, extra, shared, save_id)
+        about = (collected.metadata, types, body)
+        job = Job(storage, save_id, ranks.rank, ranks.size, step, retention, *about, background=asynchronous)
 
         def snapshot() -> None:
             storage.claim(save_id, ranks.rank)
-            job.body = _lay_out(ranks.rank, write_plan, collected, save_id)
             on_gpu = any(part.local.is_cuda for part in collected.shards.values())
-            if asynchronous or on_gpu:
-                job.data = self._buffer.take(job.body, collected.shards)
-            else:
-                job.data = tensor_bytes(job.body, collected.shards)
+            bytes_of = self.buffer.take if asynchronous or on_gpu else tensor_bytes
+            job.data = bytes_of(body, collected.shards)
 
-        ranks.run_checked(begin)
+        ranks.run_on_first(lambda: storage.begin(save_id))
         try:
             ranks.run_checked(snapshot)
         except BaseException:
@@ -172,7 +171,6 @@ class Saver:
             if ranks.rank == 0:
                 storage.finish()
             raise
-        job.metadata, job.tensor_types = collected.metadata, tensor_types
         self._in_flight = SaveHandle(job)
         return self._in_flight
 
@@ -195,13 +193,9 @@ class Saver:
             return rng.digests()
 
         shared = rng.shared(ranks.gather_checked(digests))
-        collected, write_plan, _ = self._collect_and_plan(ranks, model, optimizer, None, shared)
-        body = _lay_out(ranks.rank, write_plan, collected, uuid.uuid4().hex)
-        self._buffer.prepare(body.nbytes, collected.shards)
-
-    def prepared(self) -> None:
-        """Wait for the allocation that `prepare` started."""
-        self._buffer.prepared()
+        save_id = uuid.uuid4().hex
+        collected, _, body = self._collect_and_plan(ranks, model, optimizer, None, shared, save_id)
+        self.buffer.prepare(body.nbytes, collected.shards)
 
     def _collect_and_plan(
         self,
@@ -210,28 +204,32 @@ class Saver:
         optimizer: torch.optim.Optimizer | None,
         extra: Any,
         shared: set[str],
-    ) -> tuple[CollectedState, list[list[Piece]], dict[str, Any]]:
-        """State of this rank, write plan of all ranks, and shape and dtype of each tensor.
+        save_id: str,
+    ) -> tuple[CollectedState, dict[str, Any], FileLayout]:
+        """State and file of this rank, and shape and dtype of each tensor.
 
-        The plan is computed again only if a layout has changed.
+        The write plan is computed again only if a layout has changed.
         """
-        collected, catalog = CollectedState(), []
+        collected, catalog = CollectedState(), {}
 
         def catalog_digest() -> str:
             nonlocal collected, catalog
             collected = collect(model, optimizer, extra, ranks.rank, ranks.size, shared)
-            catalog = _catalog(collected)
+            catalog = describe_shards(collected.shards)
             return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
 
         key = hashlib.sha256("".join(ranks.gather_checked(catalog_digest)).encode()).hexdigest()
         if key not in self._plans:
             catalogs = ranks.gather(catalog)
-            tensor_types, tensors = ranks.run_checked(lambda: _merge_catalogs(catalogs))
+            types, tensors = ranks.run_checked(lambda: _merge_catalogs(catalogs))
             write_plan = ranks.run_checked(lambda: plan_writes(tensors, ranks.size))
             while len(self._plans) >= MAX_PLANS:
                 self._plans.popitem(last=False)
-            self._plans[key] = write_plan, tensor_types
-        return collected, *self._plans[key]
+            self._plans[key] = write_plan, types
+        write_plan, types = self._plans[key]
+        metadata = {"format": "pt", "checkpoint": save_id, "file": str(ranks.rank)}
+        shapes = {key: (part.shape, part.dtype) for key, part in collected.shards.items()}
+        return collected, types, lay_out_file(write_plan[ranks.rank], shapes, metadata)
 
 
 def _arguments(
@@ -271,34 +269,23 @@ def _saver() -> Saver:
     return Saver()
 
 
-def _lay_out(rank: int, write_plan: list[list[Piece]], collected: CollectedState, save_id: str) -> FileLayout:
-    metadata = {"format": "pt", "checkpoint": save_id, "file": str(rank)}
-    shapes = {key: (part.shape, part.dtype) for key, part in collected.shards.items()}
-    return lay_out_file(write_plan[rank], shapes, metadata)
-
-
-def _catalog(collected: CollectedState) -> list[Any]:
-    return [
-        [key, list(part.shape), dtype_name(part.dtype, key), part.dtype.itemsize, part.global_boxes]
-        for key, part in collected.shards.items()
-    ]
-
-
-def _merge_catalogs(catalogs: list[list[Any]]) -> tuple[dict[str, Any], dict[str, TensorLayout]]:
+def _merge_catalogs(catalogs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, TensorLayout]]:
     """key -> (shape, dtype), and key -> boxes of all ranks. Raises UsageError if shapes or dtypes differ between ranks."""
-    types: dict[str, tuple[list[int], str, int]] = {}
-    boxes: dict[str, dict[int, Any]] = {}
-    for rank, rows in enumerate(catalogs):
-        for key, shape, dtype, itemsize, rank_boxes in rows:
-            first = types.setdefault(key, (shape, dtype, itemsize))
-            if first != (shape, dtype, itemsize):
+    types: dict[str, tuple[list[int], str]] = {}
+    boxes: dict[str, list[tuple[Box, ...]]] = {}
+    for rank, catalog in enumerate(catalogs):
+        for key, (shape, dtype, rank_boxes) in catalog.items():
+            first = types.setdefault(key, (shape, dtype))
+            if first != (shape, dtype):
                 raise UsageError(
                     f"{key} has shape {shape} and dtype {dtype} on rank {rank}, and {first[0]} and {first[1]} on another; "
                     "save one tensor that is equal on all ranks, or a DTensor"
                 )
-            boxes.setdefault(key, {})[rank] = tuple(tuple(map(tuple, box)) for box in rank_boxes)
+            boxes.setdefault(key, [()] * len(catalogs))[rank] = tuple(
+                tuple((start, length) for start, length in box) for box in rank_boxes
+            )
     tensors = {
-        key: TensorLayout(tuple(shape), itemsize, tuple(boxes[key].get(r, ()) for r in range(len(catalogs))))
-        for key, (shape, _, itemsize) in types.items()
+        key: TensorLayout(tuple(shape), DTYPES[dtype].itemsize, tuple(boxes[key]))
+        for key, (shape, dtype) in types.items()
     }
-    return {key: (shape, dtype) for key, (shape, dtype, _) in types.items()}, tensors
+    return types, tensors

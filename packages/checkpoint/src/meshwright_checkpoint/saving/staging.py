@@ -10,7 +10,6 @@ import torch
 from meshwright_checkpoint.format.safetensors_file import FileLayout
 from meshwright_checkpoint.io.host_memory import ReservedMemory, new_memory
 from meshwright_checkpoint.shards.local_shards import LocalShards
-from meshwright_dtensor.sharding.boxes import box_shape
 
 
 class StagingBuffer:
@@ -23,10 +22,7 @@ class StagingBuffer:
     def prepare(self, nbytes: int, shards: Mapping[str, LocalShards]) -> None:
         """Allocate memory for a file of about `nbytes` in the background. The buffer must not be in use."""
         gpu = _gpu(shards)
-        self._take_reserved()
-        if not self._fits(nbytes, gpu):
-            # free the old buffer first
-            self._buffer = torch.empty(0, dtype=torch.uint8)
+        if not self._reuse(nbytes, gpu):
             self._reserved = ReservedMemory(nbytes, gpu)
 
     def prepared(self) -> None:
@@ -37,29 +33,29 @@ class StagingBuffer:
     def take(self, body: FileLayout, shards: Mapping[str, LocalShards]) -> list[torch.Tensor]:
         """Copy the file: the bytes of the header and of each piece. Valid until the next call."""
         gpu = _gpu(shards)
-        cuda = gpu is not None
-        self._take_reserved()
-        if not self._fits(body.nbytes, gpu):
-            # free the old buffer first
-            self._buffer = torch.empty(0, dtype=torch.uint8)
+        if not self._reuse(body.nbytes, gpu):
             self._buffer = new_memory(body.nbytes, gpu)
         file = self._buffer[: body.nbytes]
         with torch.no_grad():
             file[: len(body.header)] = torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
             for piece, offset in body.pieces:
-                _copy(file, piece.box, offset, shards[piece.key])
-        if cuda:
+                source = shards[piece.key].view(piece.box)
+                target = file[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
+                target.copy_(source.resolve_conj().resolve_neg(), non_blocking=source.is_cuda)
+        if gpu is not None:
             torch.cuda.synchronize()
         bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
         return [file[start:end] for start, end in pairwise(bounds)]
 
-    def _take_reserved(self) -> None:
+    def _reuse(self, nbytes: int, gpu: int | None) -> bool:
+        """Switch to the reserved memory, if any. Then free the buffer if it is too small, and return False."""
         reserved, self._reserved = self._reserved, None
         if reserved is not None and (memory := reserved.take()) is not None:
             self._buffer = memory
-
-    def _fits(self, nbytes: int, gpu: int | None) -> bool:
-        return self._buffer.numel() >= nbytes and (gpu is None or self._buffer.is_pinned())
+        fits = self._buffer.numel() >= nbytes and (gpu is None or self._buffer.is_pinned())
+        if not fits:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+        return fits
 
 
 def _gpu(shards: Mapping[str, LocalShards]) -> int | None:
@@ -73,10 +69,3 @@ def tensor_bytes(body: FileLayout, shards: Mapping[str, LocalShards]) -> Iterato
     for piece, _ in body.pieces:
         source = shards[piece.key].view(piece.box)
         yield source.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def _copy(file: torch.Tensor, box: tuple[tuple[int, int], ...], offset: int, shards: LocalShards) -> None:
-    source = shards.view(box)
-    nbytes = source.numel() * source.element_size()
-    target = file[offset : offset + nbytes].view(source.dtype).view(box_shape(box))
-    target.copy_(source.resolve_conj().resolve_neg(), non_blocking=source.is_cuda)

@@ -12,7 +12,15 @@ from torch.distributed.tensor import DTensor
 from meshwright_checkpoint._torch import indices_of, is_sharding, local_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.sharding.boxes import Box, Region, box_numel, intersect, region_boxes, slice_of
+from meshwright_dtensor.sharding.boxes import (
+    Box,
+    Region,
+    box_numel,
+    intersect,
+    region_boxes,
+    relative_to,
+    slice_of,
+)
 from meshwright_dtensor.sharding.intervals import Interval
 from meshwright_dtensor.stored.permuted import permuted_layout
 
@@ -39,7 +47,10 @@ class LocalShards:
     def view(self, box: Box) -> torch.Tensor:
         """The part of the local tensor that holds the global `box`, which must be inside one shard."""
         there, here = next(pair for pair in self.boxes if intersect(box, pair[0]) == box)
-        return slice_of(self.local, local_box(box, there, here))
+        inside = relative_to(box, there)
+        return slice_of(
+            self.local, tuple((mine + at, n) for (at, n), (mine, _) in zip(inside, here, strict=True))
+        )
 
 
 def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> LocalShards:
@@ -63,19 +74,17 @@ def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None
         )
     if local.layout != torch.strided or local.is_quantized:
         raise UnsupportedError(f"{name} is not a dense tensor (layout {local.layout}); convert it first")
-    boxes = region_boxes(_region(tensor, name, parameter)) if tensor.dim() else _scalar(tensor)
+    boxes: list[tuple[Box, Box]] = [((), ())]
+    if tensor.dim():
+        boxes = region_boxes(_region(tensor, name, parameter))
+    elif isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        boxes = []
     nonempty = tuple((there, here) for there, here in boxes if box_numel(there))
     if sum(box_numel(there) for there, _ in nonempty) != local.numel():
         raise UnsupportedError(
             f"{name}: the local tensor has shape {tuple(local.shape)}, which does not match its placements ({boxes})"
         )
     return LocalShards(tuple(tensor.shape), tensor.dtype, local, nonempty)
-
-
-def _scalar(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
-    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-        return []
-    return [((), ())]
 
 
 def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> Region:
@@ -97,26 +106,20 @@ def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> 
             raise UnsupportedError(
                 f"{name} has placement {placement}, which checkpoints do not support; use Shard or Replicate"
             )
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    coordinate = mesh.get_coordinate()
+    coordinate = tensor.device_mesh.get_coordinate()
     # this rank is not in the mesh
     if coordinate is None:
         return tuple(((0, 0),) for _ in tensor.shape)
-    kinds = tuple(map(type, placements))
-    return _stock_region(placements, kinds, tuple(mesh.shape), tuple(coordinate), tuple(tensor.shape))
+    axes = tuple(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
+    return _stock_region(axes, tuple(map(type, tensor.placements)), tuple(tensor.shape))
 
 
 @lru_cache(maxsize=1024)
 def _stock_region(
-    placements: tuple[Any, ...],
-    kinds: tuple[type, ...],
-    sizes: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    shape: tuple[int, ...],
+    axes: tuple[tuple[Any, int, int], ...], kinds: tuple[type, ...], shape: tuple[int, ...]
 ) -> Region:
     """The region of a stock DTensor on a rank. `kinds` is in the cache key because _StridedShard == Shard."""
-    dims = (indices_of(placements, sizes, coordinate, shape, dim) for dim in range(len(shape)))
-    return tuple(_intervals(indices) for indices in dims)
+    return tuple(_intervals(indices_of(axes, shape, dim)) for dim in range(len(shape)))
 
 
 def _intervals(indices: torch.Tensor) -> tuple[Interval, ...]:
@@ -126,14 +129,6 @@ def _intervals(indices: torch.Tensor) -> tuple[Interval, ...]:
     breaks = (indices[1:] - indices[:-1] != 1).nonzero().flatten() + 1
     pieces = indices.tensor_split(breaks.tolist())
     return tuple((int(piece[0]), piece.numel()) for piece in pieces)
-
-
-def local_box(piece: Box, there: Box, here: Box) -> Box:
-    """The local box of `piece`, a part of the global box `there`, which is at `here` in the local tensor."""
-    return tuple(
-        (mine + start - base, length)
-        for (start, length), (base, _), (mine, _) in zip(piece, there, here, strict=True)
-    )
 
 
 def box_nbytes(box: Box, dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ Keys of tensors in a checkpoint: ``model/<name>``, ``optimizer/<parameter>/<stat
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright_checkpoint._torch import is_extra_state, plain_name, unwrapped
 from meshwright_checkpoint.format.json_values import encode
+from meshwright_checkpoint.format.safetensors_file import dtype_name
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
 from meshwright_dtensor.errors import UsageError
@@ -100,6 +101,14 @@ class CollectedState:
             raise UsageError(f"two tensors have the key {key}; rename one of them")
         self.shards[key] = local_shards(tensor, key, parameter)
         return key
+
+
+def describe_shards(shards: Mapping[str, LocalShards]) -> dict[str, Any]:
+    """Shape, dtype and boxes of each tensor, as JSON for the other ranks."""
+    return {
+        key: [list(part.shape), dtype_name(part.dtype, key), part.global_boxes]
+        for key, part in shards.items()
+    }
 
 
 def collect(

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright_checkpoint._torch import replicated
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.format.manifest import OptimizerInfo
@@ -108,11 +107,8 @@ class OptimizerTargets:
             source = checkpoint.tensors[full]
             self.used.add(full)
             value = current.get(key)
-            if not (
-                isinstance(value, torch.Tensor)
-                and tuple(value.shape) == source.shape
-                and value.dtype == source.dtype
-            ):
+            kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+            if kind != (source.shape, source.dtype):
                 value = empty_state(source.shape, source.dtype, key, parameter, group)
             entries[key] = value
             part = local_shards(value, full, parameter)
@@ -173,14 +169,15 @@ def empty_state(
     with torch.no_grad():
         if shape == tuple(parameter.shape) and shape:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
-        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-        if on_host:
+        if key == "step" and not (group.get("capturable") or group.get("fused")):
+            # on the host
             return torch.zeros(shape, dtype=dtype)
-        device = parameter.device
-        if isinstance(parameter, DTensor) and shape:
-            whole = replicated(torch.zeros(shape, dtype=dtype, device=device), parameter.device_mesh)
-            return mesh_value(whole) if isinstance(parameter, MeshParameter) else whole
-        return torch.zeros(shape, dtype=dtype, device=device)
+        zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        if not isinstance(parameter, DTensor) or not shape:
+            return zeros
+        mesh = parameter.device_mesh
+        whole = DTensor.from_local(zeros, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return mesh_value(whole) if isinstance(parameter, MeshParameter) else whole
 
 
 def scalar_from_text(text: str) -> torch.Tensor:

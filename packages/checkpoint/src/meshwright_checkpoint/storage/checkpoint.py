@@ -7,8 +7,8 @@ from typing import Self
 
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.checksum import block_sums
-from meshwright_checkpoint.format.dtypes import DTYPES
 from meshwright_checkpoint.format.manifest import Manifest
+from meshwright_checkpoint.format.safetensors_file import DTYPES
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.storage.backend import CheckpointStorage
 

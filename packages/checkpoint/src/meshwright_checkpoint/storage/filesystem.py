@@ -17,32 +17,26 @@ import shutil
 import socket
 import stat
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import MAX_BYTES, NAME, Manifest
 from meshwright_checkpoint.io.direct_read import ALIGN, DirectReader
 from meshwright_checkpoint.io.direct_write import Writer
+from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_dtensor.utils.names import did_you_mean
 
-_FOREIGN = (
-    (
-        ".metadata",
-        'it is in the format of torch.distributed.checkpoint: mw.load(..., backend="dcp") reads it',
-    ),
-    (
-        "model.safetensors*",
-        "it is a from_pretrained directory: mw.load reads it for a model, without an optimizer",
-    ),
-    (
-        "pytorch_model*.bin",
-        "its weights are pickles, which are never read: write them again with save_pretrained",
-    ),
-    (
-        "data-*.safetensors",
-        "it has files of a checkpoint without their manifest, so they cannot be read",
-    ),
+# pattern of a file name -> what a directory with such a file is
+_FOREIGN = MappingProxyType(
+    {
+        ".metadata": 'it is in the format of torch.distributed.checkpoint: mw.load(..., backend="dcp") reads it',
+        "model.safetensors*": "it is a from_pretrained directory: mw.load reads it for a model, without an optimizer",
+        "pytorch_model*.bin": "its weights are pickles, which are never read: write them again with save_pretrained",
+        "data-*.safetensors": "it has files of a checkpoint without their manifest, so they cannot be read",
+    }
 )
 PARTIAL, DELETED, LOCK = ".partial-", ".deleted-", ".lock"
 
@@ -116,6 +110,30 @@ def publish_directory(staging: Path, path: Path) -> None:
     sync_directory(path.parent)
 
 
+@contextmanager
+def staged_directory(path: Path, token: str, ranks: Ranks) -> Iterator[Path]:
+    """Yield a new staging directory next to `path`, and rename it to `path` at the end (a collective call).
+
+    Rank 0 creates the directory, and removes it after an error. Raises CheckpointError if `path` exists.
+    """
+    staging = path.parent / f".{path.name}{PARTIAL}{token}"
+
+    def begin() -> None:
+        if path.exists():
+            raise CheckpointError(f"{path} exists already; save under another name, or remove it first")
+        staging.mkdir(parents=True)
+
+    ranks.run_on_first(begin)
+    try:
+        yield staging
+        ranks.run_on_first(lambda: publish_directory(staging, path))
+    except BaseException:
+        if ranks.rank == 0:
+            with suppress(OSError):
+                DirectoryStorage(staging).remove("failed")
+        raise
+
+
 class Reader:
     """A file that several threads read from.
 
@@ -155,21 +173,18 @@ class Reader:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset` on. Raises CorruptError if the file is too short."""
-        with self._turn:
-            self._read_into(buffer, offset)
-
-    def _read_into(self, buffer: memoryview, offset: int) -> None:
         done = 0
-        while done < len(buffer):
-            try:
-                count = os.preadv(self._fd, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise CorruptError(f"{self.where} cannot be read: {error.strerror}") from error
-            if not count:
-                raise CorruptError(
-                    f"{self.where} is truncated: it ends at {offset + done} bytes, {len(buffer) - done} more are expected"
-                )
-            done += count
+        with self._turn:
+            while done < len(buffer):
+                try:
+                    count = os.preadv(self._fd, [buffer[done:]], offset + done)
+                except OSError as error:
+                    raise CorruptError(f"{self.where} cannot be read: {error.strerror}") from error
+                if not count:
+                    raise CorruptError(
+                        f"{self.where} is truncated: it ends at {offset + done} bytes, {len(buffer) - done} more are expected"
+                    )
+                done += count
 
     def close(self) -> None:
         """Close."""
@@ -318,12 +333,9 @@ class DirectoryStorage:
             raise CheckpointError(f"{self.where} is a file, and a checkpoint is a directory; {hint}")
         if not path.exists():
             raise CheckpointError(f"{self.where} is not a checkpoint: it has no {NAME}{self._content_hint()}")
-        reader = Reader(path)
-        try:
+        with closing(Reader(path)) as reader:
             data = bytearray(min(reader.nbytes, MAX_BYTES + 1))
             reader.read_into(memoryview(data), 0)
-        finally:
-            reader.close()
         return Manifest.from_bytes(bytes(data), str(path))
 
     def open(self, name: str) -> Reader:
@@ -376,7 +388,7 @@ class DirectoryStorage:
         names = [storage.name for storage in self.children()]
         if names:
             return f"; it holds {', '.join(names[-3:])}: give one of them, or latest({self.where!r})"
-        for pattern, hint in _FOREIGN:
+        for pattern, hint in _FOREIGN.items():
             if next(self.path.glob(pattern), None) is not None:
                 return f"; {hint}"
         return ""

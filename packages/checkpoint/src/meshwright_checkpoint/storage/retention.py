@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.format.manifest import NAME, Manifest
 from meshwright_checkpoint.storage.backend import CheckpointStorage, local_path, storage_of_path
 from meshwright_dtensor.errors import UsageError
-
-
-def manifest_if_complete(storage: CheckpointStorage) -> Manifest | None:
-    """The manifest, if all files exist with their full length; otherwise None."""
-    try:
-        manifest = storage.manifest()
-    except CheckpointError:
-        return None
-    return manifest if all(storage.nbytes(file.name) == file.nbytes for file in manifest.files) else None
 
 
 def checkpoints(path: str | os.PathLike[str]) -> list[str]:
@@ -45,11 +37,13 @@ def latest(path: str | os.PathLike[str]) -> str | None:
 
 
 def _sorted(parent: CheckpointStorage) -> list[tuple[CheckpointStorage, Manifest]]:
-    complete = [
-        (storage, manifest)
-        for storage in parent.children()
-        if (manifest := manifest_if_complete(storage)) is not None
-    ]
+    """The checkpoints whose files all exist with their full length."""
+    complete = []
+    for storage in parent.children():
+        with suppress(CheckpointError):
+            manifest = storage.manifest()
+            if all(storage.nbytes(file.name) == file.nbytes for file in manifest.files):
+                complete.append((storage, manifest))
     return sorted(
         complete,
         key=lambda pair: (-1 if pair[1].step is None else pair[1].step, pair[1].created, pair[0].name),
@@ -79,12 +73,8 @@ class Retention:
         """Remove old checkpoints in the parent of `committed`. Checkpoints without a step are kept."""
         if self.keep_last is None:
             return
-        steps = [(storage, m) for storage, m in _sorted(committed.parent()) if m.step is not None]
-        for storage, manifest in steps[: -self.keep_last]:
-            kept = (
-                self.keep_every is not None
-                and manifest.step is not None
-                and manifest.step % self.keep_every == 0
-            )
+        steps = [(storage, m.id, m.step) for storage, m in _sorted(committed.parent()) if m.step is not None]
+        for storage, save_id, step in steps[: -self.keep_last]:
+            kept = self.keep_every is not None and step % self.keep_every == 0
             if not kept and storage.where != committed.where:
-                storage.remove(manifest.id)
+                storage.remove(save_id)

@@ -1,1 +1,0 @@
-"""Read from_pretrained directories."""
