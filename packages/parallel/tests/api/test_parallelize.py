@@ -22,7 +22,7 @@ from meshwright_dtensor.plugins import PluginHost, StrategySpec, hookimpl
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize, shard_loader
-from meshwright_parallel.engine import reduction_of
+from meshwright_parallel.engine.grad_reduction import reduction_of
 from meshwright_parallel.strategies.data import Data
 
 MESHES = [

@@ -15,10 +15,9 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy import Link, ModelSizes, ParameterSize, SearchRequest, StepContext
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
-from meshwright_parallel.engine import DataReduction
 from meshwright_parallel.engine import buckets as bucketing
 from meshwright_parallel.engine.buckets import BucketSizes
-from meshwright_parallel.engine.grad_reduction import reduction_of
+from meshwright_parallel.engine.grad_reduction import DataReduction, reduction_of
 from meshwright_parallel.strategies.data import Data
 
 STEPS = 6

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.engine import DataReduction
 from meshwright_parallel.engine import buckets as bucketing
 from meshwright_parallel.engine.buckets import BucketSizes
+from meshwright_parallel.engine.grad_reduction import DataReduction
 
 ROWS = 12
 SMALL = 300  # bytes: several buckets in a small model

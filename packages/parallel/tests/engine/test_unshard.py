@@ -22,9 +22,11 @@ from meshwright_dtensor.errors import PlanError, UnsupportedError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
-from meshwright_parallel.engine import flat_shards, reduction_of, unshard_engine_of
+from meshwright_parallel.engine import flat_shards
 from meshwright_parallel.engine.buckets import Single
+from meshwright_parallel.engine.grad_reduction import reduction_of
 from meshwright_parallel.engine.param_group import ParamGroup, UnshardState
+from meshwright_parallel.engine.unshard import unshard_engine_of
 from meshwright_parallel.strategies import zero as strategy
 
 STAGES = (1, 2, 3)

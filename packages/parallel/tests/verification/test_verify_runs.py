@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from meshwright_dtensor.errors import UsageError, VerificationError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import VerificationReport, verify
-from meshwright_parallel.engine import reduction_of
+from meshwright_parallel.engine.grad_reduction import reduction_of
 from meshwright_parallel.verification.compare import compare, one_rounding_away
 from meshwright_parallel.verification.report import Comparison
 

@@ -187,7 +187,7 @@ def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | No
 
 def _check(state: State, plan: ParallelPlan, chosen: ModelChoice) -> str:
     """What the plan was checked against, in words. Raises PlanError or UsageError where it does not fit."""
-    from meshwright_parallel.validation.fit import check_fit
+    from meshwright_parallel.validation.checks import check_fit
     from meshwright_planner.trace.batch import Batch
 
     model, batch = chosen.source().to_plan()

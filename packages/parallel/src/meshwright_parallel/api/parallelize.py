@@ -31,20 +31,19 @@ from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.stored.permuted import install_true_order
-from meshwright_parallel.engine import install_compute_copies, install_reduction, make_groups
 from meshwright_parallel.engine.buckets import BucketSizes
-from meshwright_parallel.moe.install import install_local_tokens, local_token_modules
-from meshwright_parallel.optim.step_hooks import refuse_assigned_state, watch_optimizer_steps
+from meshwright_parallel.engine.grad_reduction import install_reduction, make_groups
+from meshwright_parallel.engine.unshard import install_compute_copies
+from meshwright_parallel.moe.local_tokens import install_local_tokens, local_token_modules
+from meshwright_parallel.optim.optimizer_steps import refuse_assigned_state, watch_optimizer_steps
 from meshwright_parallel.placement.batch_check import install_batch_check
-from meshwright_parallel.placement.inputs import ModelPlacement, install_inputs
-from meshwright_parallel.placement.live_models import LivePlacements
+from meshwright_parallel.placement.inputs import ModelPlacement, install_inputs, register_live
 from meshwright_parallel.placement.stage_plan import link_stages
 from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
 from meshwright_parallel.ranks import check_ranks_agree, same_plugins
 from meshwright_parallel.recompute.checkpoint import install_recompute
 from meshwright_parallel.strategies.data import BUCKET_BYTES
-from meshwright_parallel.validation.checks import check_model, check_optimizers
-from meshwright_parallel.validation.fit import check_fit
+from meshwright_parallel.validation.checks import check_fit, check_model, check_optimizers
 
 
 def parallelize(
@@ -111,7 +110,7 @@ def parallelize(
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
     undo.finish(model)
-    LivePlacements.add(placed)
+    register_live(placed)
     return model
 
 

@@ -25,8 +25,7 @@ from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.data.containers import check_leaves, joined
 from meshwright_parallel.data.local_rows import LocalRows
 from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
-from meshwright_parallel.placement.inputs import ModelPlacement, placement_of, size_of
-from meshwright_parallel.placement.live_models import LivePlacements
+from meshwright_parallel.placement.inputs import ModelPlacement, only_live_placement, placement_of, size_of
 from meshwright_parallel.ranks import differing
 
 
@@ -86,7 +85,7 @@ class ShardedLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        placed = self._placed or LivePlacements.only()
+        placed = self._placed or only_live_placement()
         if self._rows == "local":
             return iter(LocalRows(self.loader, placed))
         if not _reads_rows(self.loader):

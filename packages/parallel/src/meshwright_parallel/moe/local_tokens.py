@@ -9,7 +9,7 @@ these rows are a global value, and the module runs there as the plan says.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,42 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
+from meshwright_dtensor.plan import ExpertsRule, ParallelPlan
 from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 from meshwright_dtensor.trace.module_stack import FRAMES, Frame
 from meshwright_parallel.moe.all_to_all import as_global, sum_over_axes, tied
 from meshwright_parallel.moe.local_parameters import ExpertsForward, SwappedParameters
+from meshwright_parallel.moe.plan_rules import expert_rules
 from meshwright_parallel.moe.routing import rows_per_expert
+from meshwright_parallel.recompute.checkpoint import recomputed_modules
 
 Tensor = torch.Tensor
+
+
+def local_token_modules(
+    model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy]
+) -> dict[str, ExpertsRule]:
+    """Name -> rule of the modules of experts that every rank runs on its own rows.
+
+    These are the experts in the plan, or those that the probe finds. There are none unless an axis may shard the rows and no
+    axis shards the experts. Call it before parameters are sharded: the probe runs copies of modules.
+    """
+    may_shard_rows = any(s.gradient == "deferred" and plan.degree(s.axis) > 1 for s in strategies)
+    if not may_shard_rows or plan.degree("ep") > 1:
+        return {}
+    rules = expert_rules(model, plan)
+    # recomputing an inner module would run it outside of the call that swaps parameters
+    recomputed = recomputed_modules(model, plan) if plan.recompute else {}
+    return {n: rule for n, rule in rules.items() if not any(r.startswith(f"{n}.") for r in recomputed)}
+
+
+def install_local_tokens(model: nn.Module, rules: Mapping[str, ExpertsRule]) -> None:
+    """Let the modules of these names run their experts on this rank's rows."""
+    for name, module in model.named_modules():
+        if name in rules and next(module.parameters(), None) is not None:
+            module.forward = LocalTokens(module, name, rules[name], module.forward)
 
 
 class LocalTokens(ExpertsForward):

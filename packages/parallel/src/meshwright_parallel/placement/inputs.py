@@ -1,14 +1,18 @@
 """Shard the batch at the model's entry: plain tensors, which are global values, become global tensors.
 
+Also the registry of the live parallel models, so that `shard_loader(loader)` needs no model.
+
 The name of a batch tensor is its keyword or position, followed by the path inside containers ("input_ids", "0",
 "features.image"). The rows of the batch are dim 0 of its first tensor that has dims.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.api import distribute
+from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.plan import ParallelPlan
@@ -25,6 +30,7 @@ from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_parallel._torch.core import map_tensors
 
 _ATTRIBUTE = "_meshwright_placed"
+_LIVE: WeakSet[ModelPlacement] = WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +103,39 @@ def placement_of(model: nn.Module) -> ModelPlacement | None:
     """The placement of a parallel model, None for any other."""
     placement = model.__dict__.get(_ATTRIBUTE)
     return placement if isinstance(placement, ModelPlacement) else None
+
+
+def register_live(placement: ModelPlacement) -> None:
+    """Let `shard_loader` find this placement while its model is alive."""
+    _LIVE.add(placement)
+
+
+def only_live_placement() -> ModelPlacement:
+    """The placement of the parallel models that are alive in this process, if all have the same.
+
+    Raises:
+        UsageError: no model is parallel, or two models have different meshes.
+    """
+    # a module and its hooks are a cycle, so dropped models may still be alive
+    gc.collect()
+    placements = list(_LIVE)
+    if not placements:
+        raise UsageError(
+            "no model is parallel yet; call parallelize() or auto_parallelize() before looping over the loader"
+        )
+    first = placements[0]
+    for other in placements[1:]:
+        if _axes(other) != _axes(first):
+            raise UsageError(
+                f"models with different meshes are alive ({dict(first.plan.degrees)} and {dict(other.plan.degrees)}); "
+                "say which of them the loader feeds: shard_loader(loader, model=model)"
+            )
+    return first
+
+
+def _axes(placement: ModelPlacement) -> list[tuple[tuple[str, int], str]]:
+    names = (strategy.name for strategy in placement.strategies)
+    return list(zip(placement.plan.degrees.items(), names, strict=True))
 
 
 def install_inputs(model: nn.Module, placement: ModelPlacement) -> None:

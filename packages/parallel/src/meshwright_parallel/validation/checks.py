@@ -6,6 +6,7 @@ import gc
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +18,58 @@ from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import call_arguments
 from meshwright_dtensor.model.tied_parameters import all_names, with_ties
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, format_state
 from meshwright_dtensor.strategy import Strategy
-from meshwright_dtensor.strategy.resolve import parameter_states
+from meshwright_dtensor.strategy.resolve import parameter_states, resolve_strategies
 from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_parallel._torch.core import gradient_hooks, map_tensors
 from meshwright_parallel.placement.inputs import input_states, placement_of, size_of
+from meshwright_parallel.placement.stage_plan import StagePlan, split_plan, with_inner_axis
+from meshwright_parallel.recompute.checkpoint import recomputed_modules
 from meshwright_parallel.validation.composition import check_composition
 
 _FINGERPRINT = re.compile(r"(.+)-([0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A plan that fits.
+
+    Attributes:
+        whole: the plan, with an axis for the mesh of the parameters.
+        part: the same, with the pipeline axis separated.
+        states: parameter name -> state per mesh axis of `part`.
+    """
+
+    whole: ParallelPlan
+    part: StagePlan
+    states: Mapping[str, tuple[State, ...]]
+
+
+def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost, world_size: int) -> Fit:
+    """Check that a plan fits a model and a batch: all checks of `parallelize` that need neither ranks nor values.
+
+    Args:
+        model: a plain module; its parameters need no values.
+        batch: an example of what the model is called with, or None.
+        world_size: ranks of the run.
+
+    Raises:
+        PlanError, UsageError, UnsupportedError, PluginError: as `parallelize`.
+    """
+    whole = with_inner_axis(plan)
+    part = split_plan(whole, resolve_strategies(whole, host, world_size))
+    states = stored_states(model, part.plan, part.strategies)
+    check_plan(model, part.plan, part.strategies, batch, states)
+    recomputed_modules(model, part.plan)
+    if part.outer is None or any(degree > 1 for degree in part.plan.degrees.values()):
+        check_dense(model)
+    if part.outer is not None:
+        part.outer.check(model, whole)
+    return Fit(whole, part, states)
 
 
 def check_model(model: nn.Module) -> None:

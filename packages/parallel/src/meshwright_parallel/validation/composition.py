@@ -39,17 +39,6 @@ class Situation:
     strategies: Sequence[Strategy]
     states: Mapping[str, States]
 
-    def degree(self, axis: str) -> int:
-        """Ranks along `axis`, 1 where the plan does not have it."""
-        return self.plan.degree(axis)
-
-    def stored(self, axis: str) -> dict[str, State]:
-        """Parameter name -> its stored state on `axis`; empty where the plan does not have the axis."""
-        if axis not in self.plan.degrees:
-            return {}
-        place = self.plan.axes.index(axis)
-        return {name: states[place] for name, states in self.states.items()}
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -69,7 +58,7 @@ class Rule:
 
 
 def _two_axes_on_one_dim(here: Situation) -> Found | None:
-    if here.degree("zero") == 1:
+    if here.plan.degree("zero") == 1:
         return None
     zero = here.plan.axes.index("zero")
     for name, states in here.states.items():
@@ -77,7 +66,7 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
         if not isinstance(sharded, int):
             continue
         for axis, state in zip(here.plan.axes, states, strict=True):
-            if axis not in ("zero", "dp") and _shards(state, int(sharded)) and here.degree(axis) > 1:
+            if axis not in ("zero", "dp") and _shards(state, int(sharded)) and here.plan.degree(axis) > 1:
                 return f"parameters ({name}).zero", format_state(sharded)
     return None
 
@@ -86,14 +75,14 @@ def _unequal_nesting(here: Situation) -> Found | None:
     searched = [
         (place, s.axis)
         for place, s in enumerate(here.strategies)
-        if s.placement_search and here.degree(s.axis) > 1
+        if s.placement_search and here.plan.degree(s.axis) > 1
     ]
     if len(searched) < 2:
         return None
     for name, parameter in here.model.named_parameters():
         for dim, size in enumerate(parameter.shape):
             axes = [(place, axis) for place, axis in searched if _shards(here.states[name][place], dim)]
-            if len(axes) > 1 and size % math.prod(here.degree(axis) for _, axis in axes):
+            if len(axes) > 1 and size % math.prod(here.plan.degree(axis) for _, axis in axes):
                 place, axis = axes[-1]
                 return f"parameters ({name}).{axis}", format_state(here.states[name][place])
     return None
@@ -104,7 +93,7 @@ def _shards(state: State, dim: int) -> bool:
 
 
 def _zero_without_stage(here: Situation) -> Found | None:
-    return ("zero", None) if here.degree("zero") > 1 and here.plan.zero is None else None
+    return ("zero", None) if here.plan.degree("zero") > 1 and here.plan.zero is None else None
 
 
 def _stage_without_zero(here: Situation) -> Found | None:
@@ -123,12 +112,15 @@ def _low_precision_model(here: Situation) -> Found | None:
 
 
 def _no_experts(here: Situation) -> Found | None:
-    shared = any(isinstance(state, int) for state in here.stored("ep").values())
-    return ("degrees.ep", here.degree("ep")) if here.degree("ep") > 1 and not shared else None
+    if here.plan.degree("ep") == 1:
+        return None
+    place = here.plan.axes.index("ep")
+    shared = any(isinstance(states[place], int) for states in here.states.values())
+    return None if shared else ("degrees.ep", here.plan.degree("ep"))
 
 
 def _parted_experts(here: Situation) -> Found | None:
-    if here.degree("ep") == 1:
+    if here.plan.degree("ep") == 1:
         return None
     for name, states in here.states.items():
         placed = dict(zip(here.plan.axes, states, strict=True))
@@ -140,9 +132,9 @@ def _parted_experts(here: Situation) -> Found | None:
             for path, text in getattr(here.plan.experts_rule(owner), "inner", {}).items()
         }
         for axis, state in placed.items():
-            if axis in ("ep", "zero") or not isinstance(state, int) or here.degree(axis) == 1:
+            if axis in ("ep", "zero") or not isinstance(state, int) or here.plan.degree(axis) == 1:
                 continue
-            if name not in proved or parse_state(proved[name], here.degree(axis)) != state:
+            if name not in proved or parse_state(proved[name], here.plan.degree(axis)) != state:
                 return f"parameters ({name}).{axis}", format_state(state)
     return None
 

@@ -13,6 +13,7 @@ to its own largest value. Two kinds of tensors cannot be compared this way, and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,11 +24,12 @@ from torch import nn
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.model.batch_size import call_arguments
-from meshwright_dtensor.model.precision import DTYPES
+from meshwright_dtensor.model.precision import DTYPES, cast_buffers
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.model.tied_parameters import tied_names
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.optim.clip_grad import clip_grad_norm_
 from meshwright_parallel.ranks import generator_kept
@@ -43,7 +45,6 @@ from meshwright_parallel.verification.compare import (
     whole,
 )
 from meshwright_parallel.verification.locate import locate
-from meshwright_parallel.verification.mixed_reference import MixedReference
 from meshwright_parallel.verification.report import Comparison, Kind, VerificationReport
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -165,6 +166,37 @@ class _Call:
         return loss_of(output) if self.loss is None else self.loss(output)
 
 
+class _MixedReference:
+    """Mixed precision on one device: a copy of `master` in `dtype` computes, and the float32 `master` is trained."""
+
+    def __init__(self, master: nn.Module, dtype: torch.dtype) -> None:
+        self.master, self.dtype = master, dtype
+        self.model = copy.deepcopy(master)
+        cast = cast_buffers(self.model)
+        for parameter in self.model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for module in self.model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if id(buffer) in cast:
+                    setattr(module, name, buffer.to(dtype))
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Refresh the copy's weights from the master; returns the arguments in the copy's precision."""
+        with torch.no_grad():
+            for parameter, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
+                parameter.grad = None
+                parameter.copy_(master)
+        return map_tensors(lambda _, t: t.to(self.dtype) if t.dtype == torch.float32 else t, args, kwargs)
+
+    def accumulate_gradients(self) -> None:
+        """Add the copy's gradients to those of the master, in float32."""
+        for parameter, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
+            if parameter.grad is not None:
+                gradient = parameter.grad.to(master.dtype)
+                master.grad = gradient if master.grad is None else master.grad + gradient
+
+
 class _Run:
     """One model in training, and its tensors that can be compared."""
 
@@ -172,7 +204,7 @@ class _Run:
         self, model: nn.Module, optimizer: OptimizerFactory, compute_dtype: torch.dtype | None = None
     ) -> None:
         self.model = model
-        self.mixed = None if compute_dtype is None else MixedReference(model, compute_dtype)
+        self.mixed = None if compute_dtype is None else _MixedReference(model, compute_dtype)
         self.optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
         stages = stages_of(model)
         # a tied parameter goes by its first name
@@ -197,27 +229,14 @@ class _Run:
         assert plain is not None
         return plain
 
-    def all(self, kind: Kind) -> Tensors:
-        """The tensors of one kind by name."""
-        tensors = {
-            "gradient": self.gradients,
-            "parameter": self.parameters,
-            "buffer": self.buffers,
-            "state": self.state,
-        }
-        return tensors[kind]()
-
-    def gradients(self) -> Tensors:
-        return {name: p.grad for name, p in self.named.items() if p.requires_grad}
-
-    def parameters(self) -> Tensors:
-        return dict(self.named)
-
-    def buffers(self) -> Tensors:
-        return dict((self.model if self.mixed is None else self.mixed.model).named_buffers())
-
-    def state(self) -> Tensors:
-        """The tensors that the optimizer keeps per parameter."""
+    def tensors(self, kind: Kind) -> Tensors:
+        """The tensors of one kind by name; states are those that the optimizer keeps per parameter."""
+        if kind == "gradient":
+            return {name: p.grad for name, p in self.named.items() if p.requires_grad}
+        if kind == "parameter":
+            return dict(self.named)
+        if kind == "buffer":
+            return dict((self.model if self.mixed is None else self.mixed.model).named_buffers())
         return {
             f"{self.names.get(id(parameter), '?')}/{key}": value
             for parameter, entries in self.optimizer.state.items()
@@ -250,7 +269,7 @@ class _Runs:
 
     def compare_initial(self) -> None:
         """Before the first step the values must be equal bit for bit."""
-        expected, actual = self.one_device.parameters(), self.parallel.parameters()
+        expected, actual = self.one_device.named, self.parallel.named
         self.comparisons += compare(-1, "parameter", expected, actual, 0.0, actual_only=self.is_staged)
 
     def step(self, step: int, seed: int, call: _Call, max_norm: float | None, adaptive: bool) -> None:
@@ -267,7 +286,7 @@ class _Runs:
         before = {name: p.detach().clone() for name, p in self.one_device.model.named_parameters()}
         for run in runs:
             run.optimizer.step()
-        for name, change in largest_change(before, self.one_device.parameters()).items():
+        for name, change in largest_change(before, self.one_device.named).items():
             # the two runs may step in opposite directions, and further where the gradient is noise
             factor = NOISE_REACH if name in noise else 2.0
             self.reach[name] = self.reach.get(name, 0.0) + factor * change
@@ -279,10 +298,10 @@ class _Runs:
         comparisons = compare(
             step,
             kind,
-            self.one_device.all(kind),
-            self.parallel.all(kind),
+            self.one_device.tensors(kind),
+            self.parallel.tensors(kind),
             self.tolerance,
-            perturbed=self.perturbed.all(kind),
+            perturbed=self.perturbed.tensors(kind),
             reach=reach or {},
             actual_only=self.is_staged,
         )
@@ -293,7 +312,7 @@ class _Runs:
         """The comparisons of all ranks, with a failure for each parameter that no rank holds."""
         merged = merge_ranks(self.comparisons, self.is_staged)
         if self.is_staged:
-            merged += uncompared(merged, -1, "parameter", self.one_device.parameters(), "float32")
+            merged += uncompared(merged, -1, "parameter", self.one_device.named, "float32")
         return merged
 
 

@@ -1,0 +1,222 @@
+"""Steps of stock optimizers on sharded parameters: hooks, steps on local tensors, and steps on whole matrices.
+
+A step on DTensors has Python dispatch for each of a dozen small functions per parameter. Elementwise optimizers do not need
+it. So the step runs on a copy of the optimizer whose parameters and states are the local tensors, for which torch has
+multi-tensor kernels. The user's optimizer keeps its DTensor parameters and states, which share memory with the copy's.
+
+Muon orthogonalises the rows of an update by products of bfloat16 matrices. On shards each product would be a sum of rounded
+parts, several percent away from one device, and communicated five times. So each parameter is gathered, and stepped on every
+rank, one after the other. The update equals that of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop, Rprop
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.parameter import MeshParameter, state_like
+from meshwright_dtensor.stored.elementwise import parts_correspond
+from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
+from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, permuted_layout
+from meshwright_dtensor.tensor.compute_copy import touch
+from meshwright_parallel._torch.core import local_of
+
+ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam, RMSprop, Rprop})
+"""Exactly these classes: a subclass may need whole tensors."""
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""States with one number per parameter."""
+WHOLE = frozenset({Muon})
+"""Exactly these classes, which step one parameter at a time, on whole matrices."""
+
+
+@cache
+def watch_optimizer_steps() -> None:
+    """Hook the steps of all optimizers.
+
+    Before a step, states loaded from one device are distributed over the mesh. Elementwise steps run on local tensors, steps of
+    whole matrices on whole tensors. The user makes the optimizer and loads its states, so hooks are the only place for this.
+    """
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if not any(isinstance(p, MeshParameter) for group in optimizer.param_groups for p in group["params"]):
+        return None
+    _distribute_states(optimizer)
+    if not args or args[0] is not optimizer:
+        return None
+    replacement = local_optimizer(optimizer) or whole_optimizer(optimizer)
+    return None if replacement is None else ((replacement, *args[1:]), kwargs)
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    replaced = args and args[0] is not optimizer and type(args[0]) is type(optimizer)
+    if replaced and type(optimizer) in ELEMENTWISE:
+        copy_states_back(optimizer, args[0])
+
+
+def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, entries in optimizer.state.items():
+        if not isinstance(parameter, MeshParameter) or not isinstance(entries, dict):
+            continue
+        distributed = MeshValue if permuted_layout(parameter) is None else PermutedDTensor
+        for key, value in entries.items():
+            if type(value) is distributed or not isinstance(value, torch.Tensor) or key == "step":
+                continue
+            if key in NUMBERS and not value.dim() and not isinstance(value, DTensor):
+                # also for a parameter that is one number itself
+                continue
+            same_shape = value.shape == parameter.shape
+            # from a checkpoint: a stock DTensor, not permuted
+            if isinstance(value, DTensor):
+                in_order = permuted_layout(parameter) is not None and permuted_layout(value) is None
+                entries[key] = (
+                    like_parameter(value, parameter) if in_order and same_shape else mesh_value(value)
+                )
+            elif same_shape:
+                entries[key] = mesh_value(like_parameter(value, parameter))
+
+
+def refuse_assigned_state(model: nn.Module) -> None:
+    """Make `load_state_dict(assign=True)` raise: it would replace distributed parameters by plain ones."""
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_refuse)
+
+
+def _refuse(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+) -> None:
+    if local_metadata.get("assign_to_params_buffers"):
+        raise UnsupportedError(
+            "load_state_dict(assign=True) would replace distributed parameters by plain ones, which the optimizer and the "
+            "gradient reduction do not know; use assign=False: whole values are copied into each rank's part"
+        )
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """A copy of the optimizer over local tensors, for one step; None where the step needs DTensors."""
+    if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
+        return None
+    groups: list[dict[str, Any]] = []
+    states: dict[Any, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        locals_ = []
+        for parameter in group["params"]:
+            mine = isinstance(parameter, MeshParameter)
+            if not mine and isinstance(parameter, DTensor):
+                return None
+            local = local_of(parameter) if mine else parameter
+            locals_.append(local)
+            if parameter in optimizer.state:
+                entries = _local_entries(parameter, optimizer.state[parameter])
+                if entries is None:
+                    return None
+                states[local] = entries
+        groups.append({**group, "params": locals_})
+    local_copy = _copy_with_state(optimizer, states)
+    local_copy.param_groups = groups
+    return local_copy
+
+
+def _copy_with_state(optimizer: torch.optim.Optimizer, states: dict[Any, Any]) -> torch.optim.Optimizer:
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.state = type(optimizer.state)(dict, states)  # type: ignore[call-arg]
+    return copied
+
+
+def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any] | None:
+    local_entries = {}
+    for key, value in entries.items():
+        if isinstance(value, DTensor):
+            if not isinstance(parameter, MeshParameter) or not parts_correspond(parameter, value):
+                # stock DTensor redistributes it, or raises
+                return None
+            value = local_of(value)
+        local_entries[key] = value
+    return local_entries
+
+
+def copy_states_back(optimizer: torch.optim.Optimizer, local_copy: torch.optim.Optimizer) -> None:
+    """Put the states of the local copy into the user's optimizer after a step."""
+    for group, local_group in zip(optimizer.param_groups, local_copy.param_groups, strict=True):
+        for parameter, local in zip(group["params"], local_group["params"], strict=True):
+            if local not in local_copy.state:
+                continue
+            entries, local_entries = optimizer.state[parameter], local_copy.state[local]
+            if not isinstance(parameter, MeshParameter):
+                entries.update(local_entries)
+                continue
+            if local.grad is not None:
+                # fused kernels do not increase version counters
+                touch(parameter)
+            for key, value in local_entries.items():
+                old = entries.get(key)
+                if isinstance(old, DTensor) and local_of(old) is value:
+                    continue
+                shaped = isinstance(value, torch.Tensor) and value.shape == local.shape
+                entries[key] = state_like(parameter, value) if shaped and key not in NUMBERS else value
+
+
+def whole_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """A copy of the optimizer over whole tensors, for one step; None for other classes."""
+    if type(optimizer) not in WHOLE:
+        return None
+    whole_copy = _copy_with_state(optimizer, {})
+    whole_copy.param_groups = _GatheredGroups(optimizer, whole_copy.state)  # type: ignore[assignment]
+    return whole_copy
+
+
+class _GatheredGroups:
+    """Groups of one parameter each, which is gathered while it is stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        self._optimizer, self._state = optimizer, state
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                entries = self._optimizer.state
+                if not isinstance(parameter, MeshParameter):
+                    if parameter in entries:
+                        self._state[parameter] = entries[parameter]
+                    yield {**group, "params": [parameter]}
+                    if parameter in self._state:
+                        entries[parameter] = self._state.pop(parameter)
+                elif parameter.grad is not None:
+                    whole = _whole(parameter)
+                    whole.grad = _whole(parameter.grad)
+                    if parameter in entries:
+                        self._state[whole] = {key: _whole(value) for key, value in entries[parameter].items()}
+                    yield {**group, "params": [whole]}
+                    parameter.copy_(whole)
+                    _store_local(parameter, entries[parameter], self._state.pop(whole))
+
+
+def _whole(value: Any) -> Any:
+    """A gathered copy that may be written to."""
+    return value.full_tensor().detach().clone() if isinstance(value, DTensor) else value
+
+
+def _store_local(parameter: MeshParameter, entries: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Keep this rank's part of states that have the parameter's shape."""
+    for key, value in whole.items():
+        old = entries.get(key)
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            entries[key] = value
+            continue
+        part = local_of(like_parameter(value, parameter))
+        if isinstance(old, DTensor):
+            local_of(old).copy_(part)
+        else:
+            entries[key] = state_like(parameter, part)
