@@ -240,7 +240,7 @@ def test_the_picture_says_what_its_timeline_does_not_know(
 ) -> None:
     from matplotlib.axes import Axes
 
-    from meshwright.rendering.plan_picture import draw
+    from meshwright.pictures import draw_plan
     from meshwright_planner.clusters.registry import LAPTOP_CPU
 
     captured: list[str] = []
@@ -256,6 +256,6 @@ def test_the_picture_says_what_its_timeline_does_not_know(
         case.model(), case.batch(), world_size=2, dp=2, cluster="laptop-cpu", cost_model="host-tables"
     )
     assert isinstance(plan, ParallelPlan)
-    draw(plan, LAPTOP_CPU.running(2), discover(), tmp_path / "plan.png")
+    draw_plan(plan, LAPTOP_CPU.running(2), discover(), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
     assert any("note: predicted by the cost model 'host-tables'" in text for text in captured)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from meshwright.demo import tasks
-from meshwright.demo.plot import draw
 from meshwright.demo.report import verdict
-from meshwright.demo.text import read_text
+from meshwright.demo.tasks import read_text
 from meshwright.demo.train import TOLERANCE, Options, Outcome, Step
+from meshwright.pictures import draw_losses
 from meshwright_dtensor.errors import UsageError
 
 TEXT = torch.arange(5000, dtype=torch.int64).remainder(251).to(torch.uint8)
@@ -83,7 +83,7 @@ def test_a_loss_that_is_no_number_never_passes() -> None:
 
 @pytest.mark.slow
 def test_the_picture_and_the_json(tmp_path: Path) -> None:
-    draw(outcome(0.0, 1e-6), tmp_path / "new" / "losses.png")
+    draw_losses(outcome(0.0, 1e-6), tmp_path / "new" / "losses.png")
     assert (tmp_path / "new" / "losses.png").read_bytes().startswith(b"\x89PNG")
     data = json.loads(json.dumps(outcome(0.0, 1e-6).to_dict()))
     assert data["passed"] is True and data["worst_step"] == 1 and len(data["steps"]) == 2

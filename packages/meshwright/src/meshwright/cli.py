@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import click
 
 from meshwright.ranks import fail, leave
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PluginError
-from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered, discover
+from meshwright_dtensor.plugins import CommandSpec, PluginHost, discover
 
 
 @dataclass
@@ -24,14 +25,11 @@ class State:
     """What commands share: the arguments as given (to start ranks with), and the plugins, found once."""
 
     arguments: tuple[str, ...] = ()
-    _host: PluginHost | None = field(default=None, repr=False)
 
-    @property
+    @cached_property
     def host(self) -> PluginHost:
         """The installed plugins. Raises PluginError where they contradict each other."""
-        if self._host is None:
-            self._host = discover()
-        return self._host
+        return discover()
 
 
 class PluginGroup(click.Group):
@@ -41,8 +39,14 @@ class PluginGroup(click.Group):
         return list(_host(ctx).commands())
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        commands = _host(ctx).commands()
-        return _load(commands[name]) if name in commands else None
+        entry = _host(ctx).commands().get(name)
+        command = None if entry is None else entry.load()
+        if entry is not None and not isinstance(command, click.Command):
+            raise PluginError(
+                f"command {entry.name!r} of {entry.distribution} is a {type(command).__name__}; "
+                f"its target {entry.record.target!r} must be a click.Command"
+            )
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -61,16 +65,6 @@ class PluginGroup(click.Group):
 
 def _host(ctx: click.Context) -> PluginHost:
     return ctx.ensure_object(State).host
-
-
-def _load(entry: Registered[CommandSpec]) -> click.Command:
-    command = entry.load()
-    if not isinstance(command, click.Command):
-        raise PluginError(
-            f"command {entry.name!r} of {entry.distribution} is a {type(command).__name__}; "
-            f"its target {entry.record.target!r} must be a click.Command"
-        )
-    return command
 
 
 @click.group(cls=PluginGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -93,29 +87,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(error.format_message())
         sys.exit(2)
     except click.ClickException as error:
-        fail(" ".join(error.format_message().split()) + _help_hint(error), 2)
+        context = getattr(error, "ctx", None)
+        hint = f" (see: {context.command_path} --help)" if context else ""
+        fail(" ".join(error.format_message().split()) + hint, 2)
     except click.Abort:
         fail("interrupted", 130)
     except MeshwrightError as error:
-        fail(_text(error), error.exit_code, _data(error) if "--json" in given else None)
+        # one line, but for an error with a reason on each of several
+        listed = isinstance(error, InfeasibleError) and error.listed
+        data = {"error": type(error).__name__, "reason": str(error), "exit_code": error.exit_code}
+        asked = json.dumps(data, indent=2) if "--json" in given else None
+        fail(str(error) if listed else " ".join(str(error).split()), error.exit_code, asked)
     else:
         leave(result if isinstance(result, int) else 0)
-
-
-def _text(error: MeshwrightError) -> str:
-    """An error in one line, but for one that has a reason on each of several."""
-    if isinstance(error, InfeasibleError) and error.listed:
-        return str(error)
-    return " ".join(str(error).split())
-
-
-def _data(error: MeshwrightError) -> str:
-    """An error as JSON, for who asked for data and would find none on stdout."""
-    kind = type(error).__name__
-    return json.dumps({"error": kind, "reason": str(error), "exit_code": error.exit_code}, indent=2)
-
-
-def _help_hint(error: click.ClickException) -> str:
-    """Where to read on, for an error of a known command."""
-    context = getattr(error, "ctx", None)
-    return f" (see: {context.command_path} --help)" if context else ""

@@ -29,6 +29,6 @@ def meshwright_planners() -> Iterator[PlannerSpec]:
     """The planner `trial`, which runs the plans that it compares."""
     yield PlannerSpec(
         name="trial",
-        target="meshwright.trial.planner:TrialPlanner",
+        target="meshwright.trial:TrialPlanner",
         summary="the default planner's best plans run for a few steps on this machine, the fastest kept",
     )

@@ -90,22 +90,21 @@ def fail(message: str, code: int, data: str | None = None) -> NoReturn:
         print(f"Error: {prefix}{message}", file=sys.stderr, flush=True)
         if data is not None:
             print(data, flush=True)
-    if not is_rank():
-        sys.exit(code)
-    # without the destructors, which wait for collectives that will never finish
     _end(code)
 
 
 def leave(code: int) -> NoReturn:
     """End this process with `code`, after what is registered to run at exit."""
-    if not is_rank():
-        sys.exit(code)
     # What the interpreter takes down while gloo's threads still hold tensors aborts the process and loses the code.
-    atexit._run_exitfuncs()
+    if is_rank():
+        atexit._run_exitfuncs()
     _end(code)
 
 
 def _end(code: int) -> NoReturn:
+    """End this process; a rank without the destructors, which wait for collectives that will never finish."""
+    if not is_rank():
+        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -53,7 +53,13 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     ranks = Ranks()
     old = getattr(model, "parallel_plan", None)
     told = ranks.gather([old is not None, zlib.crc32(plan.executed_json().encode()), optimizer is not None])
-    size = _size(plan, ranks)
+    if plan.world_size > ranks.size:
+        raise PlanError(
+            "world_size",
+            plan.world_size,
+            f"there are {count_of(ranks.size, 'rank')}; start more, and make a default process group of all of them first",
+            str(ranks.size),
+        )
     if not any(there for there, *_ in told):
         raise UsageError(
             f"this {type(model).__name__} is on no plan; call parallelize() or auto_parallelize() first"
@@ -65,14 +71,14 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     state = ranks.run_checked(lambda: LiveState.of(model, optimizer) if old is not None else LiveState())
     trained = trained_parameters(ranks.gather(state.trained))
     off = unparallelize(model) if old is not None else drop_values(model)
-    stays = ranks.rank < size
+    stays = ranks.rank < plan.world_size
     everyone = dist.group.WORLD
     try:
         if stays:
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))
         _share_random_state(ranks, [there for there, *_ in told], device)
-        ranks.run_checked(lambda: _apply(model, plan, size, ranks))
+        ranks.run_checked(lambda: _apply(model, plan, ranks))
         agreed = state.check(model, optimizer, ranks=ranks, here=stays)
     except BaseException:
         off.restore()
@@ -81,35 +87,19 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         raise
     groups = off.groups - ({everyone} if everyone is not None else set())
     del off
-    _forget_copies(state)
+    # what the old plan has gathered: its engines hold it, and old parameters hold them
+    for tensor in state.free.values():
+        if isinstance(tensor, MeshParameter):
+            tensor.compute_with(None)
+    gc.collect()
     agreed.fill()
     destroy_groups(groups)
     return model, optimizer
 
 
-def _forget_copies(brought: LiveState) -> None:
-    """Free what the old plan has gathered: its engines hold it, and old parameters hold them."""
-    for tensor in brought.free.values():
-        if isinstance(tensor, MeshParameter):
-            tensor.compute_with(None)
-    gc.collect()
-
-
-def _size(plan: ParallelPlan, ranks: Ranks) -> int:
-    """How many ranks the plan is for."""
-    if plan.world_size > ranks.size:
-        raise PlanError(
-            "world_size",
-            plan.world_size,
-            f"there are {count_of(ranks.size, 'rank')}; start more, and make a default process group of all of them first",
-            str(ranks.size),
-        )
-    return plan.world_size
-
-
-def _apply(model: nn.Module, plan: ParallelPlan, size: int, ranks: Ranks) -> None:
+def _apply(model: nn.Module, plan: ParallelPlan, ranks: Ranks) -> None:
     """Apply the plan on its ranks, which are the whole world from now on."""
-    if size == ranks.size or restrict_world(size) is not None:
+    if plan.world_size == ranks.size or restrict_world(plan.world_size) is not None:
         parallelize(model, plan)
 
 

@@ -33,10 +33,6 @@ ROWS, TOKENS = 8, 128
 
 _NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
-_OPTIONS: Mapping[str, str] = MappingProxyType(
-    {"batch_size": "--batch-size", "sequence_length": "--sequence-length"}
-)
-
 
 @dataclass
 class Source:
@@ -78,11 +74,7 @@ class Source:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in the output of a model.
-
-    Raises:
-        UsageError: the output has no loss.
-    """
+    """The loss in the output of a model. Raises UsageError where it has none."""
     from meshwright_parallel.verification.verify import find_loss
 
     value = find_loss(output)
@@ -152,8 +144,7 @@ def _demo(name: str, rows: int, tokens: int, seed: int) -> Source:
     import torch
 
     from meshwright.demo.models import RECIPES
-    from meshwright.demo.tasks import batches
-    from meshwright.demo.text import read_text
+    from meshwright.demo.tasks import batches, read_text
 
     recipe = RECIPES[name]
     text = read_text(at_least=recipe.rows.bytes_per_row(tokens))
@@ -197,7 +188,11 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: M
     from torch import nn
 
     file, _, attribute = name.rpartition(":")
-    module = _module(name, file)
+    try:
+        module = importlib.import_module(file) if not file.endswith(".py") else _executed(file)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--model {name}: {file} cannot be imported ({reason}); check the path") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -229,11 +224,7 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: M
 def _size_keywords(
     name: str, function: Callable[..., Any], sizes: Mapping[str, int | None], defaults: Mapping[str, int]
 ) -> dict[str, int]:
-    """The sizes that the function is called with, by keyword.
-
-    Raises:
-        UsageError: the function has no keyword for a given size, or needs other arguments.
-    """
+    """The sizes that the function is called with. Raises UsageError where it takes no given size, or needs other arguments."""
     parameters: Mapping[str, inspect.Parameter] = {}
     # a function written in C has no signature
     with suppress(TypeError, ValueError):
@@ -241,15 +232,13 @@ def _size_keywords(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     keywords: dict[str, int] = {}
     for key, value in sizes.items():
-        parameter = parameters.get(key)
-        by_name = parameter is not None and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
+        parameter, option = parameters.get(key), f"--{key.replace('_', '-')}"
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+        by_name = parameter is not None and parameter.kind not in positional
         if value is not None and not (takes_any or by_name):
             raise UsageError(
-                f"{_OPTIONS[key]} {value}: {name} brings a batch of its own and has no parameter {key}; give it one, as in "
-                f"def {name.rpartition(':')[2]}({key}={value}), or leave {_OPTIONS[key]} out"
+                f"{option} {value}: {name} brings a batch of its own and has no parameter {key}; give it one, as in "
+                f"def {name.rpartition(':')[2]}({key}={value}), or leave {option} out"
             )
         if value is not None:
             keywords[key] = value
@@ -266,20 +255,14 @@ def _size_keywords(
     return keywords
 
 
-def _module(name: str, file: str) -> Any:
-    try:
-        if not file.endswith(".py"):
-            return importlib.import_module(file)
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{file} is no Python file")
-        module = importlib.util.module_from_spec(spec)
-        # so that classes of the file can be pickled and found by name
-        sys.modules[spec.name] = module
-        # the file may import modules of its folder, as under `python file.py`
-        sys.path.insert(0, str(Path(file).resolve().parent))
-        spec.loader.exec_module(module)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--model {name}: {file} cannot be imported ({reason}); check the path") from error
+def _executed(file: str) -> Any:
+    """The module of a Python file."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # so that classes of the file can be pickled and found by name
+    sys.modules[spec.name] = module
+    # the file may import modules of its folder, as under `python file.py`
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    spec.loader.exec_module(module)
     return module

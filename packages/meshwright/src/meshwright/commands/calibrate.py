@@ -10,11 +10,13 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import check_folder
+from meshwright.commands.options import check_folder, file
 from meshwright_dtensor.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from meshwright_dtensor.cluster import Cluster
 
 
 @click.command("calibrate")
@@ -29,13 +31,12 @@ if TYPE_CHECKING:
 @click.option(
     "--ranks",
     "sizes",
-    default=None,
     metavar="N,N",
     help="Numbers of ranks to start here and measure collectives with; 1 measures none. [2,4, as far as there are "
     "devices; a job's own under torchrun]",
 )
 @click.option("--name", default="this-machine", show_default=True, help="Name of the cluster, for reports.")
-@click.option("--part", type=click.Path(path_type=Path), default=None, hidden=True)
+@file("--part", hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON on stdout.")
 @click.pass_obj
 def command(
@@ -48,9 +49,11 @@ def command(
     check_folder("--output", output)
     if ranks.is_rank():
         return _as_rank(output, name, part, as_json)
-    numbers = _numbers(sizes, _devices())
     import torch
 
+    # one rank for each accelerator, and as many as are sensible without any
+    most = torch.cuda.device_count() if torch.cuda.is_available() else ranks.MAX_LOCAL_RANKS
+    numbers = _numbers(sizes, most)
     from meshwright_planner.calibration.profile import RankMeasurements, combined_profile, measure_one_rank
 
     with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as folder:
@@ -96,16 +99,8 @@ def _divided(model: nn.Module, batch: Tensor) -> nn.Module:
     import meshwright as mw
 
     size = ranks.world_size()
-    strategies = {"dp": "data"}
-    plan = mw.ParallelPlan(world_size=size, degrees={"dp": size}, strategies=strategies)
+    plan = mw.ParallelPlan(world_size=size, degrees={"dp": size}, strategies={"dp": "data"})
     return mw.parallelize(model, plan, batch=batch)
-
-
-def _devices() -> int:
-    """How many ranks this machine can run: one for each accelerator, and as many as are sensible without any."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else ranks.MAX_LOCAL_RANKS
 
 
 def _numbers(text: str | None, most: int) -> list[int]:
@@ -120,11 +115,9 @@ def _numbers(text: str | None, most: int) -> list[int]:
     return sorted(set(sizes))
 
 
-def _finish(cluster: object, output: Path, as_json: bool) -> None:
-    from meshwright_dtensor.cluster import Cluster
+def _finish(cluster: Cluster, output: Path, as_json: bool) -> None:
     from meshwright_planner.clusters.file import write
 
-    assert isinstance(cluster, Cluster)
     write(cluster, output)
     if as_json:
         click.echo(output.read_text(encoding="utf-8"))

@@ -18,34 +18,25 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands.options import (
+    DEGREE,
     ModelChoice,
     apply_request,
     batch_options,
     check_needs,
+    number,
     parse_degrees,
     pinning,
 )
-from meshwright.rendering.tables import show
 from meshwright_dtensor.strategy import PlanRequest
-from meshwright_dtensor.utils.console import Table
+from meshwright_dtensor.utils.console import Table, show
 
-DISTRIBUTIONS = (
-    "meshwright",
-    "meshwright-dtensor",
-    "meshwright-parallel",
-    "meshwright-planner",
-    "transformers",
-)
+DISTRIBUTIONS = "meshwright meshwright-dtensor meshwright-parallel meshwright-planner transformers".split()
 
 
 @click.command("doctor")
-@click.option(
-    "--model", default=None, metavar="MODEL", help="Also look for lost sharding in this model, as for plan."
-)
-@click.option("--world-size", type=int, default=None, help="Ranks to start for --model. [default: 2]")
-@click.option(
-    "--degree", "degrees", multiple=True, metavar="AXIS=N", help="Pin the degree of a mesh axis, as tp=2."
-)
+@click.option("--model", metavar="MODEL", help="Also look for lost sharding in this model, as for plan.")
+@number("--world-size", help="Ranks to start for --model. [default: 2]")
+@DEGREE
 @batch_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
@@ -70,7 +61,7 @@ def command(
         if size > 1 and not ranks.is_rank():
             return ranks.launch(size, state.arguments)
     facts = environment()
-    facts["plugin problems"] = [str(problem) for problem in state.host.problems]
+    facts["plugin problems"] = list(map(str, state.host.problems))
     facts["plugins turned off"] = list(state.host.disabled)
     if model is not None:
         facts["programs"] = programs(ModelChoice(model, batch_size, sequence_length), pins)
@@ -129,8 +120,13 @@ def environment() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    facts: dict[str, Any] = {name: _version(name) for name in DISTRIBUTIONS}
-    facts |= {
+    facts: dict[str, Any] = {}
+    for name in DISTRIBUTIONS:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    return facts | {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
@@ -143,11 +139,3 @@ def environment() -> dict[str, Any]:
         "launched by torchrun": ranks.is_rank(),
         "ranks": ranks.world_size(),
     }
-    return facts
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -16,6 +16,8 @@ from meshwright.commands.options import (
     check_folder,
     check_image,
     check_needs,
+    file,
+    number,
 )
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
@@ -28,18 +30,11 @@ NOT_CHECKED = "not checked against a model: give --model to check names, shapes 
 
 @click.command("explain")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option(
-    "--diff", "other", type=click.Path(path_type=Path), default=None, help="Say what changes to this plan."
-)
-@click.option("--world-size", type=int, default=None, help="Also check that the plan fits this many ranks.")
+@file("--diff", "other", help="Say what changes to this plan.")
+@number("--world-size", help="Also check that the plan fits this many ranks.")
 @click.option("--schedule", is_flag=True, help="Draw the timeline of the pipeline's schedule.")
-@click.option("--png", type=click.Path(path_type=Path), default=None, help="Draw it into this file too.")
-@click.option(
-    "--html",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Write it as one page that needs nothing else.",
-)
+@file("--png", help="Draw it into this file too.")
+@file("--html", help="Write it as one page that needs nothing else.")
 @click.option("--report", is_flag=True, help="Only where time and memory go, and what to buy next.")
 @click.option(
     "--why-not",
@@ -47,18 +42,12 @@ NOT_CHECKED = "not checked against a model: give --model to check names, shapes 
     metavar="NAME=VALUE",
     help="Say why the plan does not use a degree or an option, as tp=4; needs --model. Given again, each is answered.",
 )
-@click.option(
-    "--model", default=None, metavar="MODEL", help="Check the plan against this model, as for `plan`."
-)
+@click.option("--model", metavar="MODEL", help="Check the plan against this model, as for `plan`.")
 @batch_options
-@click.option("--optimizer", default=None, help="For --why-not. [default: that of the plan]")
-@click.option(
-    "--memory-limit", default=None, metavar="SIZE", help="For --why-not. [default: that of the plan]"
-)
-@click.option(
-    "--cluster", default=None, help="Cluster by name, or a file of one. [default: that of the plan]"
-)
-@click.option("--cost-model", default=None, help="For --why-not. [default: that of the plan]")
+@click.option("--optimizer", help="For --why-not. [default: that of the plan]")
+@click.option("--memory-limit", metavar="SIZE", help="For --why-not. [default: that of the plan]")
+@click.option("--cluster", help="Cluster by name, or a file of one. [default: that of the plan]")
+@click.option("--cost-model", help="For --why-not. [default: that of the plan]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -103,7 +92,12 @@ def command(
         changes = loaded.diff(ParallelPlan.load(other))
         click.echo(json.dumps(changes, indent=2) if as_json else "\n".join(changes) or "the plans are equal")
         return
-    chosen = None if model is None else _chosen(loaded, model, batch_size, sequence_length)
+    chosen = None
+    if model is not None:
+        planned, names = loaded.provenance.batch, {"batch_size": "rows", "sequence_length": "tokens"}
+        # sizes that are not given are those of the batch that the plan was made for
+        sizes = {argument: planned[name] for argument, name in names.items() if name in planned}
+        chosen = ModelChoice(model, batch_size, sequence_length, defaults=sizes)
     if why_not:
         if chosen is None:
             raise UsageError(
@@ -115,32 +109,15 @@ def command(
     else:
         checked = None if chosen is None else _check(state, loaded, chosen)
         machine = _machine(state, loaded, cluster)
-        _write_files(state, loaded, machine, png, html)
+        if png is not None:
+            from meshwright.pictures import draw_plan
+
+            draw_plan(loaded, machine, state.host, png)
+        if html is not None:
+            from meshwright_planner.reports.page import page
+
+            html.write_text(page(loaded, cluster=machine, host=state.host), encoding="utf-8")
         _print(state, loaded, machine, checked, report, as_json)
-
-
-def _chosen(
-    plan: ParallelPlan, model: str, batch_size: int | None, sequence_length: int | None
-) -> ModelChoice:
-    """The model on the command line; sizes that were not given are those of the batch that the plan was made for."""
-    planned = plan.provenance.batch
-    names = {"batch_size": "rows", "sequence_length": "tokens"}
-    defaults = {argument: planned[name] for argument, name in names.items() if name in planned}
-    return ModelChoice(model, batch_size, sequence_length, defaults=defaults)
-
-
-def _write_files(
-    state: State, plan: ParallelPlan, machine: Cluster | None, png: Path | None, html: Path | None
-) -> None:
-    """Write the picture and the page that were asked for."""
-    if png is not None:
-        from meshwright.rendering.plan_picture import draw
-
-        draw(plan, machine, state.host, png)
-    if html is not None:
-        from meshwright_planner.reports.html import page
-
-        html.write_text(page(plan, cluster=machine, host=state.host), encoding="utf-8")
 
 
 def _print(
@@ -224,13 +201,10 @@ def _why_not(
     model, batch = chosen.source().to_plan()
     sizes, made_for = Batch.of(batch), plan.provenance.batch
     rows = request.global_batch_size or sizes.size
-    if (rows, sizes.sequence_length) != (
-        made_for.get("rows", rows),
-        made_for.get("tokens", sizes.sequence_length),
-    ):
+    tokens = sizes.sequence_length
+    if (rows, tokens) != (made_for.get("rows", rows), made_for.get("tokens", tokens)):
         raise UsageError(
-            f"the plan was made for {dict(made_for)}, and this batch has {count_of(rows, 'row')} of "
-            f"{sizes.sequence_length} tokens; "
+            f"the plan was made for {dict(made_for)}, and this batch has {count_of(rows, 'row')} of {tokens} tokens; "
             "give the same batch, or plan for this one"
         )
     answers = [why_not(plan, model, batch, request, pins, state.host) for pins in wanted]
@@ -246,10 +220,12 @@ def _timeline(plan: ParallelPlan, png: Path | None, as_json: bool) -> None:
 
     table = planned(plan)
     if png is not None:
-        from meshwright.rendering.schedule_picture import draw
+        from meshwright.pictures import draw_schedule
 
         assert plan.pipeline is not None
-        draw(table, f"{plan.pipeline.schedule}, {count_of(plan.pipeline.microbatches, 'microbatch')}", png)
+        draw_schedule(
+            table, f"{plan.pipeline.schedule}, {count_of(plan.pipeline.microbatches, 'microbatch')}", png
+        )
     if as_json:
         ranks = [[[a.kind, a.stage, a.microbatch] for a in actions] for actions in table.ranks]
         click.echo(json.dumps({"bubble": table.bubble, "alive": table.alive, "ranks": ranks}))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -30,12 +29,18 @@ Option = Callable[[Any], Any]
 MODEL = "gpt2, llama, bert, vit; a transformers config.json; or file.py:function returning (model, batch)."
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """Check, before any work is done, that there is a folder to write `path` into.
+def number(*names: str, **settings: Any) -> Callable[[F], F]:
+    """An option whose value is a whole number; None where it is not given."""
+    return click.option(*names, type=int, **settings)
 
-    Raises:
-        UsageError: there is none.
-    """
+
+def file(*names: str, **settings: Any) -> Callable[[F], F]:
+    """An option whose value is a Path; None where it is not given."""
+    return click.option(*names, type=click.Path(path_type=Path), **settings)
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Check, before any work is done, that there is a folder to write `path` into. Raises UsageError."""
     if path is not None and not path.parent.is_dir():
         raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it, or write elsewhere")
 
@@ -45,11 +50,7 @@ IMAGES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def check_image(option: str, path: Path | None) -> None:
-    """Check that the suffix of `path` is that of a picture format.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Check that the suffix of `path` is that of a picture format. Raises UsageError."""
     if path is not None and path.suffix.lower() not in IMAGES:
         end = repr(path.suffix) if path.suffix else "nothing"
         raise UsageError(
@@ -59,33 +60,21 @@ def check_image(option: str, path: Path | None) -> None:
 
 
 def check_alone(option: str, given: bool, others: Mapping[str, object]) -> None:
-    """Refuse options that would have no effect together with `option`.
-
-    Raises:
-        UsageError: one of `others` was given too (its value is neither None nor False).
-    """
+    """Refuse each of `others` that was given (neither None nor False) with `option`, and would have no effect."""
     for other, value in others.items():
         if given and value is not None and value is not False:
             raise UsageError(f"{other} has no effect together with {option}; leave one of them out")
 
 
 def check_needs(option: str, given: bool, others: Mapping[str, object]) -> None:
-    """Refuse options that have no effect without `option`.
-
-    Raises:
-        UsageError: one of `others` was given alone (its value is neither None nor empty).
-    """
+    """Refuse each of `others` that was given (neither None nor empty) without `option`, and would have no effect."""
     for other, value in others.items():
         if not given and value not in (None, ()):
             raise UsageError(f"{other} has no effect without {option}; give both, or neither")
 
 
 def check_rows(option: str, given: bool, rows: int | None) -> None:
-    """Refuse --global-batch-size for commands that run the batch itself.
-
-    Raises:
-        UsageError: --global-batch-size was given too.
-    """
+    """Refuse --global-batch-size (`rows`) for commands that run the batch itself."""
     if given and rows is not None:
         raise UsageError(
             f"--global-batch-size {rows}: {option} runs the batch itself, whose rows are those of --batch-size; give "
@@ -102,27 +91,15 @@ def model_options(function: F) -> F:
     ) -> Any:
         return function(*args, chosen=ModelChoice(model, batch_size, sequence_length, seed), **given)
 
-    option = click.option("--model", required=True, metavar="MODEL", help=MODEL)
-    return cast(
-        "F", option(batch_options(click.option("--seed", type=int, default=0, show_default=True)(command)))
-    )
+    model = click.option("--model", required=True, metavar="MODEL", help=MODEL)
+    return cast("F", model(batch_options(number("--seed", default=0, show_default=True)(command))))
 
 
 def batch_options(function: F) -> F:
     """--batch-size, --sequence-length; None where they are not given."""
-    tokens = click.option(
-        "--sequence-length",
-        type=int,
-        default=None,
-        help=f"Tokens of a row. [default: {TOKENS}, or what the function says]",
-    )
-    rows = click.option(
-        "--batch-size",
-        type=int,
-        default=None,
-        help=f"Rows of the global batch. [default: {ROWS}, or what the function says]",
-    )
-    return rows(tokens(function))
+    chosen = "or what the function says]"
+    rows = number("--batch-size", help=f"Rows of the global batch. [default: {ROWS}, {chosen}")
+    return rows(number("--sequence-length", help=f"Tokens of a row. [default: {TOKENS}, {chosen}")(function))
 
 
 @dataclass(frozen=True)
@@ -139,23 +116,13 @@ class ModelChoice:
         """Where the model and its batch come from. Raises UsageError."""
         from meshwright.sources import resolve
 
-        return resolve(
-            self.model,
-            batch_size=self.batch_size,
-            sequence_length=self.sequence_length,
-            seed=self.seed,
-            defaults=self.defaults,
-        )
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return resolve(given.pop("model"), **given)
 
     def arguments(self) -> list[str]:
         """The options again, for another command."""
-        given = {
-            "--model": self.model,
-            "--batch-size": self.batch_size,
-            "--sequence-length": self.sequence_length,
-            "--seed": self.seed,
-        }
-        return [str(text) for pair in given.items() if pair[1] is not None for text in pair]
+        given = {name: getattr(self, name) for name in ("model", "batch_size", "sequence_length", "seed")}
+        return [t for name, x in given.items() if x is not None for t in (option_name(name), str(x))]
 
 
 class Named(click.ParamType):
@@ -176,56 +143,37 @@ class Named(click.ParamType):
         return f"[{'|'.join(self.names)}]"
 
 
+DEGREE = click.option(
+    "--degree", "degrees", multiple=True, metavar="AXIS=N", help="Pin the degree of a mesh axis, as tp=2."
+)
+
 SHARING: tuple[Option, ...] = (
-    click.option(
-        "--zero",
-        type=int,
-        default=None,
-        help="ZeRO stage, 1 to 3; 0 for none. [default: what memory asks for]",
-    ),
-    click.option(
+    number("--zero", help="ZeRO stage, 1 to 3; 0 for none. [default: what memory asks for]"),
+    number(
         "--zero-degree",
-        type=int,
-        default=None,
         help="How many data ranks share one copy of the training state. [default: all of them]",
     ),
     click.option(
         "--precision",
         type=Named(*PRECISIONS),
-        default=None,
         help="What a float32 model is computed in; its parameters stay float32. [default: their own]",
     ),
 )
 
 PLANNING: tuple[Option, ...] = (
-    click.option(
-        "--cluster", default=None, help="Cluster by name, or a file of one. [default: this machine]"
-    ),
-    click.option("--planner", default=None, help="Planner by name. [default: eager]"),
+    click.option("--cluster", help="Cluster by name, or a file of one. [default: this machine]"),
+    click.option("--planner", help="Planner by name. [default: eager]"),
     click.option(
         "--cost-model",
-        default=None,
         help="Cost model by name, as roofline or measured. [default: what was measured, else the datasheet]",
     ),
     click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum."),
-    click.option(
-        "--global-batch-size",
-        type=int,
-        default=None,
-        help="Plan for so many rows, if the batch has another number.",
-    ),
-    click.option(
-        "--degree", "degrees", multiple=True, metavar="AXIS=N", help="Pin the degree of a mesh axis, as tp=2."
-    ),
-    *(click.option(f"--{axis}", type=int, default=None, help=f"As --degree {axis}=N.") for axis in DEGREES),
+    number("--global-batch-size", help="Plan for so many rows, if the batch has another number."),
+    DEGREE,
+    *(number(f"--{axis}", help=f"As --degree {axis}=N.") for axis in DEGREES),
     *SHARING,
-    click.option("--schedule", default=None, help="Schedule of the pipeline by name. [default: the best]"),
-    click.option(
-        "--microbatches",
-        type=int,
-        default=None,
-        help="Equal parts that a pipeline cuts the batch into. [default: the best]",
-    ),
+    click.option("--schedule", help="Schedule of the pipeline by name. [default: the best]"),
+    number("--microbatches", help="Equal parts that a pipeline cuts the batch into. [default: the best]"),
     click.option(
         "--sequence-parallel/--no-sequence-parallel",
         default=None,
@@ -234,24 +182,19 @@ PLANNING: tuple[Option, ...] = (
     click.option(
         "--context-attention",
         type=Named("all_gather", "ring", "all_to_all"),
-        default=None,
         help="How ranks that share a sequence (cp) share attention. [default: the cheapest]",
     ),
     click.option(
         "--context-balance",
         type=Named("none", "zigzag"),
-        default=None,
         help="Which parts of a sequence a rank of cp has. [default: zigzag for causal models]",
     ),
     click.option(
         "--recompute",
-        default=None,
         metavar="WHAT",
         help="full, selective or alternate for repeated blocks, or a pattern of module names. [default: what memory asks for]",
     ),
-    click.option(
-        "--memory-limit", default=None, metavar="SIZE", help="Memory of a rank, as 16GB, 40GiB or 80e9."
-    ),
+    click.option("--memory-limit", metavar="SIZE", help="Memory of a rank, as 16GB, 40GiB or 80e9."),
     click.option(
         "--ignore-marks",
         "keep_user_sharding",
@@ -263,7 +206,6 @@ PLANNING: tuple[Option, ...] = (
     click.option(
         "--time-budget",
         type=float,
-        default=None,
         metavar="SECONDS",
         help="Take the best that is known by then. [default: search to the end]",
     ),
@@ -275,11 +217,11 @@ NAMES = tuple(
 )
 """The arguments that the options of PLANNING set."""
 
-OPTION: Mapping[str, str] = MappingProxyType({"degrees": "--degree", "keep_user_sharding": "--ignore-marks"})
-"""Argument -> option, where they differ."""
 
-NOT_PLANNING = frozenset({"optimizer"})
-"""Arguments that a command takes together with a plan, since they do not change how it is planned."""
+def option_name(argument: str) -> str:
+    """The option that sets an argument of a command."""
+    different = {"degrees": "--degree", "keep_user_sharding": "--ignore-marks"}
+    return different.get(argument, f"--{argument.replace('_', '-')}")
 
 
 def plan_options(function: F) -> F:
@@ -290,19 +232,12 @@ def plan_options(function: F) -> F:
         options = PlanOptions({name: given.pop(name) for name in NAMES})
         return function(*args, options=options, **given)
 
-    return with_options(cast("F", command), PLANNING)
+    return with_options(*PLANNING)(cast("F", command))
 
 
-def sharing_options(function: F) -> F:
-    """--zero, --zero-degree, --precision."""
-    return with_options(function, SHARING)
-
-
-def with_options(function: F, options: Sequence[Option]) -> F:
-    """The function with these options, which --help lists in this order."""
-    for option in reversed(options):
-        function = option(function)
-    return function
+def with_options(*options: Option) -> Callable[[F], F]:
+    """Add these options to a command; --help lists them in this order."""
+    return lambda command: functools.reduce(lambda function, option: option(function), options[::-1], command)
 
 
 @dataclass(frozen=True)
@@ -313,13 +248,8 @@ class PlanOptions:
 
     @property
     def given(self) -> list[str]:
-        """The options that were given, without those of NOT_PLANNING."""
-        names = (
-            name
-            for name, value in self.values.items()
-            if value not in (None, ()) and name not in NOT_PLANNING
-        )
-        return [OPTION.get(name, f"--{name.replace('_', '-')}") for name in names]
+        """The options that were given. --optimizer does not change how to plan: a command takes it with a plan."""
+        return [option_name(n) for n, v in self.values.items() if v not in (None, ()) and n != "optimizer"]
 
     def request(self, host: PluginHost, *, world_size: int, top_k: int = 1) -> PlanRequest:
         """The request to the planner.
@@ -331,13 +261,11 @@ class PlanOptions:
         texts = [*values.pop("degrees", ())]
         texts += [f"{axis}={values.pop(axis)}" for axis in DEGREES if axis in values]
         pins = pinning(parse_degrees(tuple(texts), host))
-        zero_degree = values.pop("zero_degree", None)
-        if zero_degree is not None and "zero_degree" in pins:
+        if "zero_degree" in values and "zero_degree" in pins:
             raise UsageError(
-                f"--zero-degree {zero_degree} is pinned as --degree zero={pins['zero_degree']} too; give one of them"
+                f"--zero-degree {values['zero_degree']} is pinned as --degree zero={pins['zero_degree']} too; give one of them"
             )
-        shared = {} if zero_degree is None else {"zero_degree": zero_degree}
-        return PlanRequest(world_size=world_size, top_k=top_k, **values, **shared, **pins)
+        return PlanRequest(world_size=world_size, top_k=top_k, **values, **pins)
 
 
 def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
@@ -367,9 +295,8 @@ def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
 
 def pinning(pins: Mapping[str, int]) -> dict[str, Any]:
     """The keywords of PlanRequest that pin these degrees."""
-    keywords = {KEYWORDS[axis]: degree for axis, degree in pins.items() if axis in KEYWORDS}
     others = {axis: degree for axis, degree in pins.items() if axis not in KEYWORDS}
-    return {**keywords, "degrees": others}
+    return {"degrees": others} | {KEYWORDS[axis]: n for axis, n in pins.items() if axis in KEYWORDS}
 
 
 def make_plans(host: PluginHost, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
@@ -382,7 +309,5 @@ def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[n
     """Plan as requested, once for all ranks, and apply the best plan: the model and its plan."""
     import meshwright as mw
 
-    given = {name: value for name, value in request.given().items() if name != "cluster"}
-    applied = mw.auto_parallelize(model, batch, cluster=request.cluster, **given)
-    plan: Any = applied.parallel_plan
-    return applied, plan
+    applied: Any = mw.auto_parallelize(model, batch, **{**request.given(), "cluster": request.cluster})
+    return applied, applied.parallel_plan

@@ -16,8 +16,10 @@ from meshwright.commands.options import (
     check_alone,
     check_folder,
     check_rows,
+    file,
     make_plans,
     model_options,
+    number,
     plan_options,
 )
 from meshwright_dtensor.errors import InfeasibleError
@@ -36,25 +38,13 @@ COMPARED = 5
 @click.command("plan")
 @model_options
 @plan_options
-@click.option("--world-size", type=int, default=None, help="Ranks to plan for. [default: 1]")
+@number("--world-size", help="Ranks to plan for. [default: 1]")
+@number("--top-k", default=1, show_default=True, help="How many plans to show whole, best first.")
+@file("--output", "-o", help="Save the best plan here.")
 @click.option(
-    "--top-k", type=int, default=1, show_default=True, help="How many plans to show whole, best first."
+    "--trial", type=click.IntRange(2), help="Run the best so many here for a few steps; the fastest wins."
 )
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path), default=None, help="Save the best plan here."
-)
-@click.option(
-    "--trial",
-    type=click.IntRange(2),
-    default=None,
-    help="Run the best so many here for a few steps; the fastest wins.",
-)
-@click.option(
-    "--compare",
-    default=None,
-    metavar="NAMES",
-    help="Also ask these planners, as alpa,mcmc; all in one table.",
-)
+@click.option("--compare", metavar="NAMES", help="Also ask these planners, as alpa,mcmc; all in one table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, or the list of plans, as JSON.")
 @click.pass_obj
 def command(
@@ -87,7 +77,7 @@ def command(
     if ranks.rank():
         return 0
     if trial is not None:
-        from meshwright.trial.planner import tried
+        from meshwright.trial import tried
 
         plans = [
             *tried(plans[:trial], [*chosen.arguments(), "--optimizer", request.optimizer]),
@@ -105,8 +95,8 @@ def command(
     size = plans[0].world_size
     machine = cluster_of(request.cluster, state.host, size).running(size)
     click.echo(explain(plans, cluster=machine, host=state.host))
-    for number, plan in enumerate(plans[:top_k], 1):
-        click.echo(f"=== plan {number} ===\n{plan.explain()}")
+    for place, plan in enumerate(plans[:top_k], 1):
+        click.echo(f"=== plan {place} ===\n{plan.explain()}")
     if output is not None:
         click.echo(f"saved to {output}")
     return 0

@@ -7,8 +7,10 @@ import json
 import click
 
 from meshwright.cli import State
-from meshwright.rendering.tables import show
-from meshwright_dtensor.utils.console import Table
+from meshwright_dtensor.utils.console import Table, show
+
+ORIGIN = ("distribution", "version", "entry_point")
+"""Where a plugin or a problem comes from."""
 
 
 @click.command("plugins")
@@ -17,37 +19,21 @@ from meshwright_dtensor.utils.console import Table
 def command(state: State, as_json: bool) -> None:
     """List the installed plugins and the problems of those that were left out."""
     host = state.host
-    rows = [
-        {
-            "kind": entry.record.kind,
-            "name": entry.name,
-            "distribution": entry.distribution,
-            "version": entry.version,
-            "entry_point": entry.entry_point,
-            "target": entry.record.target,
-            "summary": entry.record.summary,
-        }
-        for entry in host.everything()
-    ]
-    problems = [
-        {
-            "distribution": problem.distribution,
-            "version": problem.version,
-            "entry_point": problem.entry_point,
-            "reason": problem.reason,
-        }
-        for problem in host.problems
-    ]
+    rows = []
+    for entry in host.everything():
+        record, origin = entry.record, {name: getattr(entry, name) for name in ORIGIN}
+        row = {"kind": record.kind, "name": entry.name, **origin}
+        rows.append({**row, "target": record.target, "summary": record.summary})
+    problems = [{name: getattr(problem, name) for name in (*ORIGIN, "reason")} for problem in host.problems]
     if as_json:
-        click.echo(
-            json.dumps({"plugins": rows, "problems": problems, "disabled": list(host.disabled)}, indent=2)
-        )
+        data = {"plugins": rows, "problems": problems, "disabled": list(host.disabled)}
+        click.echo(json.dumps(data, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("kind", "name", "distribution", "version", "summary"):
+    table, titles = Table(box=None, pad_edge=False), ("kind", "name", "distribution", "version", "summary")
+    for title in titles:
         table.add_column(title, overflow="fold")
     for row in rows:
-        table.add_row(*(row[key] for key in ("kind", "name", "distribution", "version", "summary")))
+        table.add_row(*(row[title] for title in titles))
     console = show(table)
     for name in host.disabled:
         console.print(f"turned off: {name}", highlight=False)

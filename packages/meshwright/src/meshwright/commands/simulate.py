@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from meshwright.cli import State
-from meshwright.commands.options import check_folder
+from meshwright.commands.options import check_folder, file
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 
 
 @click.command("simulate")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--cluster", default=None, help="Cluster by name. [default: that of the plan]")
+@click.option("--cluster", help="Cluster by name. [default: that of the plan]")
 @click.option(
     "--straggler",
     "stragglers",
@@ -30,9 +30,7 @@ from meshwright_dtensor.plan import ParallelPlan
     metavar="RANK:LINK=SHARE",
     help="A link at a share of its bandwidth, 5:nvlink=0.5; 0 where it is gone; node1:infiniband=0.5 for a whole node.",
 )
-@click.option(
-    "--trace", type=click.Path(path_type=Path), default=None, help="Write a trace for Perfetto here."
-)
+@file("--trace", help="Write a trace for Perfetto here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(

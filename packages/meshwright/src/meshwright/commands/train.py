@@ -8,7 +8,7 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import Named, sharing_options
+from meshwright.commands.options import SHARING, Named, file, number, with_options
 from meshwright.sources import TOKENS
 
 MODELS = ("gpt2", "llama", "bert", "vit")
@@ -16,38 +16,20 @@ MODELS = ("gpt2", "llama", "bert", "vit")
 
 @click.command("train")
 @click.option("--model", type=Named(*MODELS), default="gpt2", show_default=True, help="Architecture.")
-@click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps.")
-@click.option(
-    "--world-size",
-    type=int,
-    default=None,
-    help="Ranks to start here. [default: the plan's, or 4; a job's own under torchrun]",
-)
-@click.option("--dp", type=int, default=None, help="Pin the data-parallel degree.")
-@click.option("--cp", type=int, default=None, help="Pin the context-parallel degree.")
-@click.option("--tp", type=int, default=None, help="Pin the tensor-parallel degree.")
-@sharing_options
-@click.option(
-    "--plan", type=click.Path(path_type=Path), default=None, help="Apply this plan instead of planning."
-)
-@click.option(
-    "--text",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Train on this file. [default: the standard library]",
-)
-@click.option("--batch-size", type=int, default=8, show_default=True, help="Rows of the global batch.")
-@click.option("--sequence-length", type=int, default=None, help=f"Tokens of a row. [default: {TOKENS}]")
+@number("--steps", default=50, show_default=True, help="Optimizer steps.")
+@number("--world-size", help="Ranks to start here. [default: the plan's, or 4; a job's own under torchrun]")
+@number("--dp", help="Pin the data-parallel degree.")
+@number("--cp", help="Pin the context-parallel degree.")
+@number("--tp", help="Pin the tensor-parallel degree.")
+@with_options(*SHARING)
+@file("--plan", help="Apply this plan instead of planning.")
+@file("--text", help="Train on this file. [default: the standard library]")
+@number("--batch-size", default=8, show_default=True, help="Rows of the global batch.")
+@number("--sequence-length", help=f"Tokens of a row. [default: {TOKENS}]")
 @click.option("--optimizer", type=Named("adamw", "sgd"), default="adamw", show_default=True)
-@click.option("--learning-rate", type=float, default=None, help="Peak rate. [default: the optimizer's]")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("meshwright-run"),
-    show_default=True,
-    help="Folder for results.",
-)
+@click.option("--learning-rate", type=float, help="Peak rate. [default: the optimizer's]")
+@number("--seed", default=0, show_default=True)
+@file("--out", default=Path("meshwright-run"), show_default=True, help="Folder for results.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.pass_obj
 def command(

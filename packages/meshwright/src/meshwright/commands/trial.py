@@ -10,10 +10,10 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import ModelChoice, batch_options, check_alone
+from meshwright.commands.options import ModelChoice, batch_options, check_alone, file, number
 from meshwright.commands.verify import OPTIMIZERS
 from meshwright.sources import Source
-from meshwright.trial.measure import STEPS, measure
+from meshwright.trial import STEPS, measure
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy.plan_request import unknown
@@ -24,18 +24,13 @@ if TYPE_CHECKING:
 
 @click.command("trial")
 @click.argument("plans", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--model", default=None, metavar="MODEL", help="As for `plan`.")
+@click.option("--model", metavar="MODEL", help="As for `plan`.")
 @batch_options
-@click.option("--seed", type=int, default=None, help="As for `plan`. [default: 0]")
-@click.option(
-    "--saved",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="In place of --model: a pickled (model, batch).",
-)
+@number("--seed", help="As for `plan`. [default: 0]")
+@file("--saved", help="In place of --model: a pickled (model, batch).")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum.")
 @click.option("--steps", type=click.IntRange(1), default=STEPS, show_default=True, help="Steps that count.")
-@click.option("--output", type=click.Path(path_type=Path), default=None, help="Write what was measured here.")
+@file("--output", help="Write what was measured here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -73,37 +68,35 @@ def command(
 
     import meshwright as mw
 
-    chosen = None if model is None else ModelChoice(model, batch_size, sequence_length, seed or 0)
     mw.init()
     torch.set_num_threads(1)
-    source = _source(chosen, saved)
-    measured = [measure(source.make, source.batch, plan, OPTIMIZERS[optimizer], steps) for plan in loaded]
+    if saved is not None:
+        source = _saved_source(saved)
+    else:
+        assert model is not None
+        source = ModelChoice(model, batch_size, sequence_length, seed or 0).source()
+    seconds = [measure(source.make, source.batch, plan, OPTIMIZERS[optimizer], steps) for plan in loaded]
     if ranks.rank() == 0:
-        data = {"seconds": [m.seconds for m in measured], "steps": steps, "plans": [str(p) for p in plans]}
+        data = {"seconds": seconds, "steps": steps, "plans": [str(p) for p in plans]}
         if output is not None:
             output.write_text(json.dumps(data))
         if as_json:
             click.echo(json.dumps(data))
         else:
-            for path, plan, m in zip(plans, loaded, measured, strict=True):
-                predicted = (
-                    ""
-                    if plan.predicted is None
-                    else f", {1e3 * plan.predicted.step_seconds:.4g} ms predicted"
-                )
-                click.echo(f"{path}: {1e3 * m.seconds:.4g} ms a step{predicted}")
+            for path, plan, taken in zip(plans, loaded, seconds, strict=True):
+                line = f"{path}: {1e3 * taken:.4g} ms a step"
+                if plan.predicted is not None:
+                    line += f", {1e3 * plan.predicted.step_seconds:.4g} ms predicted"
+                click.echo(line)
     dist.destroy_process_group()
     return 0
 
 
-def _source(chosen: ModelChoice | None, saved: Path | None) -> Source:
-    if chosen is not None:
-        return chosen.source()
+def _saved_source(saved: Path) -> Source:
     import copy
 
     import torch
 
-    assert saved is not None
     model, batch = torch.load(saved, weights_only=False)
 
     def build() -> tuple[nn.Module, Any]:

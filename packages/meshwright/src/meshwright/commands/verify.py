@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,7 +17,9 @@ from meshwright.commands.options import (
     PlanOptions,
     apply_request,
     check_rows,
+    file,
     model_options,
+    number,
     plan_options,
 )
 from meshwright.sources import loss_of
@@ -25,52 +27,38 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy.plan_request import unknown
 from meshwright_dtensor.utils.names import count_of
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
+def _stock(name: str, **settings: float) -> Callable[[Iterable[Any]], Any]:
+    """Makes an optimizer of torch with these settings."""
 
-# As planned for: the names are those of `plan(optimizer=...)`.
-def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    from torch.optim import SGD
+    def make(parameters: Iterable[Any]) -> Any:
+        import torch
 
-    return SGD(parameters, lr=0.05)
+        return getattr(torch.optim, name)(parameters, **settings)
 
-
-def _sgd_momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    from torch.optim import SGD
-
-    return SGD(parameters, lr=0.05, momentum=0.9)
+    return make
 
 
 # At its usual epsilon Adam turns gradients that are rounding noise into whole steps, and two right runs part. The rate is
 # small, so that what noise there is in the parameters stays below the tolerance of the gradients of later steps.
-def _adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    from torch.optim import Adam
-
-    return Adam(parameters, lr=1e-4, eps=1e-5)
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    from torch.optim import AdamW
-
-    return AdamW(parameters, lr=1e-4, eps=1e-5)
-
-
 OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], Any]] = MappingProxyType(
-    {"sgd": _sgd, "sgd-momentum": _sgd_momentum, "adam": _adam, "adamw": _adamw}
+    {
+        "sgd": _stock("SGD", lr=0.05),
+        "sgd-momentum": _stock("SGD", lr=0.05, momentum=0.9),
+        "adam": _stock("Adam", lr=1e-4, eps=1e-5),
+        "adamw": _stock("AdamW", lr=1e-4, eps=1e-5),
+    }
 )
+"""Name, as in `plan(optimizer=...)` -> factory."""
 
 
 @click.command("verify")
 @model_options
 @plan_options
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), default=None, help="Check this plan.")
-@click.option("--world-size", type=int, default=None, help="Ranks to start here. [default: the plan's, or 4]")
-@click.option("--steps", type=int, default=2, show_default=True, help="Training steps.")
-@click.option(
-    "--tolerance", type=float, default=None, help="Largest relative difference. [default: the dtype's]"
-)
+@file("--plan", "plan_file", help="Check this plan.")
+@number("--world-size", help="Ranks to start here. [default: the plan's, or 4]")
+@number("--steps", default=2, show_default=True, help="Training steps.")
+@click.option("--tolerance", type=float, help="Largest relative difference. [default: the dtype's]")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_obj
 def command(

@@ -49,64 +49,40 @@ class Recipe:
         return self.rows(text, sequence_length, rows, seed)
 
 
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
+_LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 8}
+_ENCODER = {
+    **_LAYERS,
+    "hidden_size": 336,
+    "intermediate_size": 1344,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
+
+
 def _gpt2(length: int) -> dict[str, Any]:
-    return {
-        "vocab_size": BYTES,
-        "n_positions": length,
-        "n_embd": 336,
-        "n_layer": 4,
-        "n_head": 8,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "use_cache": False,
-    }
+    size = {"vocab_size": BYTES, "n_positions": length, "n_embd": 336, "n_layer": 4, "n_head": 8}
+    return {**size, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, **_NO_TOKENS}
 
 
 def _llama(length: int) -> dict[str, Any]:
+    size = {"vocab_size": BYTES, "max_position_embeddings": length, "hidden_size": 320, **_LAYERS}
     return {
-        "vocab_size": BYTES,
-        "max_position_embeddings": length,
-        "hidden_size": 320,
+        **size,
         "intermediate_size": 960,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "attention_dropout": 0.1,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "use_cache": False,
+        **_NO_TOKENS,
     }
 
 
 def _bert(length: int) -> dict[str, Any]:
-    return {
-        "vocab_size": BYTES + 4,
-        "max_position_embeddings": length,
-        "hidden_size": 336,
-        "intermediate_size": 1344,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
-    }
+    return {"vocab_size": BYTES + 4, "max_position_embeddings": length, **_ENCODER}
 
 
 def _vit(length: int) -> dict[str, Any]:
-    return {
-        "image_size": IMAGE_SIZE,
-        "patch_size": 4,
-        "num_channels": 1,
-        "num_labels": ByteImage.KINDS,
-        "hidden_size": 336,
-        "intermediate_size": 1344,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
-    }
+    images = {"image_size": IMAGE_SIZE, "patch_size": 4, "num_channels": 1}
+    return {**images, "num_labels": ByteImage.KINDS, **_ENCODER}
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(

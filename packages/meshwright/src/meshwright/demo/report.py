@@ -9,20 +9,18 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshwright.demo.plot import draw
 from meshwright.demo.train import Options, Outcome, Step
+from meshwright.pictures import draw_losses
 from meshwright_dtensor.utils.console import Console
 from meshwright_dtensor.utils.names import count_of
 
 
 class Report:
-    """A `StorageRecorder` that prints: the plan, a line a step, a progress bar, the plot's place and one line of verdict."""
+    """Prints the plan, a line a step, a progress bar, the plot's place and one line of verdict."""
 
     def __init__(self, out: Path, as_json: bool) -> None:
         """out: folder of plan.json, losses.json and losses.png. as_json: JSON to stdout, everything else to stderr."""
-        self.out = out
-        self.as_json = as_json
-        self.tolerance = 0.0
+        self.out, self.as_json, self.tolerance = out, as_json, 0.0
         # One line of JSON must be the whole of stdout, so the rest moves over.
         self.console = Console(stderr=as_json, highlight=False)
         self.progress = Progress(
@@ -70,7 +68,7 @@ class Report:
         self.close()
         losses, picture = self.out / "losses.json", self.out / "losses.png"
         losses.write_text(json.dumps(outcome.to_dict(), indent=1) + "\n", encoding="utf-8")
-        draw(outcome, picture)
+        draw_losses(outcome, picture)
         self.console.print(
             f"\nplan: {self.out / 'plan.json'}   losses: {losses}   plot: {picture}", soft_wrap=True
         )
@@ -83,8 +81,8 @@ def verdict(outcome: Outcome) -> str:
     """One line: whether the parallel run was the one-device run."""
     first, last, worst = outcome.steps[0], outcome.steps[-1], outcome.worst
     run = f"{outcome.model} on {count_of(outcome.world_size, 'rank')} ({outcome.layout}), {count_of(len(outcome.steps), 'step')}"
-    curve = f"loss {first.parallel:.3f} -> {last.parallel:.3f}"
-    size = f"largest difference {worst.difference:.1e} at step {worst.step + 1}"
-    if outcome.passed:
-        return f"PASS: {run}: {curve}, the same as one device: {size} (allowed {outcome.tolerance:g})"
-    return f"FAIL: {run}: {curve}, parted from one device: {size} (allowed {outcome.tolerance:g})"
+    mark, relation = ("PASS", "the same as") if outcome.passed else ("FAIL", "parted from")
+    return (
+        f"{mark}: {run}: loss {first.parallel:.3f} -> {last.parallel:.3f}, {relation} one device: largest difference "
+        f"{worst.difference:.1e} at step {worst.step + 1} (allowed {outcome.tolerance:g})"
+    )

@@ -1,4 +1,4 @@
-"""What each model learns from bytes: datasets whose row `i` is always the same, whoever asks for it.
+"""What each model learns from bytes: a text, and datasets whose row `i` is always the same, whoever asks for it.
 
 A row is drawn by a generator of its own, seeded by (seed, row): loading never touches the random numbers that the
 model's dropout uses, and any rank can load any part of a batch.
@@ -6,18 +6,62 @@ model's dropout uses, and any rank can load any part of a batch.
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from meshwright_dtensor.errors import UsageError
+
 BYTES = 256
 # the one symbol that no byte uses
 MASK = BYTES
 IMAGE_SIZE = 32
 IGNORED = -100
+# bytes of a text: enough for any run of the demo, read in well under a second
+LIMIT = 8 << 20
+
+
+def read_text(path: str | Path | None = None, *, at_least: int = 1) -> Tensor:
+    """The bytes of `path`, or of the standard library's sources, as a uint8 tensor of at most `LIMIT` elements.
+
+    at_least: how many bytes the caller needs.
+    Raises:
+        UsageError: the file is missing, unreadable or too short.
+    """
+    if path is None:
+        data = _standard_library()
+    else:
+        try:
+            with open(path, "rb") as file:
+                data = file.read(LIMIT)
+        except OSError as error:
+            raise UsageError(
+                f"--text {path} cannot be read ({error.strerror}); give a readable text file"
+            ) from error
+    if len(data) < at_least:
+        raise UsageError(
+            f"--text {path} has {len(data)} bytes: training needs at least {at_least}; "
+            "give a longer file or a smaller --sequence-length"
+        )
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _standard_library() -> bytes:
+    """The top-level modules of the standard library, in order of their names."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    data = bytearray()
+    for file in sorted(folder.glob("*.py")):
+        data += file.read_bytes()
+        if len(data) >= LIMIT:
+            break
+    if not data:
+        raise UsageError(f"there are no sources in {folder}; give a file with --text")
+    return bytes(data[:LIMIT])
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
@@ -30,10 +74,7 @@ class _Rows(Dataset[dict[str, Tensor]]):
     fixed: ClassVar[bool] = False
 
     def __init__(self, text: Tensor, length: int, rows: int, seed: int) -> None:
-        self.text = text
-        self.length = length
-        self.rows = rows
-        self.seed = seed
+        self.text, self.length, self.rows, self.seed = text, length, rows, seed
 
     def __len__(self) -> int:
         return self.rows

@@ -10,9 +10,10 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,33 +21,25 @@ from torch import nn
 import meshwright as mw
 from meshwright import ranks
 from meshwright.demo.models import RECIPES
-from meshwright.demo.tasks import batches, loader
-from meshwright.demo.text import read_text
+from meshwright.demo.tasks import batches, loader, read_text
 from meshwright_dtensor.errors import UsageError
 
-HALF_TOLERANCE = (
-    # the same where it is computed in half precision: a few roundings of bf16 of a loss near 5
-    5e-2
-)
+if TYPE_CHECKING:
+    from meshwright.demo.report import Report
+
 # absolute, on the loss, in fp32: about ten units in the last place of a loss near 5
 TOLERANCE = 5e-6
-
-Factory = Callable[[Any, float], torch.optim.Optimizer]
-
-
-def _adamw(parameters: Any, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=rate, eps=1e-5)
-
-
-def _sgd(parameters: Any, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
-
+# the same where it is computed in half precision: a few roundings of bf16
+HALF_TOLERANCE = 5e-2
 
 # Adam divides a gradient by its own size: where the gradient is zero but for rounding (the bias of an attention's keys,
 # say) the step is rounding noise at full size, and two runs that sum in another order part, however right they are. An
 # epsilon well above that noise and well below real gradients keeps such steps small; training is as good.
-OPTIMIZERS: Mapping[str, tuple[Factory, float]] = MappingProxyType(
-    {"adamw": (_adamw, 5e-4), "sgd": (_sgd, 1e-2)}
+OPTIMIZERS: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = MappingProxyType(
+    {
+        "adamw": (partial(torch.optim.AdamW, eps=1e-5), 5e-4),
+        "sgd": (partial(torch.optim.SGD, momentum=0.9), 1e-2),
+    }
 )
 # steps over which the learning rate rises to its value
 WARM_UP = 10
@@ -153,14 +146,6 @@ class Outcome:
         }
 
 
-class StorageRecorder(Protocol):
-    """Who is told what happens, on rank 0 only."""
-
-    def planned(self, plan: Any, outcome: Outcome, options: Options) -> None: ...
-
-    def stepped(self, step: Step) -> None: ...
-
-
 class _Single:
     """The same training on one device, with random numbers of its own."""
 
@@ -192,16 +177,16 @@ class _Single:
 
 def make_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Optimizer, Any]:
     """The stock optimizer and learning rate schedule, the same for both runs."""
-    factory, rate = OPTIMIZERS[options.optimizer]
-    optimizer = factory(model.parameters(), rate if options.learning_rate is None else options.learning_rate)
+    make, rate = OPTIMIZERS[options.optimizer]
+    optimizer = make(model.parameters(), lr=options.learning_rate or rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     return optimizer, schedule
 
 
-def run(options: Options, watcher: StorageRecorder | None) -> Outcome:
+def run(options: Options, report: Report | None) -> Outcome:
     """Train on every rank of this job; the one-device run happens on rank 0, in turn with the parallel one.
 
-    watcher: told on rank 0; other ranks pass None.
+    report: told on rank 0; other ranks pass None.
     Raises what planning and applying a plan raise: UsageError, InfeasibleError.
     """
     torch.set_num_threads(1)
@@ -215,18 +200,9 @@ def run(options: Options, watcher: StorageRecorder | None) -> Outcome:
     with mw.deferred_init():
         model = recipe.make(options.sequence_length)
     if options.plan is None:
-        pins = options.degrees
-        model = mw.auto_parallelize(
-            model,
-            example,
-            optimizer=options.optimizer,
-            dp=pins.get("dp"),
-            cp=pins.get("cp"),
-            tp=pins.get("tp"),
-            zero=options.zero,
-            zero_degree=options.zero_degree,
-            precision=options.precision,
-        )
+        names = ("optimizer", "zero", "zero_degree", "precision")
+        keywords: dict[str, Any] = {name: getattr(options, name) for name in names}
+        model = mw.auto_parallelize(model, example, **{**keywords, **options.degrees})
     else:
         model = mw.parallelize(model, mw.ParallelPlan.load(options.plan), batch=example)
     optimizer, schedule = make_optimizer(model, options)
@@ -239,8 +215,8 @@ def run(options: Options, watcher: StorageRecorder | None) -> Outcome:
     single = (
         _Single(options, lambda: recipe.make(options.sequence_length), data) if ranks.rank() == 0 else None
     )
-    if watcher:
-        watcher.planned(plan, outcome, options)
+    if report:
+        report.planned(plan, outcome, options)
 
     start = time.perf_counter()
     for number, batch in enumerate(mw.shard_loader(loader(data, options.batch_size))):
@@ -255,7 +231,7 @@ def run(options: Options, watcher: StorageRecorder | None) -> Outcome:
             single_loss, single_seconds = single.step()
             step = Step(number, value, single_loss, seconds, single_seconds)
             outcome.steps.append(step)
-            if watcher:
-                watcher.stepped(step)
+            if report:
+                report.stepped(step)
         start = time.perf_counter()
     return outcome

@@ -1,4 +1,4 @@
-"""The planner `trial`: the best predicted plans, run for a few steps each; the fastest measured plan comes first."""
+"""Runs plans for a few real steps on ranks of this machine, and the planner `trial`, which keeps the fastest."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from meshwright.trial.measure import STEPS
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy import Planner, PlanRequest
@@ -23,6 +24,48 @@ if TYPE_CHECKING:
 
 PLANS = 3
 """How many plans are run, where `top_k` asks for fewer."""
+
+STEPS, WARM_UP_STEPS = 5, 2
+"""Timed steps of each plan, and steps before them."""
+
+
+def measure(
+    make: Callable[[], nn.Module], batch: Any, plan: ParallelPlan, optimizer: Callable[[Any], Any], steps: int
+) -> float:
+    """Seconds of a step under a plan, on the slowest rank, the median over steps; to be called on every rank of the job."""
+    import torch
+    import torch.distributed as dist
+
+    import meshwright as mw
+    from meshwright.sources import loss_of
+    from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
+
+    device = mw.init()
+    before = live_process_groups()
+    with mw.deferred_init():
+        model = make()
+    mw.parallelize(model, plan, batch=batch)
+    stepping = optimizer(model.parameters())
+    args: Sequence[Any] = batch if isinstance(batch, (tuple, list)) else (batch,)
+    keywords: Mapping[str, Any] = {}
+    if isinstance(batch, Mapping):
+        args, keywords = (), batch
+    taken = []
+    for _ in range(WARM_UP_STEPS + steps):
+        dist.barrier()
+        start = time.perf_counter()
+        loss_of(model(*args, **keywords)).backward()
+        stepping.step()
+        stepping.zero_grad()
+        # kernels are launched, not done
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        taken.append(float(slowest))
+    del model, stepping
+    destroy_groups(live_process_groups() - before)
+    return median(taken[WARM_UP_STEPS:])
 
 
 def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = STEPS) -> list[ParallelPlan]:
@@ -53,16 +96,19 @@ def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = 
                 f"{done.returncode}, see above); plan without a trial, or mend what was said"
             )
         seconds: list[float] = json.loads(output.read_text())["seconds"]
-    order = sorted(range(len(plans)), key=lambda i: (seconds[i], i))
-    return [_noted(plans[i], seconds[i], place, i, len(plans), steps) for place, i in enumerate(order, 1)]
+    noted = []
+    for place, i in enumerate(sorted(range(len(plans)), key=lambda i: (seconds[i], i)), 1):
+        note = f"tried: {1e3 * seconds[i]:.4g} ms a step (median of {steps} on this machine)"
+        if (predicted := plans[i].predicted) is not None:
+            note += f", {1e3 * predicted.step_seconds:.4g} ms predicted"
+        note += f"; number {place} of {len(plans)} measured, number {i + 1} predicted"
+        notes = (*plans[i].provenance.notes, note)
+        noted.append(_with_origin(plans[i], notes=notes, measured_seconds=seconds[i]))
+    return noted
 
 
-def _noted(plan: ParallelPlan, seconds: float, place: int, was: int, count: int, steps: int) -> ParallelPlan:
-    note = f"tried: {1e3 * seconds:.4g} ms a step (median of {steps} on this machine)"
-    if plan.predicted is not None:
-        note += f", {1e3 * plan.predicted.step_seconds:.4g} ms predicted"
-    note += f"; number {place} of {count} measured, number {was + 1} predicted"
-    update = {"notes": (*plan.provenance.notes, note), "measured_seconds": seconds}
+def _with_origin(plan: ParallelPlan, **update: Any) -> ParallelPlan:
+    """The plan with another provenance."""
     return plan.replace(provenance=plan.provenance.model_copy(update=update))
 
 
@@ -105,8 +151,4 @@ class TrialPlanner(Planner):
                     "`meshwright plan --trial` with --model file.py:function"
                 ) from error
             fastest = tried(plans, ["--saved", str(saved), "--optimizer", request.optimizer])
-        return [_from_trial(plan) for plan in fastest[: request.top_k]]
-
-
-def _from_trial(plan: ParallelPlan) -> ParallelPlan:
-    return plan.replace(provenance=plan.provenance.model_copy(update={"planner": TrialPlanner.name}))
+        return [_with_origin(plan, planner=self.name) for plan in fastest[: request.top_k]]

@@ -1,1 +1,0 @@
-"""Plans, schedules and tables drawn for the command line."""
