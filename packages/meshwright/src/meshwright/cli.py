@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # one line, but for an error with a reason on each of several
         listed = isinstance(error, InfeasibleError) and error.listed
         data = {"error": type(error).__name__, "reason": str(error), "exit_code": error.exit_code}
-        asked = json.dumps(data, indent=2) if "--json" in given else None
-        fail(str(error) if listed else " ".join(str(error).split()), error.exit_code, asked)
+        report = json.dumps(data, indent=2) if "--json" in given else None
+        fail(str(error) if listed else " ".join(str(error).split()), error.exit_code, report)
     else:
         leave(result if isinstance(result, int) else 0)

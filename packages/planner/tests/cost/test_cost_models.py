@@ -19,7 +19,7 @@ from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import EagerPlanner
 from meshwright_planner.cost.cost_models import Roofline
 from meshwright_planner.plugin import meshwright_cost_models
-from meshwright_planner.reports.html import page
+from meshwright_planner.reports.page import page
 from meshwright_planner.simulation import simulate
 
 CURVE = ((1e3, 1e-5), (1e7, 1e-2))

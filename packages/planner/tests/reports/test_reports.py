@@ -21,8 +21,8 @@ from meshwright_planner import explain
 from meshwright_planner.clusters.file import write
 from meshwright_planner.clusters.registry import DGX_H100
 from meshwright_planner.planners.eager import EagerPlanner
-from meshwright_planner.reports.html import page
-from meshwright_planner.reports.upgrades import memory_limit, upgrades
+from meshwright_planner.reports.page import page
+from meshwright_planner.reports.plan_view import memory_limit, upgrades
 from meshwright_planner.reports.why_not import parse_pins, why_not
 
 

@@ -35,7 +35,7 @@ from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.ilp import GAP
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.planners.mcmc import McmcPlanner
-from meshwright_planner.reports.html import page
+from meshwright_planner.reports.page import page
 from meshwright_planner.search.optimality import floor_of, prove, settle
 
 

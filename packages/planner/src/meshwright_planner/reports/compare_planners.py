@@ -49,19 +49,11 @@ class Comparison:
         """As plain data."""
         report = explain(self.plans).to_dict()
         entries = iter(report.pop("plans"))
-        return {
-            **report,
-            "planners": [
-                {
-                    "planner": answer.planner,
-                    "seconds": answer.seconds,
-                    "processor_seconds": answer.processor_seconds,
-                    "failure": answer.failure,
-                    "plan": None if answer.plan is None else next(entries),
-                }
-                for answer in self.answers
-            ],
-        }
+        names = ("planner", "seconds", "processor_seconds", "failure")
+        planners: list[dict[str, Any]] = [{n: getattr(answer, n) for n in names} for answer in self.answers]
+        for answer, data in zip(self.answers, planners):
+            data["plan"] = None if answer.plan is None else next(entries)
+        return {**report, "planners": planners}
 
     def __str__(self) -> str:
         lines = [
@@ -107,9 +99,10 @@ def compare(
         answers.append(Answer(name, plan, time.perf_counter() - start, time.process_time() - worked, failure))
     if refusal is not None and not isinstance(refusal, InfeasibleError) and not any(a.plan for a in answers):
         raise refusal
-    return Comparison(tuple(sorted(answers, key=_order)))
 
+    def order(answer: Answer) -> tuple[bool, float, float]:
+        predicted = None if answer.plan is None else answer.plan.predicted
+        step_seconds = 0.0 if predicted is None else round(predicted.step_seconds, 12)
+        return predicted is None, step_seconds, answer.seconds
 
-def _order(answer: Answer) -> tuple[bool, float, float]:
-    predicted = None if answer.plan is None else answer.plan.predicted
-    return predicted is None, 0.0 if predicted is None else round(predicted.step_seconds, 12), answer.seconds
+    return Comparison(tuple(sorted(answers, key=order)))

@@ -6,6 +6,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_dtensor.utils.bytesize import human_bytes
@@ -30,13 +31,14 @@ def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleErr
     """The error for `candidates`, none of which fits, with a line for each change that would fit."""
     setting = search.setting
     closest = sorted(candidates, key=lambda c: (c.excess_bytes, c.step_seconds))
-    misses = [
-        f"{c.name} needs {human_bytes(c.total_bytes)}, {human_bytes(c.excess_bytes)} too much ({_largest(c)})"
-        for c in closest[:SHOWN]
-    ]
+    misses = []
+    for c in closest[:SHOWN]:
+        part = max(c.memory, key=lambda name: c.memory[name])
+        excess = f"{human_bytes(c.excess_bytes)} too much (largest: {part} {human_bytes(c.memory[part])})"
+        misses.append(f"{c.name} needs {human_bytes(c.total_bytes)}, {excess}")
     if len(closest) > SHOWN:
         misses.append(f"and {len(closest) - SHOWN} more")
-    advice = [*_changes(search), *_more_memory(search, closest[0])] or ["none of the changes that were tried"]
+    advice = list(_changes(search, closest[0])) or ["none of the changes that were tried"]
     head = (
         f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} of each "
         f"rank ({human_bytes(setting.allowed - setting.limit)} of it are kept back):"
@@ -59,22 +61,20 @@ def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
-def _largest(candidate: Candidate) -> str:
-    part = max(candidate.memory, key=lambda name: candidate.memory[name])
-    return f"largest: {part} {human_bytes(candidate.memory[part])}"
-
-
-def _changes(search: Search) -> list[str]:
+def _changes(search: Search, closest: Candidate) -> Iterator[str]:
     """Changes of the request that fit, a line each."""
-    setting = search.setting
-    changes = _unpinned(search)
+    setting, pins = search.setting, dict(_pinned(search.setting))
+    alone = [line for pin, changes in pins.items() for line in _tried(search, f"without {pin}", **changes)]
+    yield from alone
+    if not alone and len(pins) > 1:
+        free = {name: value for changes in pins.values() for name, value in changes.items()}
+        yield from _tried(search, f"without {', '.join(pins)}", **{**free, "options": {}})
     factor, most = 2, setting.cluster.most_ranks or math.inf
     while factor <= MOST_RANKS and setting.world_size * factor <= most:
         ranks = setting.world_size * factor
         # a pinned degree must not keep the plan from using more ranks
-        fit = _first_fit(search.variant(world_size=ranks, pins={}, data=None))
-        if fit is not None:
-            changes.append(f"world_size={ranks}: {fit.name} ({human_bytes(fit.total_bytes)})")
+        if lines := _tried(search, f"world_size={ranks}", world_size=ranks, pins={}, data=None):
+            yield from lines
             break
         factor *= 2
     rows = setting.batch.size
@@ -82,33 +82,24 @@ def _changes(search: Search) -> list[str]:
         rows //= 2
         fit = _first_fit(search.variant(batch=scaled(setting.batch, rows)))
         if fit is not None:
-            changes.append(f"a batch of {rows} instead of {setting.batch.size}: {fit.name}")
+            yield f"a batch of {rows} instead of {setting.batch.size}: {fit.name}"
             break
     if setting.precision in (None, "fp32"):
-        fit = _first_fit(search.variant(precision="bf16"))
-        if fit is not None:
-            changes.append(f'precision="bf16": {fit.name} ({human_bytes(fit.total_bytes)})')
+        yield from _tried(search, 'precision="bf16"', precision="bf16")
     if setting.optimizer != "sgd":
-        fit = _first_fit(search.variant(optimizer="sgd"))
-        if fit is not None:
-            changes.append(f'optimizer="sgd" (no state): {fit.name} ({human_bytes(fit.total_bytes)})')
-    return changes
+        yield from _tried(search, 'optimizer="sgd" (no state)', optimizer="sgd")
+    # the closest placement was found for another limit; with a little room the search finds one as small
+    for limit in (closest.total_bytes, math.ceil(1.02 * closest.total_bytes)):
+        if not search.variant(limit=limit).evaluate(closest.point).excess_bytes:
+            enough = allowing(limit)
+            yield f"memory_limit={enough} ({human_bytes(enough)} per rank): {closest.name}"
+            break
 
 
-def _unpinned(search: Search) -> list[str]:
-    """Requests that fit without one of the pins, or where there is none, without all of them."""
-    pins = dict(_pinned(search.setting))
-    lines = []
-    for pin, changes in pins.items():
-        fit = _first_fit(search.variant(**changes))
-        if fit is not None:
-            lines.append(f"without {pin}: {fit.name} ({human_bytes(fit.total_bytes)})")
-    if not lines and len(pins) > 1:
-        free = {name: value for changes in pins.values() for name, value in changes.items()}
-        fit = _first_fit(search.variant(**{**free, "options": {}}))
-        if fit is not None:
-            lines.append(f"without {', '.join(pins)}: {fit.name} ({human_bytes(fit.total_bytes)})")
-    return lines
+def _tried(search: Search, what: str, **changes: Any) -> list[str]:
+    """The line for a change of the request; empty where nothing fits with it."""
+    fit = _first_fit(search.variant(**changes))
+    return [] if fit is None else [f"{what}: {fit.name} ({human_bytes(fit.total_bytes)})"]
 
 
 def _pinned(setting: Setting) -> Iterator[tuple[str, dict[str, object]]]:
@@ -124,19 +115,6 @@ def _pinned(setting: Setting) -> Iterator[tuple[str, dict[str, object]]]:
             yield f"{name}={value!r}", {name: None}
     for name, value in setting.options.items():
         yield f"{name}={value!r}", {"options": {n: v for n, v in setting.options.items() if n != name}}
-
-
-def _more_memory(search: Search, closest: Candidate) -> list[str]:
-    """The smallest memory limit that is known to be enough."""
-    limit = closest.total_bytes
-    raised = search.variant(limit=limit)
-    # the closest placement was found for another limit; with a little room the search finds one as small
-    if raised.evaluate(closest.point).excess_bytes:
-        limit = math.ceil(1.02 * limit)
-        if search.variant(limit=limit).evaluate(closest.point).excess_bytes:
-            return []
-    enough = allowing(limit)
-    return [f"memory_limit={enough} ({human_bytes(enough)} per rank): {closest.name}"]
 
 
 def _first_fit(search: Search) -> Candidate | None:
@@ -163,9 +141,7 @@ def _first_fit(search: Search) -> Candidate | None:
 
 def _first_of(search: Search, chain: Sequence[Point]) -> Candidate | None:
     """The first of these configurations that fits; each saves more memory than the one before."""
-    last = search.estimate(chain[-1])
-    if least_bytes(last, search.basis.sizes) > search.setting.limit:
-        # not even the last one fits
+    if least_bytes(search.estimate(chain[-1]), search.basis.sizes) > search.setting.limit:
         return None
     for point in chain:
         if not search.estimate(point).excess_bytes or point == chain[-1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import nn
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.strategy.plan_request import PRECISIONS, unknown
+from meshwright_dtensor.trace.graph import Node
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.recompute.region import Region
 from meshwright_planner.recompute.rules import recompute_rules
@@ -137,7 +137,11 @@ def profile_model(
     forward = [forward_flops(node, tape.values, composites) for node in tape.nodes]
     region = Region(tape, merged, forward.__getitem__, rules)
     saved = region.saved(tape) if rules else tape.saved
-    rows = _rows(model, tape, forward, region.repeated, saved, _unused(tape, composites))
+    # of operations whose results are unused; they have no backward
+    unused = [
+        (node, round(forward_flops(node, tape.values, composites)), again) for node, again in tape.unused
+    ]
+    rows = _rows(model, tape, forward, region.repeated, saved, unused)
     return ModelProfile(tuple(rows.values()), tuple(_folded(rows, merged)), precision, recompute)
 
 
@@ -147,22 +151,17 @@ def _rows(
     forward_counts: list[float],
     repeated: frozenset[int],
     saved: Iterable[Saved],
-    unused: Iterable[tuple[str, int, int]],
+    unused: Iterable[tuple[Node, int, int]],
 ) -> dict[str, ModuleProfile]:
-    """Module -> its profile, the model first."""
+    """Module -> its profile, the model first. `unused`: operations without backward, their FLOPs, and how often they rerun."""
     sums: dict[str, Counter[str]] = {name: Counter() for name in tape.modules}
-    for module, forward, again in unused:
-        for name in _within(module):
+    for node, forward, again in unused:
+        for name in _within(node.module):
             sums[name]["forward_flops"] += forward
-            sums[name]["again_flops"] += again
+            sums[name]["again_flops"] += forward * again
     for index, node in enumerate(tape.nodes):
-        forward, back = (
-            round(n)
-            for n in (
-                forward_counts[index],
-                backward_flops(node, tape.values, tape.flows[index], forward_counts[index]),
-            )
-        )
+        forward = round(forward_counts[index])
+        back = round(backward_flops(node, tape.values, tape.flows[index], forward_counts[index]))
         for name in _within(node.module):
             sums[name]["forward_flops"] += forward
             sums[name]["backward_flops"] += back
@@ -188,14 +187,6 @@ def _rows(
     return profiles
 
 
-def _unused(tape: Tape, composites: Mapping[str, Composite]) -> Iterator[tuple[str, int, int]]:
-    """(module, FLOPs, recomputed FLOPs) of operations whose results are unused; they have no backward."""
-    for node, again in tape.unused:
-        forward = round(forward_flops(node, tape.values, composites))
-        if forward:
-            yield node.module, forward, forward * again
-
-
 def _within(module: str) -> list[str]:
     """The names of a module and of all modules around it, the model first."""
     parts = module.split(".") if module else []
@@ -214,14 +205,13 @@ def _folded(rows: Mapping[str, ModuleProfile], merged: Quotient) -> list[ModuleP
         for part in name.split(".") if name else ():
             folded = f"{folded}.{part}" if folded else part
             folded = first.get(folded, folded)
-        sums[folded] = _sum(sums[folded], row) if folded in sums else row
+        if folded in sums:
+            figures = {name: value for name, value in asdict(row).items() if isinstance(value, int)}
+            total = {name: getattr(sums[folded], name) + value for name, value in figures.items()}
+            sums[folded] = replace(sums[folded], **total)
+        else:
+            sums[folded] = row
     return list(sums.values())
-
-
-def _sum(first: ModuleProfile, other: ModuleProfile) -> ModuleProfile:
-    """The sum of all figures of two copies, under the name of the first."""
-    figures = {name: value for name, value in asdict(other).items() if isinstance(value, int)}
-    return replace(first, **{name: getattr(first, name) + value for name, value in figures.items()})
 
 
 def _cells(row: ModuleProfile) -> tuple[str, ...]:

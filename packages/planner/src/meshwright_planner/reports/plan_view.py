@@ -1,10 +1,13 @@
-"""One plan as data: the parts of its step and memory, its bound, links and upgrades. The text, the page and the picture draw it."""
+"""One plan as data: the parts of its step and memory, its bound and links, and hardware upgrades, replayed one by one.
+
+The text, the page and the picture draw it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from meshwright_dtensor.cluster import Cluster
@@ -12,11 +15,15 @@ from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.evaluation.candidate import configuration_name, human_seconds
-from meshwright_planner.reports.upgrades import Upgrade, memory_is_full, upgrades
-from meshwright_planner.simulation.workload import elsewhere
+from meshwright_planner.simulation.events import run
+from meshwright_planner.simulation.workload import Faults, Workload, elsewhere
 
 SHOWN = 0.002
 """Part of a step from which a replay differs visibly from the prediction: three digits are shown."""
+
+TWICE = 2.0
+FULL = 0.9
+"""Part of the memory above which more of it may allow a faster plan."""
 
 COLOURS = {
     "compute": "#3b6ea5",
@@ -40,6 +47,27 @@ class Part(NamedTuple):
     text: str
     colour: str
     is_axis: bool = False
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """One change of the cluster, and the step of the same plan on it.
+
+    Args:
+        what: the change, in words.
+        seconds: of a step after the change, replayed.
+        saved: the part of today's step that it saves.
+        today: seconds of a step on the cluster as it is, also replayed.
+    """
+
+    what: str
+    seconds: float
+    saved: float
+    today: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"what": self.what, "seconds": self.seconds, "saved": self.saved, "today_seconds": self.today}
 
 
 @dataclass(frozen=True)
@@ -130,22 +158,51 @@ def view_of(plan: ParallelPlan, cluster: Cluster | None = None, host: PluginHost
     """
     predicted = plan.predicted
     bound = next((n for n in plan.provenance.notes if n.startswith("bound by ")), "")
-    better: Sequence[Upgrade] = ()
-    full = False
-    if predicted is not None and predicted.split is not None and cluster is not None:
-        better, full = upgrades(plan, cluster, host), memory_is_full(plan, cluster)
     memory = {} if predicted is None else predicted.memory_bytes
-    return PlanView(
+    view = PlanView(
         plan=plan,
         name=name_of(plan),
         seconds=seconds_of(plan),
         memory={part: size for part, size in memory.items() if part != "total"},
         bound=bound.removeprefix("bound by ").partition(";")[0],
-        upgrades=tuple(better),
-        memory_full=full,
-        elsewhere=None if cluster is None else elsewhere(plan, cluster),
-        links={} if cluster is None else {c.axis: crossed(plan, c.axis, cluster) for c in plan.collectives},
     )
+    if cluster is None:
+        return view
+    links = {c.axis: crossed(plan, c.axis, cluster) for c in plan.collectives}
+    view = replace(view, elsewhere=elsewhere(plan, cluster), links=links)
+    if predicted is None or predicted.split is None:
+        return view
+    full = predicted.total_bytes > FULL * memory_limit(plan, cluster)
+    return replace(view, upgrades=tuple(upgrades(plan, cluster, host)), memory_full=full)
+
+
+def upgrades(plan: ParallelPlan, cluster: Cluster, host: PluginHost | None = None) -> list[Upgrade]:
+    """The step of the plan on clusters that are twice as good in one respect, the largest gain first.
+
+    The plan stays the same; another plan may profit more from the change.
+
+    Raises:
+        UsageError: the plan has no predicted split of its step.
+    """
+    today = run(Workload(plan, cluster, host=host).programs()).seconds
+    if not today:
+        return []
+    better = {"devices twice as fast": Faults(compute=1.0 / TWICE)}
+    for level in cluster.links:
+        everywhere = frozenset({(level.name, TWICE)})
+        better[f"{level.name} of twice the bandwidth"] = Faults(everywhere=everywhere)
+    changes = []
+    for what, faults in better.items():
+        seconds = run(Workload(plan, cluster, faults, host).programs()).seconds
+        changes.append(Upgrade(what, seconds, 1.0 - seconds / today, today))
+    return sorted(changes, key=lambda u: (u.seconds, u.what))
+
+
+def memory_limit(plan: ParallelPlan, cluster: Cluster | None) -> int:
+    """Bytes that a rank may use: the plan's limit, else the memory of a device of `cluster`; 0 where neither is known."""
+    if plan.predicted is not None and plan.predicted.limit_bytes is not None:
+        return plan.predicted.limit_bytes
+    return 0 if cluster is None else cluster.usable_bytes
 
 
 def crossed(plan: ParallelPlan, axes: str, cluster: Cluster) -> tuple[str, ...]:
@@ -160,11 +217,10 @@ def crossed(plan: ParallelPlan, axes: str, cluster: Cluster) -> tuple[str, ...]:
 
 def optimality(predicted: Prediction) -> str:
     """The optimality gap of a plan with its proof, in a line."""
-    if predicted.gap is None:
-        return f"gap: unknown; {predicted.proof}"
-    if not predicted.gap:
-        return f"gap: none; {predicted.proof}"
-    return f"gap: another plan may be up to {100 * predicted.gap:.1f}% faster; {predicted.proof}"
+    gap = "none" if predicted.gap == 0 else "unknown"
+    if predicted.gap:
+        gap = f"another plan may be up to {100 * predicted.gap:.1f}% faster"
+    return f"gap: {gap}; {predicted.proof}"
 
 
 def seconds_of(plan: ParallelPlan) -> dict[str, float]:
@@ -184,6 +240,5 @@ def seconds_of(plan: ParallelPlan) -> dict[str, float]:
 def name_of(plan: ParallelPlan) -> str:
     """ "dp 2 x zero 2 (stage 3) x tp 4"."""
     pipeline = None if plan.pipeline is None else (plan.pipeline.schedule, plan.pipeline.microbatches)
-    return configuration_name(
-        plan.degrees, 0 if plan.zero is None else plan.zero.stage, pipeline, plan.recompute
-    )
+    stage = 0 if plan.zero is None else plan.zero.stage
+    return configuration_name(plan.degrees, stage, pipeline, plan.recompute)

@@ -94,9 +94,8 @@ def parse_pins(text: str) -> dict[str, Any]:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not name or not value:
             raise UsageError(f"--why-not {text}: {part!r} is not NAME=VALUE; write for example tp=4")
-        pins[name] = {"true": True, "false": False}.get(
-            value.lower(), int(value) if value.isdigit() else value
-        )
+        words = {"true": True, "false": False}
+        pins[name] = words.get(value.lower(), int(value) if value.isdigit() else value)
     return pins
 
 
@@ -141,11 +140,8 @@ def why_not(
     dropped = _contradicted(request, pins)
     given = _without(request, dropped)
     pinned = _pinned(given, pins)
-    kept = {
-        name: value
-        for name, value in pinned.given().items()
-        if name not in (*pins, "cluster", "cost_model", "degrees")
-    }
+    left_out = (*pins, "cluster", "cost_model", "degrees")
+    kept = {name: value for name, value in pinned.given().items() if name not in left_out}
     kept |= {axis: degree for axis, degree in request.degrees.items() if axis not in pins}
     blocking = _blocking(given, pins)
     if not blocking or all(_has(winner, name, value) for name, value in pins.items()):
@@ -153,22 +149,17 @@ def why_not(
         return replace(answer, kept=kept, dropped=dropped)
     free = why_not(winner, model, batch, _without(request, blocking), pins, plugins)
     free = replace(free, dropped={**blocking, **free.dropped})
+    degrees = {axis: degree for axis, degree in pinned.pins.items() if degree != 1}
+    product = " x ".join(f"{axis} {n}" for axis, n in degrees.items())
     reason = (
-        f"the plan was requested with {_listed(blocking)}, and {_product(pinned)}, or a multiple, but there are "
-        f"{pinned.world_size or 1}: plan again without {_listed(blocking)} to use {question}"
+        f"the plan was requested with {_listed(blocking)}, and {product} needs {math.prod(degrees.values())} ranks, or a multiple, "
+        f"but there are {pinned.world_size or 1}: plan again without {_listed(blocking)} to use {question}"
     )
     return WhyNot(question, "illegal", reason, kept=kept, dropped=dropped, free=free)
 
 
-def request_of(
-    plan: ParallelPlan,
-    *,
-    cluster: str | None = None,
-    cost_model: str | None = None,
-    optimizer: str | None = None,
-    memory_limit: int | str | None = None,
-) -> PlanRequest:
-    """The request of a plan; keywords that are not None replace its own.
+def request_of(plan: ParallelPlan, **changes: Any) -> PlanRequest:
+    """The request of a plan; changes that are not None replace its keywords.
 
     Raises:
         PlanError: the request has a keyword that this release does not know.
@@ -191,12 +182,6 @@ def request_of(
         given.setdefault("cost_model", plan.provenance.cost_model)
     if plan.precision is not None:
         given.setdefault("precision", plan.precision.parameters)
-    changes: dict[str, Any] = {
-        "cluster": cluster,
-        "cost_model": cost_model,
-        "optimizer": optimizer,
-        "memory_limit": memory_limit,
-    }
     given |= {name: value for name, value in changes.items() if value is not None}
     return PlanRequest(**{**given, "world_size": plan.world_size, "top_k": 1})
 
@@ -272,11 +257,6 @@ def _fits(request: PlanRequest) -> bool:
     return whole and (request.world_size or 1) % math.prod(degrees) == 0
 
 
-def _product(request: PlanRequest) -> str:
-    degrees = {axis: degree for axis, degree in request.pins.items() if degree != 1}
-    return f"{' x '.join(f'{axis} {n}' for axis, n in degrees.items())} needs {math.prod(degrees.values())} ranks"
-
-
 def _without(request: PlanRequest, names: Mapping[str, Any]) -> PlanRequest:
     """The request without some of its keywords and degrees."""
     nothing: dict[str, Any] = {name: None for name in names if name not in request.degrees}
@@ -330,27 +310,21 @@ def _compared(question: str, winner: ParallelPlan, other: ParallelPlan) -> WhyNo
     ours, theirs = winner.predicted, other.predicted
     if ours is None or theirs is None:
         return WhyNot(question, "slower", "one of the two plans has no prediction", other)
+    now, then = human_seconds(ours.step_seconds), human_seconds(theirs.step_seconds)
     gain = theirs.step_seconds - ours.step_seconds
     if gain < -1e-3 * ours.step_seconds:
-        text = (
-            f"{name_of(other)} is predicted to take {human_seconds(theirs.step_seconds)}, and the plan takes "
-        )
-        text += f"{human_seconds(ours.step_seconds)}: plan again with {question}"
+        text = f"{name_of(other)} is predicted to take {then}, and the plan takes {now}: plan again with {question}"
         return WhyNot(question, "faster", text, other)
-    winner_parts, other_parts = seconds_of(winner), seconds_of(other)
-    parts = {p: other_parts.get(p, 0.0) - winner_parts.get(p, 0.0) for p in {**winner_parts, **other_parts}}
-    worse = sorted(((s, part) for part, s in parts.items() if s > 0), reverse=True)[:3]
+    before, after = seconds_of(winner), seconds_of(other)
+    more = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in {**before, **after}}
+    worse = sorted(((s, part) for part, s in more.items() if s > 0), reverse=True)[:3]
     causes = ", ".join(
-        f"{part} {human_seconds(other_parts.get(part, 0.0))} instead of {human_seconds(winner_parts.get(part, 0.0))}"
+        f"{part} {human_seconds(after.get(part, 0.0))} instead of {human_seconds(before.get(part, 0.0))}"
         for _, part in worse
     )
     text = (
-        f"the best plan with it is {name_of(other)}: {human_seconds(theirs.step_seconds)} a step, "
-        f"{100 * gain / ours.step_seconds:.1f}% more than {name_of(winner)} with {human_seconds(ours.step_seconds)}"
+        f"the best plan with it is {name_of(other)}: {then} a step, {100 * gain / ours.step_seconds:.1f}% more than "
+        f"{name_of(winner)} with {now}{f' ({causes})' if causes else ''}; {human_bytes(theirs.total_bytes)} of memory per rank "
+        f"instead of {human_bytes(ours.total_bytes)}"
     )
-    if causes:
-        text += f" ({causes})"
-    memory = (
-        f"{human_bytes(theirs.total_bytes)} of memory per rank instead of {human_bytes(ours.total_bytes)}"
-    )
-    return WhyNot(question, "slower", f"{text}; {memory}", other)
+    return WhyNot(question, "slower", text, other)

@@ -46,7 +46,10 @@ def mesh_drawing(plan: ParallelPlan, nodes: Sequence[int] = ()) -> MeshDrawing:
     nodes: the first rank of each node, to name the node of a rank; () where it is not known.
     """
     axes = [(axis, degree) for axis, degree in plan.degrees.items() if degree > 1]
-    shown = _shown([degree for _, degree in axes])
+    # the ranks that are drawn along each axis, the inner axes first
+    shown = [1] * len(axes)
+    for level, (_, degree) in reversed(list(enumerate(axes))):
+        shown[level] = max(1, min(degree, 16, MOST_RANKS // math.prod(shown)))
     cell, gap, head = 34.0, 8.0, 16.0
     boxes: list[Box] = []
 
@@ -73,14 +76,6 @@ def mesh_drawing(plan: ParallelPlan, nodes: Sequence[int] = ()) -> MeshDrawing:
 
     width, height = draw(0, 0.0, 0.0, 0, plan.world_size)
     return MeshDrawing(boxes, width, height, plan.world_size - math.prod(shown))
-
-
-def _shown(degrees: Sequence[int]) -> list[int]:
-    """The number of ranks that are drawn along each axis, limited by MOST_RANKS in all, the inner axes first."""
-    counts = [1] * len(degrees)
-    for level in reversed(range(len(degrees))):
-        counts[level] = max(1, min(degrees[level], 16, MOST_RANKS // math.prod(counts)))
-    return counts
 
 
 @dataclass(frozen=True)
@@ -122,14 +117,11 @@ def bars(rows: Sequence[Sequence[Span]]) -> tuple[list[list[Bar]], float]:
 
 
 def _bar(span: Span, whole: float) -> Bar:
-    kind = span.kind
-    label = ""
+    kind, label, text = span.kind, "", f"{span.what}: {span.seconds * 1e3:.3g} ms"
     if kind == "compute":
         kind = "forward" if span.what.startswith("F") else "backward"
         label = span.what[1:].partition(" ")[0]
-    return Bar(
-        span.start / whole, span.seconds / whole, kind, f"{span.what}: {span.seconds * 1e3:.3g} ms", label
-    )
+    return Bar(span.start / whole, span.seconds / whole, kind, text, label)
 
 
 def _merged(row: Iterable[Span], thin: bool) -> list[Span]:
