@@ -161,17 +161,9 @@ class _MappedInit(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
     ) -> torch.Tensor | None:
         """The result of `func`, computed directly in a file; None if it is small or `func` cannot do so."""
-        name, device = op_name(func), kwargs.get("device")
-        pointwise = torch.Tag.pointwise in func.tags
-        if not (pointwise or name in _EMPTY or name in _FILLED or name in _WITH_OUT):
-            return None
-        if not op_returns_fresh_tensor(func) or kwargs.get("pin_memory"):
-            return None
-        if device is not None and torch.device(device).type != "cpu":
-            return None
-        if pointwise and not any(self._is_large(tensor) for tensor in inputs):
-            return None
-        sketch = _sketch(func, args, kwargs)
+        name = op_name(func)
+        may = self._may_compute_in_file(func, kwargs, inputs)
+        sketch = _sketch(func, args, kwargs) if may else None
         if sketch is None or not self._is_large(sketch):
             return None
         if name in _EMPTY:
@@ -188,6 +180,17 @@ class _MappedInit(TorchDispatchMode):
         named = {key: value for key, value in kwargs.items() if key in accepted}
         target = next(reversed(accepted))
         return out(*args, **named, **{target: self._new(sketch)})
+
+    def _may_compute_in_file(self, func: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> bool:
+        name, device = op_name(func), kwargs.get("device")
+        pointwise = torch.Tag.pointwise in func.tags
+        if not (pointwise or name in _EMPTY or name in _FILLED or name in _WITH_OUT):
+            return False
+        if not op_returns_fresh_tensor(func) or kwargs.get("pin_memory"):
+            return False
+        if device is not None and torch.device(device).type != "cpu":
+            return False
+        return not pointwise or any(map(self._is_large, inputs))
 
     def _moved(self, tensor: torch.Tensor, shared: set[int]) -> torch.Tensor:
         """`tensor`, or its copy in a file if it is large, new and in ordinary memory."""

@@ -30,12 +30,11 @@ from meshwright_dtensor.rules.node import (
     replicate,
 )
 from meshwright_dtensor.rules.ops import (
-    attention,
     factories,
     indexing,
+    layers,
     matmul,
     pointwise,
-    recurrent,
     reductions,
     stock,
     views,
@@ -151,7 +150,7 @@ def _default(context: MeshContext) -> RuleBook:
 def first_party_rules() -> dict[str, RuleEntry]:
     """op name -> rule."""
     rules: dict[str, RuleEntry] = {}
-    for module in (views, pointwise, reductions, matmul, attention, indexing, factories, recurrent):
+    for module in (views, pointwise, reductions, matmul, layers, indexing, factories):
         rules.update(module.RULES)
     return rules
 

@@ -60,7 +60,7 @@ def extended(
     special = SPECIAL.get(base_name(view.node.name)) if view.node.op is not None else None
     if special is not None and not mutation_ties(view):
         sources, targets = (
-            [[s for s in states if isinstance(s, int)] for states in known] for known in (ins, outs)
+            [[s for s in states if isinstance(s, int)] for states in tensors] for tensors in (ins, outs)
         )
         for moved in special(view, sources, targets or [[] for _ in view.node.outs]):
             added.setdefault(moved, Strategy(*moved, "view"))

@@ -82,17 +82,12 @@ def _gradients_agree(
     sharded = any(s != R for s in strategy.ins + strategy.outs)
     if not active or not wanted or (sharded and any(strategy.outs[i] == R for i in active)):
         return True
-
-    def input_gradients(run: Run, of_outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        inputs, results = [run[0][i] for i in wanted], [run[1][i] for i in active]
-        return torch.autograd.grad(results, inputs, of_outputs, materialize_grads=True)
-
     gradients = [
         torch.randn(outputs[i].shape, dtype=torch.float64, generator=generator).to(outputs[i].dtype)
         for i in active
     ]
     try:
-        whole = input_gradients((leaves, outputs), gradients)
+        whole = _gradients((leaves, outputs), active, wanted, gradients)
     except (RuntimeError, NotImplementedError):
         # the op has no derivative, so there is no backward to check
         return True
@@ -101,13 +96,22 @@ def _gradients_agree(
     for rank, run in enumerate(ranks):
         if any(not run[1][i].requires_grad for i in active):
             return False
-        local.append(input_gradients(run, [part[rank] for part in parts]))
-    for position, state in enumerate(strategy.ins[i] for i in wanted):
-        # the state of the input's gradient
-        dual = state if isinstance(state, int) else R if state == P or not sharded else P
-        if not _agrees([of_rank[position] for of_rank in local], dual, whole[position]):
-            return False
-    return True
+        local.append(_gradients(run, active, wanted, [part[rank] for part in parts]))
+    duals = [_dual(strategy.ins[i], sharded) for i in wanted]
+    return all(map(_agrees, map(list, zip(*local, strict=True)), duals, whole))
+
+
+def _dual(state: State, sharded: bool) -> State:
+    """The state of the gradient of an input in ``state``; ``sharded``: some state of the row is not R."""
+    return state if isinstance(state, int) else (R if state == P or not sharded else P)
+
+
+def _gradients(
+    run: Run, active: list[int], wanted: list[int], of_outputs: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the ``wanted`` inputs for those of the ``active`` outputs; zeros for unused inputs."""
+    inputs, results = [run[0][i] for i in wanted], [run[1][i] for i in active]
+    return torch.autograd.grad(results, inputs, of_outputs, materialize_grads=True)
 
 
 def _run_whole(view: NodeView, inputs: Sequence[torch.Tensor]) -> tuple[Run, list[bool]] | None:

@@ -125,6 +125,7 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
 
 
 def _split(ranks: Sequence[Sequence[Action]]) -> set[tuple[int, int]]:
+    """(stage, microbatch) of split backwards."""
     return {
         (action.stage, action.microbatch) for actions in ranks for action in actions if action.kind == "I"
     }
@@ -211,7 +212,7 @@ def _report_microbatch(where: str, kinds: set[str], stage: int, microbatch: int)
 
 
 def dependencies(action: Action, shape: Shape, split: set[tuple[int, int]]) -> list[Action]:
-    """The actions that must end before `action` starts; `split`: see OrderedActions."""
+    """The actions that must end before `action` starts; `split`: (stage, microbatch) of split backwards."""
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []

@@ -23,7 +23,7 @@ from meshwright_dtensor.rules.composites.sdpa_context import (
     weights_of,
 )
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
-from meshwright_dtensor.sharding.states import P, R, State, States, is_shard
+from meshwright_dtensor.sharding.states import P, R, State, is_shard
 
 
 class ScaledDotProductAttention(Composite):
@@ -62,10 +62,7 @@ class ScaledDotProductAttention(Composite):
         rows: list[Row] = []
 
         def add(states: tuple[State, State, State], out: State, mask_dim: int | None = None) -> None:
-            mask_states: States = ()
-            if mask is not None:
-                index = -1 if mask_dim is None else mask_dim - ndim + len(mask)
-                mask_states = (index if index >= 0 and mask[index] != 1 else R,)
+            mask_states = () if mask is None else (_mask_state(mask, ndim, mask_dim),)
             rows.append(((*states, *mask_states), (out,)))
 
         for dim in range(ndim - 2):
@@ -121,3 +118,8 @@ class ScaledDotProductAttention(Composite):
         q, k, v = view.in_shapes[:3]
         full = 2.0 * numel(view.out_shapes[0][:-1]) * k[-2] * (q[-1] + v[-1])
         return full / 2 if view.node.args[5] else full
+
+
+def _mask_state(mask: tuple[int, ...], ndim: int, dim: int | None) -> State:
+    index = -1 if dim is None else dim - ndim + len(mask)
+    return index if index >= 0 and mask[index] != 1 else R

@@ -1,4 +1,4 @@
-"""Rows of ops along dims: reductions, scans, sorts, softmax and the normalisations."""
+"""Rows of ops along dims: reductions, scans, sorts and softmax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from meshwright_dtensor.rules.node import (
     NodeView,
     Row,
-    Rule,
     Slot,
     dims_of,
     kept_rows,
@@ -89,76 +88,6 @@ def _linear(view: NodeView) -> Iterator[Row]:
         yield linear_row(view, 0)
 
 
-def layer_norm(view: NodeView) -> Iterator[Row]:
-    """native_layer_norm and _fused_rms_norm: leading dims; the mean and rstd outputs keep them."""
-    return kept_rows(view, range(len(view.in_shapes[0]) - len(view.bound()["normalized_shape"])))
-
-
-def group_norm(view: NodeView) -> Iterator[Row]:
-    """native_group_norm: the batch dim; statistics are [N, group]."""
-    return kept_rows(view, [0])
-
-
-def batch_norm(view: NodeView) -> Iterator[Row]:
-    """Batch norm in inference: batch and channels.  In training statistics need the whole batch, and buffers change."""
-    bound = view.bound()
-    running = bound.get("running_mean")
-    if bound.get("training", False) or not isinstance(running, Slot):
-        return
-    if any(map(numel, view.out_shapes[1:])):
-        return
-    rest = len(view.node.ins) - 1
-    for dim in range(len(view.in_shapes[0])):
-        states: tuple[State, ...] = (dim, *((0 if dim == 1 else R,) * rest))
-        yield states, (dim, *(R,) * (len(view.node.outs) - 1))
-
-
-def weight_norm(view: NodeView) -> Iterator[Row]:
-    """_weight_norm_interface(v, g, dim): the dim that is not reduced."""
-    shapes, ndim = view.in_shapes, len(view.in_shapes[0])
-    dim = view.bound()["dim"] % ndim
-    if len(shapes[1]) == ndim and shapes[1][dim] == shapes[0][dim]:
-        yield (dim, dim), (dim, dim)
-
-
-def pooling(spatial: int, linear: bool = True) -> Rule:
-    """Pooling and resampling over the last ``spatial`` dims: batch and channels; if ``linear`` also partial sums."""
-
-    def rule(view: NodeView) -> Iterator[Row]:
-        yield from kept_rows(view, range(len(view.in_shapes[0]) - spatial))
-        if linear and view.floating(0):
-            yield linear_row(view, 0)
-
-    return rule
-
-
-def convolution(view: NodeView) -> Iterator[Row]:
-    """convolution: batch; output channels; contracted input channels (partial); groups together (depthwise)."""
-    bound = view.bound()
-    bias = isinstance(bound["bias"], Slot)
-    count = len(view.node.ins)
-    groups, transposed = bound["groups"], bound["transposed"]
-    data, weight = view.in_shapes[0], view.in_shapes[1]
-    if len(data) != len(weight):
-        # no batch dim
-        return
-    out_dim, in_dim = (1, 0) if transposed else (0, 1)
-
-    def row(x: State, w: State, b: State, out: State) -> Row:
-        return (x, w, b)[:count], (out,)
-
-    yield row(0, R, R, 0)
-    if groups == 1:
-        yield row(R, out_dim, 0, 1)
-        yield row(1, in_dim, P, P)
-    elif data[1] == groups and weight[0] == groups and not transposed:
-        # depthwise, one filter per channel
-        yield row(1, 0, 0, 1)
-    yield row(P, R, P, P)
-    yield row(R, P, P, P)
-    assert bias == (count == 3)
-
-
 RULES = rules(
     "hand",
     ("sum mean", additive),
@@ -171,18 +100,5 @@ RULES = rules(
     ("histc histogram", histogram),
     ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort", along),
     ("cumsum cumsum_", cumulative_sum),
-    ("native_layer_norm _fused_rms_norm", layer_norm),
-    ("native_group_norm", group_norm),
-    ("_weight_norm_interface", weight_norm),
-    ("convolution", convolution),
-    ("max_pool2d_with_indices adaptive_max_pool2d fractional_max_pool2d", pooling(2, linear=False)),
-    ("avg_pool1d upsample_nearest1d upsample_linear1d", pooling(1)),
-    ("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", pooling(2)),
-    ("avg_pool3d _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d", pooling(3)),
-    # saved statistics come out empty and carry no gradient, hence complete
-) | rules(
-    "hand",
-    ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", batch_norm),
-    complete=True,
 )
 """op name -> rule."""

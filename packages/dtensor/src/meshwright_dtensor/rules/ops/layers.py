@@ -1,0 +1,166 @@
+"""Rows of ops that are a whole layer: attention kernels, recurrent layers, normalisation, convolution, pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from meshwright_dtensor.rules.node import NodeView, Row, Rule, Slot, kept_rows, linear_row, numel, rules
+from meshwright_dtensor.sharding.states import P, R, State
+
+
+def attention(view: NodeView) -> Iterator[Row]:
+    """q [b, h, l, e], k [b, g, s, e], v [b, g, s, f]: batch; heads of q and kv together; never with dropout."""
+    q, k, v = view.in_shapes[:3]
+    if not len(q) == len(k) == len(v) == 4:
+        return
+    bound = view.bound()
+    mask = bound.get("attn_mask") or bound.get("attn_bias")
+    out = view.out_shapes[0]
+    for dim in (0, 1):
+        together = q[dim] == k[dim] == v[dim]
+        grouped = dim == 1 and k[1] == v[1] and q[1] % view.n == 0 and k[1] % view.n == 0
+        if not together and not grouped:
+            continue
+        states: list[State] = [R] * len(view.in_shapes)
+        states[:3] = [dim] * 3
+        if isinstance(mask, Slot):
+            shape = view.in_shapes[mask.index]
+            index = dim - 4 + len(shape)
+            states[mask.index] = index if index >= 0 and shape[index] != 1 else R
+        outs = tuple(dim if len(s) > dim and s[: dim + 1] == out[: dim + 1] else R for s in view.out_shapes)
+        yield tuple(states), outs
+
+
+def onednn_layer(view: NodeView) -> Iterator[Row]:
+    """mkldnn_rnn_layer(x [t, b, i], four weights, h [b, h], c [b, h], ...) -> y [t, b, h], h, c, workspace: the batch.
+
+    The backward pass of the same rank reads the workspace, whose size depends on the local rows. It is empty on fake tensors
+    unless the recorder gives its size.
+    """
+    states = _at(view, {"input": 1, "hx_": 0, "cx_": 0})
+    if not view.bound()["batch_sizes"] and len(view.in_shapes[0]) == 3:
+        yield states, (1, 0, 0, 0 if numel(view.out_shapes[3]) else R)
+
+
+def cudnn_layers(view: NodeView) -> Iterator[Row]:
+    """_cudnn_rnn(x [t, b, i], weights, ..., h [l, b, h], c) -> y, h, c, reserve, weights: the batch, if not packed."""
+    bound = view.bound()
+    if bound["batch_sizes"] or len(view.in_shapes[0]) != 3:
+        return
+    batch = 0 if bound["batch_first"] else 1
+    # networks other than LSTM return an empty c; without flattened weights there is no buffer
+    cell: State = 1 if isinstance(bound["cx"], Slot) else R
+    results: tuple[State, ...] = (batch, 1, cell, R, R)
+    yield _at(view, {"input": batch, "hx": 1, "cx": 1}), results[: len(view.node.outs)]
+
+
+def fused_cell(view: NodeView) -> Iterator[Row]:
+    """_thnn_fused_lstm_cell, _thnn_fused_gru_cell(gates [b, g], gates [b, g], state [b, h], biases): the batch."""
+    states = tuple(R if len(shape) == 1 else 0 for shape in view.in_shapes)
+    yield states, (0,) * len(view.node.outs)
+
+
+def _at(view: NodeView, dims: Mapping[str, int]) -> tuple[State, ...]:
+    """States of the inputs: these arguments are sharded on these dims, the others are replicated."""
+    bound = view.bound()
+    places = {slot.index: dim for name, dim in dims.items() if isinstance(slot := bound[name], Slot)}
+    return tuple(places.get(i, R) for i in range(len(view.node.ins)))
+
+
+def layer_norm(view: NodeView) -> Iterator[Row]:
+    """native_layer_norm and _fused_rms_norm: leading dims; the mean and rstd outputs keep them."""
+    return kept_rows(view, range(len(view.in_shapes[0]) - len(view.bound()["normalized_shape"])))
+
+
+def group_norm(view: NodeView) -> Iterator[Row]:
+    """native_group_norm: the batch dim; statistics are [N, group]."""
+    return kept_rows(view, [0])
+
+
+def batch_norm(view: NodeView) -> Iterator[Row]:
+    """Batch norm in inference: batch and channels.  In training statistics need the whole batch, and buffers change."""
+    bound = view.bound()
+    running = bound.get("running_mean")
+    if bound.get("training", False) or not isinstance(running, Slot):
+        return
+    if any(map(numel, view.out_shapes[1:])):
+        return
+    rest = len(view.node.ins) - 1
+    for dim in range(len(view.in_shapes[0])):
+        states: tuple[State, ...] = (dim, *((0 if dim == 1 else R,) * rest))
+        yield states, (dim, *(R,) * (len(view.node.outs) - 1))
+
+
+def weight_norm(view: NodeView) -> Iterator[Row]:
+    """_weight_norm_interface(v, g, dim): the dim that is not reduced."""
+    shapes, ndim = view.in_shapes, len(view.in_shapes[0])
+    dim = view.bound()["dim"] % ndim
+    if len(shapes[1]) == ndim and shapes[1][dim] == shapes[0][dim]:
+        yield (dim, dim), (dim, dim)
+
+
+def pooling(spatial: int, linear: bool = True) -> Rule:
+    """Pooling and resampling over the last ``spatial`` dims: batch and channels; if ``linear`` also partial sums."""
+
+    def rule(view: NodeView) -> Iterator[Row]:
+        yield from kept_rows(view, range(len(view.in_shapes[0]) - spatial))
+        if linear and view.floating(0):
+            yield linear_row(view, 0)
+
+    return rule
+
+
+def convolution(view: NodeView) -> Iterator[Row]:
+    """convolution: batch; output channels; contracted input channels (partial); groups together (depthwise)."""
+    bound = view.bound()
+    bias = isinstance(bound["bias"], Slot)
+    count = len(view.node.ins)
+    groups, transposed = bound["groups"], bound["transposed"]
+    data, weight = view.in_shapes[0], view.in_shapes[1]
+    if len(data) != len(weight):
+        # no batch dim
+        return
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+
+    def row(x: State, w: State, b: State, out: State) -> Row:
+        return (x, w, b)[:count], (out,)
+
+    yield row(0, R, R, 0)
+    if groups == 1:
+        yield row(R, out_dim, 0, 1)
+        yield row(1, in_dim, P, P)
+    elif data[1] == groups and weight[0] == groups and not transposed:
+        # depthwise, one filter per channel
+        yield row(1, 0, 0, 1)
+    yield row(P, R, P, P)
+    yield row(R, P, P, P)
+    assert bias == (count == 3)
+
+
+RULES = rules(
+    "hand",
+    ("mkldnn_rnn_layer", onednn_layer),
+    ("_thnn_fused_lstm_cell _thnn_fused_gru_cell", fused_cell),
+    ("native_layer_norm _fused_rms_norm", layer_norm),
+    ("native_group_norm", group_norm),
+    ("_weight_norm_interface", weight_norm),
+    ("convolution", convolution),
+    ("max_pool2d_with_indices adaptive_max_pool2d fractional_max_pool2d", pooling(2, linear=False)),
+    ("avg_pool1d upsample_nearest1d upsample_linear1d", pooling(1)),
+    ("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", pooling(2)),
+    ("avg_pool3d _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d", pooling(3)),
+) | rules(
+    "hand",
+    (
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math "
+        "_scaled_dot_product_attention_math_for_mps",
+        attention,
+    ),
+    ("_cudnn_rnn", cudnn_layers),
+    ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", batch_norm),
+    # replicated results (seeds, masks, the reserve, empty statistics) carry no gradient
+    complete=True,
+)
+"""op name -> rule."""
