@@ -16,7 +16,8 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.context import FORMS, MeshContext, share_attention
 from meshwright_dtensor.rules.composites import sdpa_blocks
-from meshwright_dtensor.rules.composites.sdpa_blocks import attended, blocks
+from meshwright_dtensor.rules.composites.sdpa_blocks import blocks
+from meshwright_dtensor.sharding.intervals import Intervals
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 B, S, E = 2, 8, 4
@@ -193,6 +194,15 @@ def uncovered(rank: int, world_size: int) -> float:
 
 def test_wrong_offset_is_detected(rank_pool: RankPool) -> None:
     assert max(rank_pool.run(2, uncovered)) > 0.1
+
+
+def attended(queries: Intervals, keys: Intervals, causal: bool) -> int:
+    """The number of (query, key) pairs that a rank with these queries computes."""
+    pairs = 0
+    for block in blocks(queries, keys, causal):
+        length = block.rows[1]
+        pairs += length * (length + 1) // 2 if block.triangle else length * block.columns[1]
+    return pairs
 
 
 def test_blocks_cover_exactly_the_visible_pairs() -> None:

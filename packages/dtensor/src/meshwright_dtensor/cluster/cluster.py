@@ -293,14 +293,10 @@ class Cluster:
         slower *= self._slowest(ranks) / self._slowest(self.ranks)
         links = self.links
         if self.slow_nodes:
+            shares = [(self._narrowest(x.name, ranks), self._narrowest(x.name, self.ranks)) for x in links]
             links = tuple(
-                replace(
-                    level,
-                    bandwidth_Bps=level.bandwidth_Bps
-                    * self._narrowest(level.name, ranks)
-                    / self._narrowest(level.name, self.ranks),
-                )
-                for level in links
+                replace(level, bandwidth_Bps=level.bandwidth_Bps * share / before)
+                for level, (share, before) in zip(links, shares, strict=True)
             )
         if slower == 1.0:
             return replace(self, ranks=ranks, links=links)
@@ -374,16 +370,10 @@ class Cluster:
                 bandwidth = level.bandwidth_Bps
                 if inside is not None:
                     bandwidth = min(inside.bandwidth_Bps, bandwidth * within)
-                inner = inside if within > 1 else None
-                return Link(
-                    level.name,
-                    level.latency_s,
-                    bandwidth,
-                    inner,
-                    within if inner else 1,
-                    level.bandwidth_Bps,
-                    self._collectives() if level is self.links[0] else (),
-                )
+                inner, count = (inside, within) if inside is not None and within > 1 else (None, 1)
+                measured = self._collectives() if level is self.links[0] else ()
+                latency, outer = level.latency_s, level.bandwidth_Bps
+                return Link(level.name, latency, bandwidth, inner, count, outer, measured)
             inside = Link(level.name, level.latency_s, level.bandwidth_Bps, outer_Bps=level.bandwidth_Bps)
             within = held
         raise ValueError(f"cluster {self.name!r} has no links; give at least one LinkLevel")
@@ -392,8 +382,6 @@ class Cluster:
         """The measurements with this number of ranks on the machine, or with the nearest number."""
         here = min(self.ranks or 1, self.devices_per_node)
         nearest: dict[tuple[str, int], MeasuredCollective] = {}
-        for m in self.collectives:
-            best = nearest.get((m.kind, m.degree))
-            if best is None or abs(m.ranks - here) < abs(best.ranks - here):
-                nearest[m.kind, m.degree] = m
+        for m in sorted(self.collectives, key=lambda m: abs(m.ranks - here)):
+            nearest.setdefault((m.kind, m.degree), m)
         return tuple(nearest.values())

@@ -53,8 +53,14 @@ class Resident:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, about the ceiling is mapped at most (see INTERVAL), and afterwards nothing."""
+
+        def watch() -> None:
+            while not self._done.wait(INTERVAL):
+                if mapped_bytes() - self._base > self._ceiling:
+                    self.sweep()
+
         # a thread, because a single call may fill more than fits into memory
-        thread = threading.Thread(target=self._watch, daemon=True, name="meshwright-resident")
+        thread = threading.Thread(target=watch, daemon=True, name="meshwright-resident")
         thread.start()
         try:
             yield
@@ -74,11 +80,6 @@ class Resident:
                     living.append(find)
             self._storages = living
         self._base = mapped_bytes()
-
-    def _watch(self) -> None:
-        while not self._done.wait(INTERVAL):
-            if mapped_bytes() - self._base > self._ceiling:
-                self.sweep()
 
 
 def mapped_bytes() -> int:

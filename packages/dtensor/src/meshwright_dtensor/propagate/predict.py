@@ -53,6 +53,10 @@ class _Conversion:
     backward: bool = False
 
 
+_Made = dict[tuple[int, States, States], _Conversion]
+"""(value, source, target) -> conversion."""
+
+
 @dataclass
 class Predictor:
     """Predicts a recorded run, call by call.
@@ -88,7 +92,7 @@ class Predictor:
         self.readers = {r.i for n in self.nodes for r in n.ins} | set(self.results)
         self.predicted = PredictedRun()
         self._chosen: dict[Hashable, Choice | str] = {}
-        self._made: dict[tuple[int, States, States], _Conversion] = {}
+        self._made: _Made = {}
         self._all: list[_Conversion] = []
 
     def run(self) -> PredictedRun:
@@ -117,11 +121,10 @@ class Predictor:
         return (self.whole,) * len(node.ins), (self.whole,) * len(node.outs)
 
     def _add(self, index: int, ins: Iterable[States], outs: Iterable[States]) -> None:
+        made = tuple(outs)
         self.predicted.ins.append(tuple(ins))
-        self.predicted.outs.append(tuple(outs))
-        self.states.update(
-            (r.i, s) for r, s in zip(self.nodes[index].outs, self.predicted.outs[-1], strict=True)
-        )
+        self.predicted.outs.append(made)
+        self.states.update((r.i, s) for r, s in zip(self.nodes[index].outs, made, strict=True))
 
     # ---- one call
     def _predict_call(self, group: _Group) -> None:
@@ -131,7 +134,7 @@ class Predictor:
             self._gather(group, choice)
             return
         _, _, hoisted = hoist(group.nodes, self._results(group), choice, start)
-        inner: dict[tuple[int, States, States], _Conversion] = {}
+        inner: _Made = {}
         current = dict(start)
         for k, node, ins, outs in zip(group.indices, group.nodes, choice.ins, choice.outs, strict=True):
             backward = any(self.grad[r.i] for r in node.outs)
@@ -140,7 +143,7 @@ class Predictor:
                 if hoisted and ref.i not in self.weights:
                     self._convert(ref.i, source, wanted, node, backward)
                 else:
-                    self._convert_once(inner, ref.i, source, wanted, node, backward)
+                    self._convert_once(inner, _Conversion(ref.i, source, wanted, node), backward)
             current.update((r.i, s) for r, s in zip(node.outs, outs, strict=True))
             self._composite_collectives(node, ins, outs, backward)
             self._add(k, ins, outs)
@@ -156,8 +159,8 @@ class Predictor:
         if call.function in DATA_DEPENDENT or not all(map(self._runs_on_fakes, group.nodes)):
             return "depends on the data"
         if all(states == self.whole for states in start.values()):
-            rows = [self._replicated(node) for node in group.nodes]
-            return Choice([list(ins) for ins, _ in rows], [list(outs) for _, outs in rows])
+            ins, outs = zip(*map(self._replicated, group.nodes), strict=True)
+            return Choice(list(map(list, ins)), list(map(list, outs)))
         key = self._key(group, start)
         if key not in self._chosen:
             try:
@@ -243,37 +246,25 @@ class Predictor:
         if between != source:
             self._convert(value, source, between, node, backward)
             source = between
-        moves = any(
-            step.collective for _, phase, step in self._steps(value, source, target) if phase == "forward"
-        )
+        conversion = _Conversion(value, source, target, node)
+        moves = any(step.collective for _, phase, step in self._steps(conversion) if phase == "forward")
         changes = any(forward_kind(a) != forward_kind(b) for a, b in zip(source, target, strict=True))
-        made = self._made if moves or not changes else {}
-        self._convert_once(made, value, source, target, node, backward)
+        self._convert_once(self._made if moves or not changes else {}, conversion, backward)
 
-    def _convert_once(
-        self,
-        made: dict[tuple[int, States, States], _Conversion],
-        value: int,
-        source: States,
-        target: States,
-        node: Node,
-        backward: bool,
-    ) -> None:
-        if source == target:
+    def _convert_once(self, made: _Made, conversion: _Conversion, backward: bool) -> None:
+        if conversion.source == conversion.target:
             return
-        conversion = made.get((value, source, target))
-        if conversion is None:
-            conversion = made[value, source, target] = _Conversion(value, source, target, node)
+        key = conversion.value, conversion.source, conversion.target
+        if key not in made:
+            made[key] = conversion
             self._all.append(conversion)
-        conversion.backward |= backward and self.grad[value]
+        made[key].backward |= backward and self.grad[conversion.value]
 
-    def _steps(
-        self, value: int, source: States, target: States
-    ) -> Iterator[tuple[tuple[int, ...], Phase, Step]]:
+    def _steps(self, conversion: _Conversion) -> Iterator[tuple[tuple[int, ...], Phase, Step]]:
         """(shape before the split over the axis, pass, step) of each single-axis change."""
-        grid = cast("MeshContext", self.grid)
-        shape, first_rank = self.values[value].shape, (0,) * grid.ndim
-        for sizes, forward, backward in steps_between(grid, source, target, shape, first_rank):
+        grid, states = cast("MeshContext", self.grid), (conversion.source, conversion.target)
+        shape, first_rank = self.values[conversion.value].shape, (0,) * grid.ndim
+        for sizes, forward, backward in steps_between(grid, *states, shape, first_rank):
             passes: tuple[tuple[Phase, Step], ...] = (("forward", forward), ("backward", backward))
             for phase, step in passes:
                 if step.source != step.target and grid.sizes[step.axis] > 1:
@@ -283,7 +274,7 @@ class Predictor:
         value = self.values[conversion.value]
         if math.prod(value.shape) == 1:
             return
-        for sizes, phase, step in self._steps(conversion.value, conversion.source, conversion.target):
+        for sizes, phase, step in self._steps(conversion):
             if step.collective is not None and (phase == "forward" or conversion.backward):
                 nbytes = math.prod(sizes) * value.dtype.itemsize
                 why = f"{format_state(step.source)}->{format_state(step.target)}"

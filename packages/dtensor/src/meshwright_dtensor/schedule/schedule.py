@@ -84,17 +84,13 @@ class ForwardsFirst(Schedule):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The name of the inner schedule."""
         return self.inner.name
 
     def refusal(self, shape: Shape) -> str | None:
-        """See Schedule."""
         return self.inner.refusal(shape)
 
     def owner(self, stage: int, shape: Shape) -> int:
-        """See Schedule."""
         return self.inner.owner(stage, shape)
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        """See Schedule."""
         return sorted(self.inner.actions(rank, shape), key=lambda action: action.kind != "F")

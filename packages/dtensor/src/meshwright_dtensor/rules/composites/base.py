@@ -20,13 +20,13 @@ from meshwright_dtensor.trace.graph import Node
 LocalFunction = Callable[..., Any]
 """Local inputs -> local result; that of a ``located`` composite also takes the site of the call."""
 
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a call."""
+Bound: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call, with defaults filled in."""
 
 
 def from_call(
-    function: Callable[..., Arguments | None],
-) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Arguments | None]:
+    function: Callable[..., Bound | None],
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Bound | None]:
     """A `Composite.normalise` from a method that has the parameters of the torch function."""
     return lambda composite, args, kwargs: function(composite, *args, **kwargs)
 
@@ -124,7 +124,7 @@ class Composite(ABC):
     comm_backward: ClassVar[float] = 0.0
 
     @abstractmethod
-    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Arguments | None:
+    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Bound | None:
         """The call in canonical positional form with defaults filled in; None leaves it to the op-by-op rules."""
 
     @abstractmethod

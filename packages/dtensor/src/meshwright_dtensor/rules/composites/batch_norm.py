@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.composites.base import (
-    Arguments,
-    Composite,
-    LocalContext,
-    LocalFunction,
-    from_call,
-)
+from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.states import R
 
@@ -41,7 +35,7 @@ class BatchNorm(Composite):
         training: bool = False,
         momentum: float = 0.1,
         eps: float = 1e-5,
-    ) -> Arguments | None:
+    ) -> Bound | None:
         """(x, running_mean, running_var, weight, bias, training, momentum, eps)."""
         whole = input.dim() >= 2 and (running_mean is None) == (running_var is None)
         if not whole or not (training or running_mean is not None):

@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.composites.base import (
-    Arguments,
-    Composite,
-    LocalContext,
-    LocalFunction,
-    from_call,
-)
+from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.composites.cross_entropy_rows import (
     EarlyGradient,
     RowsLoss,
@@ -48,7 +42,7 @@ class CrossEntropy(Composite):
         reduce: bool | None = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-    ) -> Arguments | None:
+    ) -> Bound | None:
         """(logits, target, weight, ignore_index, reduction, label_smoothing); deprecated reductions are not handled."""
         if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
             return None
@@ -60,7 +54,7 @@ class CrossEntropy(Composite):
         """Rows (batch and trailing dims); classes, for class targets without weights and label smoothing."""
         _, _, weight, _, reduction, smoothing = view.node.args
         logits, target = view.in_shapes[:2]
-        classes = 1 if len(logits) > 1 else 0
+        classes = _class_dim(logits)
         probabilities = not _is_integer(view.dtype(view.node.ins[1]))
         rest: tuple[State, ...] = (R,) if weight is not None else ()
         rows: list[Row] = []
@@ -76,11 +70,11 @@ class CrossEntropy(Composite):
 
     def permutes(self, view: NodeView, row: Strategy) -> bool:
         """Not for sharded classes: a target is looked up by the offset of one chunk."""
-        return row.ins[0] != (1 if len(view.in_shapes[0]) > 1 else 0)
+        return row.ins[0] != _class_dim(view.in_shapes[0])
 
     def plain(self, ctx: LocalContext) -> bool:
         """If classes are not sharded and there is no mean, or torch's own mean is as good."""
-        return not ctx.axes_sharding(0, _class_dim(ctx)) and (
+        return not ctx.axes_sharding(0, _class_dim(ctx.in_shapes[0])) and (
             ctx.node.args[4] != "mean" or not (_row_axes(ctx) or _of_rows(ctx))
         )
 
@@ -89,7 +83,7 @@ class CrossEntropy(Composite):
         state = strategy.ins[0]
         if not isinstance(state, int):
             return 0.0
-        if state == (1 if len(view.in_shapes[0]) > 1 else 0):
+        if state == _class_dim(view.in_shapes[0]):
             return 12.0 * numel(view.in_shapes[1])
         return 8.0 if view.node.args[4] == "mean" else 0.0
 
@@ -106,7 +100,7 @@ class _Loss:
 
     def __init__(self, ctx: LocalContext) -> None:
         _, _, self.weight, self.ignore, self.reduction, self.smoothing = ctx.node.args
-        self.ctx, self.class_dim = ctx, _class_dim(ctx)
+        self.ctx, self.class_dim = ctx, _class_dim(ctx.in_shapes[0])
         class_axes = ctx.axes_sharding(0, self.class_dim)
         start, length = ctx.region(ctx.in_shapes[0], ctx.ins[0])[self.class_dim][0]
         self.shards = Shards(start, length, ctx.in_shapes[0][self.class_dim], tuple(class_axes), ctx)
@@ -118,20 +112,15 @@ class _Loss:
         """The loss of the local rows."""
         logits, target = tensors[:2]
         if self.whole_rows and reduction == "sum" and takes(logits, target):
-            total = RowsLoss.apply(logits, target, self.ignore)
-            assert isinstance(total, torch.Tensor)
+            total: torch.Tensor = RowsLoss.apply(logits, target, self.ignore)
             return total
         if not self.shards.axes:
+            weight = None if self.weight is None else tensors[2]
+            ignore, smoothing = self.ignore, self.smoothing
             return F.cross_entropy(
-                logits,
-                target,
-                None if self.weight is None else tensors[2],
-                ignore_index=self.ignore,
-                reduction=reduction,
-                label_smoothing=self.smoothing,
+                logits, target, weight, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing
             )
-        each = VocabularyLoss.apply(logits, target, self.ignore, self.class_dim, self.shards)
-        assert isinstance(each, torch.Tensor)
+        each: torch.Tensor = VocabularyLoss.apply(logits, target, self.ignore, self.class_dim, self.shards)
         return each if reduction == "none" else each.sum()
 
     def mean(self, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -184,8 +173,8 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex
 
 
-def _class_dim(ctx: LocalContext) -> int:
-    return 1 if len(ctx.in_shapes[0]) > 1 else 0
+def _class_dim(logits: tuple[int, ...]) -> int:
+    return 1 if len(logits) > 1 else 0
 
 
 def _of_rows(ctx: LocalContext) -> bool:
@@ -195,7 +184,7 @@ def _of_rows(ctx: LocalContext) -> bool:
 
 def _row_axes(ctx: LocalContext) -> list[int]:
     """Mesh axes that shard rows of the logits."""
-    classes = _class_dim(ctx)
+    classes = _class_dim(ctx.in_shapes[0])
     return [axis for axis, state in enumerate(ctx.ins[0]) if isinstance(state, int) and state != classes]
 
 

@@ -8,13 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor.random import draw_full_then_slice
-from meshwright_dtensor.rules.composites.base import (
-    Arguments,
-    Composite,
-    LocalContext,
-    LocalFunction,
-    from_call,
-)
+from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import P
@@ -29,7 +23,7 @@ class Dropout(Composite):
     @from_call
     def normalise(
         self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Arguments | None:
+    ) -> Bound | None:
         """(x, p, training, inplace)."""
         return ((input, p, training, inplace), {}) if 0.0 <= p <= 1.0 else None
 

@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.composites.base import (
-    Arguments,
-    Composite,
-    LocalContext,
-    LocalFunction,
-    from_call,
-)
+from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.states import P, R
 
@@ -66,7 +60,7 @@ class Embedding(Lookup):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-    ) -> Arguments | None:
+    ) -> Bound | None:
         """(ids, weight, padding_idx >= 0 or None); calls that renorm, scale or return sparse gradients are not handled."""
         if max_norm is not None or scale_grad_by_freq or sparse or weight.dim() != 2:
             return None
@@ -125,7 +119,7 @@ class EmbeddingBag(Lookup):
         per_sample_weights: Any = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-    ) -> Arguments | None:
+    ) -> Bound | None:
         """(ids, weight, "sum" or "mean"); bags with offsets, weights or padding, and what Embedding leaves, are not handled."""
         if mode not in ("sum", "mean") or input.dim() != 2 or weight.dim() != 2 or not input.numel():
             return None

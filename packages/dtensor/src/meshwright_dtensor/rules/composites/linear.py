@@ -6,13 +6,7 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.composites.base import (
-    Arguments,
-    Composite,
-    LocalContext,
-    LocalFunction,
-    from_call,
-)
+from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
 from meshwright_dtensor.rules.ops.matmul import einsum_rows
 
@@ -24,7 +18,7 @@ class Linear(Composite):
     functions: ClassVar[tuple[Any, ...]] = (F.linear,)
 
     @from_call
-    def normalise(self, input: Any, weight: Any, bias: Any = None) -> Arguments | None:
+    def normalise(self, input: Any, weight: Any, bias: Any = None) -> Bound | None:
         """(x, weight, bias)."""
         return ((input, weight, bias), {}) if weight.dim() == 2 and input.dim() >= 1 else None
 

@@ -8,13 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor.comm.log import NOWHERE, Site
-from meshwright_dtensor.rules.composites.base import (
-    Arguments,
-    Composite,
-    LocalContext,
-    LocalFunction,
-    from_call,
-)
+from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
 from meshwright_dtensor.rules.composites.sdpa_context import (
     local_attention,
@@ -44,7 +38,7 @@ class ScaledDotProductAttention(Composite):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Arguments | None:
+    ) -> Bound | None:
         """(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa); q, k and v of unequal rank are not handled."""
         rank, p = query.dim(), float(dropout_p)
         if not rank == key.dim() == value.dim() or rank < 2 or not 0.0 <= p < 1.0:

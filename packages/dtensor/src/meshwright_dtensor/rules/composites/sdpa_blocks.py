@@ -39,12 +39,6 @@ class Block:
     position: int
     triangle: bool = False
 
-    @property
-    def count(self) -> int:
-        """(query, key) pairs that are attended to."""
-        length = self.rows[1]
-        return length * (length + 1) // 2 if self.triangle else length * self.columns[1]
-
 
 def blocks(queries: Sequence[Interval], keys: Sequence[Interval], causal: bool) -> list[Block]:
     """The blocks of queries and keys in these global intervals; rows and columns are local positions."""
@@ -76,11 +70,6 @@ def _causal(row: int, start: int, length: int, column: int, first: int, count: i
         result.append(Block((row, side), (column, side), first, triangle=True))
         result.append(Block((row + side, length - side), (column, side), first))
     return result
-
-
-def attended(queries: Sequence[Interval], keys: Sequence[Interval], causal: bool) -> int:
-    """The number of (query, key) pairs that a rank with these queries computes."""
-    return sum(block.count for block in blocks(queries, keys, causal))
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,7 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
         if uneven and bias is not None and bias.dim() > 1 and bias.shape[-2] != 1:
             bias = torch.cat([bias.narrow(-2, *interval) for interval in ranks.queries], -2)
         noise = None if draw is None else draw(q)
-        out = SharedAttention.apply(q, k, v, bias, noise, scale, ranks, site)
-        assert isinstance(out, Tensor)
+        out: Tensor = SharedAttention.apply(q, k, v, bias, noise, scale, ranks, site)
         return out
 
     return run
@@ -171,13 +170,15 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
         sizes = [t.shape[d] * (n if d == source else 1) for d in (source, target)]
         there = Step(ctx.context, axis, source, target, *sizes).function("forward")
         back = Step(ctx.context, axis, target, source, *reversed(sizes)).function("backward")
-        out = _Exchange.apply(t, there, back, site)
-        assert isinstance(out, Tensor)
+        out: Tensor = _Exchange.apply(t, there, back, site)
         return out
 
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
-        times = _repeats(k.shape[-3], q.shape[-3], n)
+        # the fewest repeats of each key head so that the ranks have equally many
+        times = n // math.gcd(k.shape[-3], n)
+        if q.shape[-3] % (k.shape[-3] * times):
+            times = q.shape[-3] // k.shape[-3]
         if times > 1:
             k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
         q = _in_order(exchange(q, dim, dim - 1, site), queries)
@@ -187,29 +188,17 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
             bias = bias.narrow(-3, rank * (heads // n), heads // n)
         noise = None if draw is None else draw(q)
         out = attention(q, k, v, bias, noise, causal, scale, grouped or k.shape[-3] != q.shape[-3])
-        return exchange(_as_held(out, queries), dim - 1, dim, site)
+        return exchange(_in_order(out, queries, back=True), dim - 1, dim, site)
 
     return run
 
 
-def _repeats(groups: int, heads: int, n: int) -> int:
-    """The fewest repeats of each of ``groups`` key heads so that ``n`` ranks have equally many."""
-    times = n // math.gcd(groups, n)
-    return times if heads % (groups * times) == 0 else heads // groups
-
-
-def _in_order(t: Tensor, held: tuple[Intervals, ...]) -> Tensor:
-    """The sequence (dim -2) in order of position, from the concatenated shards of the ranks."""
+def _in_order(t: Tensor, held: tuple[Intervals, ...], back: bool = False) -> Tensor:
+    """The sequence (dim -2) in order of position, from the concatenated shards of the ranks; ``back``: the reverse."""
     intervals = [interval for part in held for interval in part]
     if intervals == sorted(intervals):
         return t
+    if back:
+        return torch.cat([t.narrow(-2, *interval) for interval in intervals], -2)
     pieces = t.split([length for _, length in intervals], -2)
     return torch.cat([pieces[i] for i in sorted(range(len(intervals)), key=lambda i: intervals[i])], -2)
-
-
-def _as_held(t: Tensor, held: tuple[Intervals, ...]) -> Tensor:
-    """The reverse of :func:`_in_order`."""
-    intervals = [interval for part in held for interval in part]
-    if intervals == sorted(intervals):
-        return t
-    return torch.cat([t.narrow(-2, *interval) for interval in intervals], -2)

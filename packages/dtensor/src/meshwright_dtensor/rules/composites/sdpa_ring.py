@@ -117,7 +117,8 @@ def _sources(ranks: Ranks, local: Tensor, site: Site, phase: str) -> Iterator[tu
     for step in range(ranks.size):
         source = (ranks.rank - step) % ranks.size
         last = step == ranks.size - 1
-        coming = None if last else _shift(ranks, here, source - 1, site, phase, "keys and values")
+        why = "keys and values to the next rank"
+        coming = None if last else _shift(ranks, here, source - 1, site, phase, why)
         yield ranks.keys[source], here
         if coming is not None:
             here = coming()
@@ -142,9 +143,8 @@ class _KeyGradients:
             # the sum of earlier ranks is passed on with the keys
             gradient = gradient.add_(self._coming())
         self._source -= 1
-        self._coming = _shift(
-            self.ranks, gradient, self._source, self.site, "backward", "gradients of keys and values"
-        )
+        why = "gradients of keys and values to the next rank"
+        self._coming = _shift(self.ranks, gradient, self._source, self.site, "backward", why)
 
     def sums(self) -> Tensor:
         """The gradient of this rank's own keys."""
@@ -155,7 +155,7 @@ class _KeyGradients:
 
 
 def _shift(
-    ranks: Ranks, tensor: Tensor, source: int, site: Site, phase: str, what: str
+    ranks: Ranks, tensor: Tensor, source: int, site: Site, phase: str, why: str
 ) -> Callable[[], Tensor]:
     """Start to send ``tensor`` to the next rank of the ring; the result waits for the keys of ``source`` from the previous one."""
     received = tensor.new_empty((*tensor.shape[:-2], ranks.held(source), tensor.shape[-1]))
@@ -166,15 +166,7 @@ def _shift(
         [dist.P2POp(dist.isend, tensor, after, group), dist.P2POp(dist.irecv, received, before, group)]
     )
     if CommLog.listening():
-        record(
-            "send_recv",
-            ranks.axis,
-            tensor.nbytes,
-            phase,
-            site.module,
-            site.function,
-            f"{what} to the next rank",
-        )
+        record("send_recv", ranks.axis, tensor.nbytes, phase, site.module, site.function, why)
 
     def wait() -> Tensor:
         for request in work:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright_dtensor._torch.core import TensorSketch, offline_mesh, pytree, stock_probe, stock_rows
 from meshwright_dtensor.rules.node import NodeView, Row
+from meshwright_dtensor.sharding.boxes import dense_strides
 from meshwright_dtensor.sharding.states import P, R, State
 from meshwright_dtensor.trace.graph import Ref, is_ref
 
@@ -24,11 +25,7 @@ def suggestions(view: NodeView) -> list[Row]:
         if not isinstance(x, Ref):
             return x
         shape = view.shape(x)
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
-        return TensorSketch(shape, tuple(reversed(strides)), view.dtype(x))
+        return TensorSketch(shape, dense_strides(shape, tuple(range(len(shape)))), view.dtype(x))
 
     args, kwargs = pytree.tree_map(sketch, (view.node.args, view.node.kwargs), is_leaf=is_ref)
     try:
