@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.propagate.choose import MeshShape
 from meshwright_dtensor.propagate.predict import Predictor
-from meshwright_dtensor.propagate.prediction import MeshShape
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool

@@ -233,24 +233,22 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _sketch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The result on the meta device: its shape, strides and dtype; None if torch cannot tell, or if it is not on the CPU."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    if any(
+        isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in pytree.tree_leaves((args, kwargs))
+    ):
         return None
-    leaves = [
-        torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
-    meta_args, meta_kwargs = pytree.tree_unflatten(leaves, spec)
+
+    def as_meta(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, as_meta, (args, kwargs))
     if "device" in op_arguments(func):
         meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
     if "generator" in meta_kwargs:
         meta_kwargs = {**meta_kwargs, "generator": None}
     try:
-        result = func(*meta_args, **meta_kwargs)
+        result: torch.Tensor = func(*meta_args, **meta_kwargs)
+        return result
     # no meta kernel, or a user's error, which the real call will raise
     except (NotImplementedError, RuntimeError):
         return None
-    return result

@@ -18,14 +18,36 @@ from meshwright_dtensor.sharding.states import I, P, R, State, States, X, forwar
 from meshwright_dtensor.trace.graph import Node, Ref, Value
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import MeshContext
-    from meshwright_dtensor.propagate.prediction import MeshShape
+    from meshwright_dtensor.mesh.context import AttentionForm, MeshContext
 
 _WEIGHT = 1000.0
 """Factor between the cost of moving a parameter and that of an activation of the same size."""
 
 _STEP = 1e-6
 """Cost of a conversion that moves nothing, so that keeping the state wins ties."""
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Axes and sizes of a mesh that need not exist.
+
+    Attributes:
+        axes: names, outermost first; ``sizes``: ranks along each.
+        attention: as of a MeshContext.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    attention: Mapping[str, AttentionForm] = field(default_factory=dict)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.axes)
+
+    def local(self, shape: Sequence[int], states: States) -> tuple[int, ...]:
+        """Shape of what the first rank holds of a value: no rank holds more."""
+        return local_shape_of(tuple(shape), self.sizes, (0,) * self.ndim, states)
 
 
 Axes: TypeAlias = "MeshContext | MeshShape"

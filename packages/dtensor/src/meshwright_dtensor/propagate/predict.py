@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,8 +18,7 @@ from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes
 from meshwright_dtensor.cluster.links import CollectiveKind
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.redistribute import steps_between
-from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
-from meshwright_dtensor.propagate.prediction import MeshShape, PredictedMove, PredictedRun
+from meshwright_dtensor.propagate.choose import Choice, Chooser, MeshShape, Underivable
 from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist, is_view
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, needs_data
 from meshwright_dtensor.sharding.states import I, States, format_state, forward_kind, is_shard
@@ -29,6 +28,45 @@ from meshwright_dtensor.trace.graph import Call, Node, Ref, Value, is_ref
 
 if TYPE_CHECKING:
     from meshwright_dtensor.mesh.context import MeshContext
+
+
+@dataclass(frozen=True)
+class PredictedMove:
+    """A predicted collective.
+
+    Attributes:
+        nbytes: of the full tensor on the mesh axis.
+        module, function: of the call that needs it.
+        why: the states converted, or "inside ..." of a composite.
+        value: index of the value that is moved; None inside of a composite.
+    """
+
+    kind: CollectiveKind
+    axis: str
+    nbytes: int
+    phase: Phase
+    module: str
+    function: str
+    why: str
+    value: int | None = None
+
+
+@dataclass
+class PredictedRun:
+    """States and communication of a recorded run.
+
+    Attributes:
+        ins, outs: per node, the states of its inputs and outputs.
+        states: value -> its states after the run, of values that are not replicated.
+        moved: collectives, without those of single numbers.
+        gathered: node -> why the call that it belongs to has no local program: its inputs are gathered.
+    """
+
+    ins: list[tuple[States, ...]] = field(default_factory=list)
+    outs: list[tuple[States, ...]] = field(default_factory=list)
+    states: dict[int, States] = field(default_factory=dict)
+    moved: list[PredictedMove] = field(default_factory=list)
+    gathered: dict[int, str] = field(default_factory=dict)
 
 
 NodeStates = tuple[tuple[States, ...], tuple[States, ...]]

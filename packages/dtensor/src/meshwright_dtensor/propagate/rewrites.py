@@ -32,23 +32,19 @@ def choose_with_rewrites(
         Underivable: no legal rows in either case.
     """
     best: Choice | None = None
-    cost, failed = float("inf"), None
-    try:
-        best = chooser.run(inputs, weights, outputs)
-        cost = _moved_bytes(chooser, best, inputs, weights)
-    except Underivable as error:
-        failed = error
-    if cost >= _BYTE:
-        for other in _free_shardings(chooser, inputs, weights):
-            try:
-                choice = chooser.run(other, weights, outputs)
-            except Underivable:
-                continue
-            nbytes = _moved_bytes(chooser, choice, inputs, weights)
-            if nbytes < cost:
-                best, cost = choice, nbytes
+    cost, failed = float("inf"), Underivable()
+    for start in itertools.chain([inputs], _free_shardings(chooser, inputs, weights)):
+        try:
+            choice = chooser.run(start, weights, outputs)
+        except Underivable as error:
+            failed = error if start is inputs else failed
+            continue
+        nbytes = _moved_bytes(chooser, choice, start, weights)
+        if start is inputs or nbytes < cost:
+            best, cost = choice, nbytes
+        if start is inputs and cost < _BYTE:
+            break
     if best is None:
-        assert failed is not None
         raise failed
     return best
 

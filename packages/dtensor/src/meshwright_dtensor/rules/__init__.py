@@ -29,9 +29,9 @@ from meshwright_dtensor.rules.node import (
     finish,
     is_random,
     needs_data,
+    refine,
     replicate,
 )
-from meshwright_dtensor.rules.refine import refine
 from meshwright_dtensor.rules.verify_row import check
 
 __all__ = [

@@ -209,13 +209,14 @@ def shrink(view: NodeView) -> NodeView | None:
 
     args, kwargs = pytree.tree_map(shorter, (view.node.args, view.node.kwargs), is_leaf=is_ref)
     new_shapes = {ref: tuple(short.get(size, size) for size in shape) for ref, shape in shapes.items()}
-    dtypes = {ref: view.dtype(ref) for ref in shapes}
-    small = NodeView.with_shapes(replace(view.node, args=args, kwargs=kwargs), new_shapes, dtypes, view.n)
+    small = replace(
+        view, node=replace(view.node, args=args, kwargs=kwargs), shape=new_shapes.__getitem__, attention=None
+    )
     if any(numel(s) > LIMIT for s in new_shapes.values()):
         return None
     try:
         metas = [
-            torch.empty(new_shapes[ref], dtype=_wide(dtypes[ref]), device="meta") for ref in view.node.ins
+            torch.empty(small.shape(r), dtype=_wide(small.dtype(r)), device="meta") for r in small.node.ins
         ]
         _, outputs = _run(small, metas, small.out_shapes, small.in_shapes, [False] * len(metas))
     except _REJECTED:

@@ -12,9 +12,6 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.schedule.schedule import NAMES, Action, Kind, Schedule, Shape
 
 DURATION: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
-_BITS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 2, "I": 4, "W": 8})
-_COMPLETE = (1 + 2, 1 + 4 + 8)
-"""Kinds that take a microbatch forwards and backwards."""
 
 
 @dataclass(frozen=True)
@@ -167,34 +164,31 @@ def _report_incomplete(schedule: Schedule, shape: Shape, ranks: Sequence[Sequenc
     """Raise a UsageError that names the first action which is wrong or missing."""
     where = f"schedule {schedule.name!r}"
     owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
-    # per stage and microbatch, a bit for each kind
-    kinds = [0] * (shape.stages * shape.microbatches)
+    kinds = {place: set[str]() for place in itertools.product(range(shape.stages), range(shape.microbatches))}
     for rank, actions in enumerate(ranks):
         for action in actions:
             kind, stage, microbatch = action
-            if not (0 <= stage < shape.stages and 0 <= microbatch < shape.microbatches):
+            if (stage, microbatch) not in kinds:
                 raise UsageError(
                     f"{where}: rank {rank} has {action}, but there are stages 0..{shape.stages - 1} and microbatches "
                     f"0..{shape.microbatches - 1}"
                 )
-            bit = _BITS.get(kind)
-            if bit is None:
+            if kind not in NAMES:
                 raise UsageError(
                     f"{where}: rank {rank} has {action}; the kinds of actions are {', '.join(NAMES)}"
                 )
-            place = stage * shape.microbatches + microbatch
-            if kinds[place] & bit:
+            if kind in kinds[stage, microbatch]:
                 first = next(number for number, earlier in enumerate(ranks) if action in earlier)
                 raise UsageError(f"{where}: {action} comes twice, on rank {first} and on rank {rank}")
             if owners[stage] != rank:
                 raise UsageError(
                     f"{where}: rank {rank} has {action}, but that stage is on rank {owners[stage]}; move it to that rank"
                 )
-            kinds[place] |= bit
-    for place, bits in enumerate(kinds):
-        if bits not in _COMPLETE:
-            present = {kind for kind, bit in _BITS.items() if bits & bit}
-            _report_microbatch(where, present, *divmod(place, shape.microbatches))
+            kinds[stage, microbatch].add(kind)
+    for place, present in kinds.items():
+        # a forward, and its backward whole or in two halves
+        if present != {"F", "B"} and present != {"F", "I", "W"}:
+            _report_microbatch(where, present, *place)
 
 
 def _report_microbatch(where: str, kinds: set[str], stage: int, microbatch: int) -> NoReturn:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from meshwright_dtensor.propagate.prediction import PredictedMove
+from meshwright_dtensor.propagate.predict import PredictedMove
 from meshwright_dtensor.strategy import CollectiveUse
 from meshwright_planner.evaluation.context import Basis
 from meshwright_planner.evaluation.placed_model import Placed

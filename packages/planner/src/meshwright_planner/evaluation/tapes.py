@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.propagate.prediction import MeshShape
+from meshwright_dtensor.propagate.choose import MeshShape
 from meshwright_dtensor.rules import RuleBook
 from meshwright_planner.evaluation.context import Basis
 from meshwright_planner.placement.legal_rows import Rules

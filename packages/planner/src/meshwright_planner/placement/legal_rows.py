@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from meshwright_dtensor.rules.lift import Known
-from meshwright_dtensor.rules.node import NodeView, Strategy
-from meshwright_dtensor.rules.refine import refine
+from meshwright_dtensor.rules.node import NodeView, Strategy, refine
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.trace.graph import Ref

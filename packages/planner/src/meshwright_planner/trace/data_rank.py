@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor.propagate.prediction import MeshShape, PredictedMove, PredictedRun
+from meshwright_dtensor.propagate.choose import MeshShape
+from meshwright_dtensor.propagate.predict import PredictedMove, PredictedRun
 from meshwright_dtensor.propagate.rewrites import is_view
 from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.localise import localise

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Literal
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.propagate.choose import MeshShape
 from meshwright_dtensor.propagate.predict import Predictor
-from meshwright_dtensor.propagate.prediction import MeshShape
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.trace.graph import Node

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright_dtensor.propagate.prediction import PredictedMove
+from meshwright_dtensor.propagate.predict import PredictedMove
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_planner.trace.grad_flow import Note, flows

@@ -8,6 +8,7 @@ factor before the all-reduce of the sum has ended, so it is computed during the 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,11 +110,11 @@ def _looked_up(target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.T
     return kept, target.masked_fill(~kept, 0).unsqueeze(-1)
 
 
+@dataclass(eq=False)
 class _Made:
     """A gradient that was computed before its backward."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value: torch.Tensor | None = value
+    value: torch.Tensor | None
 
     def take(self) -> torch.Tensor | None:
         value, self.value = self.value, None

@@ -177,11 +177,8 @@ def _pieces(block: Block, q: Tensor) -> list[Block]:
     step = max(1, PIECE // max(1, each))
     if block.triangle or step >= block.rows[1]:
         return [block]
-    start, length = block.rows
-    return [
-        Block((start + at, min(step, length - at)), block.columns, block.position)
-        for at in range(0, length, step)
-    ]
+    start, end = block.rows[0], sum(block.rows)
+    return [Block((at, min(step, end - at)), block.columns, block.position) for at in range(start, end, step)]
 
 
 def _keys(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,15 +95,24 @@ class SharedAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=wide)
         dmask = torch.zeros_like(mask, dtype=wide) if ctx.needs_input_grad[3] else None
         widths = [k.shape[-1], v.shape[-1]]
-        key_gradients = _KeyGradients(ranks, site)
+        source = ranks.rank
+        # waits for the sum of the gradients of the keys of ``source``
+        summed: Callable[[], Tensor] | None = None
         for positions, kv in _sources(ranks, torch.cat([k, v], -1), site, "backward"):
             keys, values = kv.split(widths, -1)
             dkv = torch.zeros_like(kv, dtype=wide)
             dk, dv = dkv.split(widths, -1)
             parts = blocks(ranks.queries, positions, ranks.causal)
             attend_backward(gradient, q, keys, values, out, lse, parts, terms, (dq, dk, dv), dmask)
-            key_gradients.send(dkv)
-        dk, dv = key_gradients.sums().split(widths, -1)
+            if ranks.ring:
+                # the sum of earlier ranks is passed on with the keys
+                dkv, source = dkv if summed is None else dkv.add_(summed()), source - 1
+                why = "gradients of keys and values to the next rank"
+                summed = _shift(ranks, dkv, source, site, "backward", why)
+            else:
+                summed = partial(ranks.scatter, dkv, site)
+        assert summed is not None
+        dk, dv = summed().split(widths, -1)
         grads = (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
         return *grads, None if dmask is None else dmask.to(mask.dtype), None, None, None, None
 
@@ -122,36 +132,6 @@ def _sources(ranks: Ranks, local: Tensor, site: Site, phase: str) -> Iterator[tu
         yield ranks.keys[source], here
         if coming is not None:
             here = coming()
-
-
-class _KeyGradients:
-    """Sends the gradients of keys and values to their owner."""
-
-    def __init__(self, ranks: Ranks, site: Site) -> None:
-        self.ranks, self.site = ranks, site
-        self._coming: Callable[[], Tensor] | None = None
-        # the owner of the keys of the next gradient
-        self._source = ranks.rank
-        self._whole: Tensor | None = None
-
-    def send(self, gradient: Tensor) -> None:
-        """Add this rank's gradient of the keys that it has just used."""
-        if not self.ranks.ring:
-            self._whole = gradient
-            return
-        if self._coming is not None:
-            # the sum of earlier ranks is passed on with the keys
-            gradient = gradient.add_(self._coming())
-        self._source -= 1
-        why = "gradients of keys and values to the next rank"
-        self._coming = _shift(self.ranks, gradient, self._source, self.site, "backward", why)
-
-    def sums(self) -> Tensor:
-        """The gradient of this rank's own keys."""
-        if self._whole is not None:
-            return self.ranks.scatter(self._whole, self.site)
-        assert self._coming is not None
-        return self._coming()
 
 
 def _shift(

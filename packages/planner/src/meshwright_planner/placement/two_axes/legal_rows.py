@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
-from meshwright_dtensor.rules.node import NodeView, Strategy
-from meshwright_dtensor.rules.refine import refine
+from meshwright_dtensor.rules.node import NodeView, Strategy, refine
 from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard
 from meshwright_dtensor.sharding.states import State, States, is_shard
