@@ -7,7 +7,7 @@ is the identity forward and an all-reduce backward, ``P -> I`` the reverse, ``0 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,7 +28,6 @@ from meshwright_dtensor.sharding.states import (
 )
 
 Tensor = torch.Tensor
-StepFunction = Callable[[Tensor, Site], Tensor]
 _DUAL: Final[dict[State, State]] = {"X": "P", "P": "X"}
 """State of the gradient of a value, seen as a value; the others are their own."""
 
@@ -91,19 +90,13 @@ class Conversion:
 
     def __init__(self, context: MeshContext, source: States, target: States, shape: torch.Size) -> None:
         self.context, self.source, self.target, self.shape = context, source, target, shape
-        forward: list[StepFunction] = []
-        backward: list[StepFunction] = []
-        self.moves = False
-        for _, *steps in steps_between(context, source, target, shape, context.coords):
-            forward_step, backward_step = steps[0].function("forward"), steps[1].function("backward")
-            self.moves |= steps[0].collective is not None
-            if forward_step is not None:
-                forward.append(forward_step)
-            if backward_step is not None:
-                backward.insert(0, backward_step)
-        self._forward, self._backward = forward, backward
+        steps = list(steps_between(context, source, target, shape, context.coords))
+        forward = (step.function("forward") for _, step, _ in steps)
+        backward = (step.function("backward") for _, _, step in reversed(steps))
+        self._forward, self._backward = ([f for f in made if f is not None] for made in (forward, backward))
+        self.moves = any(step.collective is not None for _, step, _ in steps)
         # an alias costs no memory, and readers share a gathered or reduced value; a slice is cheap
-        self.keep = self.moves or not forward
+        self.keep = self.moves or not self._forward
 
     def __repr__(self) -> str:
         return f"{'/'.join(map(format_state, self.source))}->{'/'.join(map(format_state, self.target))}"

@@ -156,8 +156,9 @@ def derive(
     start_states = dict(enumerate(start))
     plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
     with without_modes():
-        chooser = Chooser(context, rule_book(context), traced.nodes, traced.values, plain)
-        choice = choose_with_rewrites(chooser, start_states, call.weights, goal)
+        book = rule_book(context)
+        chooser = Chooser(context, book, traced.nodes, traced.values, call.weights, plain)
+        choice = choose_with_rewrites(chooser, start_states, goal)
     results = refs_in(traced.out)
     produced, wanted, hoisted = hoist(traced.nodes, results, choice, start_states)
     copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}

@@ -97,23 +97,23 @@ class Underivable(Exception):
 class Chooser:
     """Goes through recorded nodes in order, one mesh axis after the other, outermost first.
 
-    ``constants``: indices of values that never need a gradient, so that I and X are the same for them.
+    Args:
+        weights: indices of values that are parameters.
+        constants: indices of values that never need a gradient, so that I and X are the same for them.
     """
 
     context: Axes
     book: RuleBook
     nodes: Sequence[Node]
     values: Sequence[Value]
+    weights: Collection[int]
     constants: frozenset[int] = frozenset()
 
-    def run(
-        self, inputs: Mapping[int, States], weights: Collection[int], outputs: Sequence[State | None] = ()
-    ) -> Choice:
+    def run(self, inputs: Mapping[int, States], outputs: Sequence[State | None] = ()) -> Choice:
         """States for every node.
 
         Args:
             inputs: value -> its states, of values that no node computes; values that are left out are replicated.
-            weights: which of the inputs are parameters.
             outputs: per mesh axis a state that the last node's first output should have, where legal.
         """
         per_axis: list[list[Strategy]] = []
@@ -122,7 +122,7 @@ class Chooser:
                 rows = [Strategy((I,) * len(k.ins), (I,) * len(k.outs), "replicate") for k in self.nodes]
             else:
                 goal = outputs[axis] if axis < len(outputs) else None
-                rows = self._axis(axis, inputs, weights, per_axis, goal)
+                rows = self._axis(axis, inputs, per_axis, goal)
             per_axis.append(rows)
         choice = Choice()
         for k, node in enumerate(self.nodes):
@@ -131,12 +131,7 @@ class Chooser:
         return choice
 
     def _axis(
-        self,
-        axis: int,
-        inputs: Mapping[int, States],
-        weights: Collection[int],
-        earlier: list[list[Strategy]],
-        goal: State | None,
+        self, axis: int, inputs: Mapping[int, States], earlier: list[list[Strategy]], goal: State | None
     ) -> list[Strategy]:
         n = self.context.sizes[axis]
         env: dict[int, State] = {i: states[axis] for i, states in inputs.items()}
@@ -154,7 +149,7 @@ class Chooser:
                 pairs = zip(refs, row.ins + row.outs, strict=True)
                 if frozen and any(isinstance(s, int) and (ref.i, int(s)) in frozen for ref, s in pairs):
                     continue
-                key = self._cost(node, row, env, n, weights, want)
+                key = self._cost(node, row, env, n, want)
                 if key is not None:
                     costs.append((*key, order))
             if not costs:
@@ -182,13 +177,7 @@ class Chooser:
         return refine(view, rows, lambda ref: self.values[ref.i].differentiable)
 
     def _cost(
-        self,
-        node: Node,
-        row: Strategy,
-        env: dict[int, State],
-        n: int,
-        weights: Collection[int],
-        goal: State | None,
+        self, node: Node, row: Strategy, env: dict[int, State], n: int, goal: State | None
     ) -> tuple[float, float, int] | None:
         """(missed goal, cost of conversions, -sharded outputs) of a row; None when the policy forbids it."""
         current = [env.get(r.i, I) for r in node.ins]
@@ -206,7 +195,7 @@ class Chooser:
             value = self.values[ref.i]
             if ref.i in self.constants and _replicated(a) and _replicated(b):
                 continue
-            cost = conversion_cost(a, b, value.nbytes, n, ref.i in weights, value.differentiable)
+            cost = conversion_cost(a, b, value.nbytes, n, ref.i in self.weights, value.differentiable)
             if cost is None:
                 return None
             total += cost

@@ -226,8 +226,8 @@ class Predictor:
 
     def _derive(self, group: _Group, start: Mapping[int, States]) -> Choice:
         plain = frozenset(self.plain.intersection(group.outside))
-        chooser = Chooser(self.grid, self.book, group.nodes, self.values, plain)
-        choice = choose_with_rewrites(chooser, start, self.weights)
+        chooser = Chooser(self.grid, self.book, group.nodes, self.values, self.weights, plain)
+        choice = choose_with_rewrites(chooser, start)
         results = self._results(group)
         check_writes(group.nodes, results, choice, start)
         _, _, hoisted = hoist(group.nodes, results, choice, start)

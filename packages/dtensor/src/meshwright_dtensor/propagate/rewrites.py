@@ -21,10 +21,7 @@ _BYTE = 1.0
 
 
 def choose_with_rewrites(
-    chooser: Chooser,
-    inputs: Mapping[int, States],
-    weights: Collection[int],
-    outputs: Sequence[State | None] = (),
+    chooser: Chooser, inputs: Mapping[int, States], outputs: Sequence[State | None] = ()
 ) -> Choice:
     """As `Chooser.run`, with replicated inputs sharded at no cost where that moves less.
 
@@ -33,13 +30,13 @@ def choose_with_rewrites(
     """
     best: Choice | None = None
     cost, failed = float("inf"), Underivable()
-    for start in itertools.chain([inputs], _free_shardings(chooser, inputs, weights)):
+    for start in itertools.chain([inputs], _free_shardings(chooser, inputs)):
         try:
-            choice = chooser.run(start, weights, outputs)
+            choice = chooser.run(start, outputs)
         except Underivable as error:
             failed = error if start is inputs else failed
             continue
-        nbytes = _moved_bytes(chooser, choice, start, weights)
+        nbytes = _moved_bytes(chooser, choice, start)
         if start is inputs or nbytes < cost:
             best, cost = choice, nbytes
         if start is inputs and cost < _BYTE:
@@ -49,11 +46,9 @@ def choose_with_rewrites(
     return best
 
 
-def _free_shardings(
-    chooser: Chooser, inputs: Mapping[int, States], weights: Collection[int]
-) -> Iterator[dict[int, States]]:
+def _free_shardings(chooser: Chooser, inputs: Mapping[int, States]) -> Iterator[dict[int, States]]:
     """The inputs with all that can be sharded at no cost sharded, on a dim as long as the sharded dim of another input."""
-    values, written = chooser.values, _written(chooser)
+    values, weights, written = chooser.values, chooser.weights, _written(chooser)
     # per input and axis: (input, axis, dim)
     options: list[list[tuple[int, int, int]]] = []
     for axis in range(chooser.context.ndim):
@@ -91,9 +86,7 @@ def _written(chooser: Chooser) -> set[int]:
     return written
 
 
-def _moved_bytes(
-    chooser: Chooser, choice: Choice, inputs: Mapping[int, States], weights: Collection[int]
-) -> float:
+def _moved_bytes(chooser: Chooser, choice: Choice, inputs: Mapping[int, States]) -> float:
     """Bytes communicated, forward and backward, by all conversions of a choice; each is made once."""
     states: dict[int, States] = dict(inputs)
     whole = (I,) * chooser.context.ndim
@@ -107,7 +100,9 @@ def _moved_bytes(
             value = chooser.values[ref.i]
             grad = value.differentiable and ref.i not in chooser.constants
             for a, b, n in zip(states.get(ref.i, whole), wanted, chooser.context.sizes, strict=True):
-                cost = 0.0 if n == 1 else conversion_cost(a, b, value.nbytes, n, ref.i in weights, grad)
+                cost = (
+                    0.0 if n == 1 else conversion_cost(a, b, value.nbytes, n, ref.i in chooser.weights, grad)
+                )
                 total += float("inf") if cost is None else cost
         states.update((ref.i, made) for ref, made in zip(node.outs, outs, strict=True))
     return total

@@ -162,13 +162,11 @@ def first_party_composites() -> list[Composite]:
 
 
 def _parts(target: Any) -> Iterator[Any]:
-    if isinstance(target, type) and issubclass(target, Composite):
-        yield target()
-    elif isinstance(target, (list, tuple)):
+    if isinstance(target, (list, tuple)):
         for part in target:
             yield from _parts(part)
     else:
-        yield target
+        yield target() if isinstance(target, type) and issubclass(target, Composite) else target
 
 
 def _key(view: NodeView) -> Any:

@@ -87,11 +87,6 @@ def scaled(
     return (unscaled(logits, target, ignore) if made is None else made).mul_(scale)
 
 
-def counted(target: torch.Tensor, ignore: int) -> torch.Tensor:
-    """The number of rows that are not ignored, a scalar."""
-    return _looked_up(target, ignore)[0].sum()
-
-
 def takes(logits: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether `RowsLoss` handles these: logits [n, c] and one class index per row."""
     plain = logits.dim() == 2 and target.shape == logits.shape[:1] and logits.shape[1] > 0
@@ -162,7 +157,7 @@ class SharedRowsLoss(torch.autograd.Function):
         context.save_for_backward(logits, target)
         context.ignore, context.axes, context.ctx, context.made = ignore, axes, ctx, None
         total = summed(logits, target, ignore)
-        pair = torch.stack([total, counted(target, ignore).to(total.dtype)])
+        pair = torch.stack([total, _looked_up(target, ignore)[0].sum().to(total.dtype)])
         for number, axis in enumerate(axes):
             work = dist.all_reduce(pair, group=ctx.group(axis), async_op=True)
             ctx.record("all_reduce", axis, pair.nbytes, "forward")

@@ -39,6 +39,12 @@ class Block:
     position: int
     triangle: bool = False
 
+    @property
+    def count(self) -> int:
+        """(query, key) pairs that are attended to."""
+        length = self.rows[1]
+        return length * (length + 1) // 2 if self.triangle else length * self.columns[1]
+
 
 def blocks(queries: Sequence[Interval], keys: Sequence[Interval], causal: bool) -> list[Block]:
     """The blocks of queries and keys in these global intervals; rows and columns are local positions."""

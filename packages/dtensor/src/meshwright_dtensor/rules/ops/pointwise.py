@@ -47,9 +47,8 @@ def _partial(view: NodeView) -> Iterator[Row]:
     bound = view.bound()
     if name in _ALONE and count == 1:
         yield linear_row(view, 0)
-    elif name in _BOTH and count == 2 and isinstance(bound["other"], Slot):
-        if not _narrows(view, 0, 1):
-            yield linear_row(view, 0, 1)
+    elif name in _BOTH and count == 2 and isinstance(bound["other"], Slot) and not _narrows(view, 0, 1):
+        yield linear_row(view, 0, 1)
     elif name in _EITHER:
         yield from (linear_row(view, i) for i in range(count) if not _narrows(view, i))
     elif name in _FIRST and bound.get("rounding_mode") is None and isinstance(bound["self"], Slot):
