@@ -34,7 +34,7 @@ from meshwright_checkpoint.read.read_plan import (
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.sharding.boxes import whole_box
-from meshwright_dtensor.utils.cpu import usable_cores
+from meshwright_dtensor.utils.process import usable_cores
 
 CHUNK = 8 * BLOCK
 """Most bytes read at a time. With two ranks, the bytes read and not yet copied fit in the CPU cache."""

@@ -108,8 +108,10 @@ class Conversion:
         order = None if t.is_contiguous() and 1 not in t.shape else dim_order_of(t)
         for step in self._forward:
             t = step(t, site)
+        if order is None or dim_order_of(t) == order:
+            return t
         # a reader may draw random numbers, which one device draws in the order of memory
-        return t if order is None or dim_order_of(t) == order else _in_order(t, order)
+        return t.new_empty_strided(t.shape, dense_strides(t.shape, order)).copy_(t)
 
     def backward(self, g: Tensor, site: Site) -> Tensor:
         """The gradient for the source, from that of the converted value."""
@@ -149,11 +151,6 @@ def convert(local: Tensor, layout: Layout, states: States, site: Site = NOWHERE)
     """The local tensor of ``layout`` in other states; autograd records it if it records ``local``."""
     conversion = conversion_between(layout.context, layout.states, states, layout.shape)
     return local if conversion is None else conversion.apply(local, site)
-
-
-def _in_order(t: Tensor, order: tuple[int, ...]) -> Tensor:
-    """A dense copy of ``t`` with its dims in memory in that order."""
-    return t.new_empty_strided(t.shape, dense_strides(t.shape, order)).copy_(t)
 
 
 class _Convert(torch.autograd.Function):

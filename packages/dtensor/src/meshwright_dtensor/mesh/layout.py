@@ -48,10 +48,7 @@ class Layout:
     )
 
     def __init__(self, context: MeshContext, states: States, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.context = context
-        self.states = states
-        self.shape = shape
-        self.dtype = dtype
+        self.context, self.states, self.shape, self.dtype = context, states, shape, dtype
         self.ndim = len(shape)
         self.replicated = all(s == "I" or s == "X" for s in states)
         self.region: Region = region_of(tuple(shape), context.sizes, context.coords, states)

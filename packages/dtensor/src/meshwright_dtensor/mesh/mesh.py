@@ -15,7 +15,7 @@ from meshwright_dtensor._torch.core import flattened_group, hash_store, live_gro
 from meshwright_dtensor._torch.meshes import forget_meshes
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.utils.names import count_of
-from meshwright_dtensor.utils.shutdown import settle_at_exit
+from meshwright_dtensor.utils.process import settle_at_exit
 
 if TYPE_CHECKING:
     from meshwright_dtensor.plan.plan import ParallelPlan

@@ -89,6 +89,9 @@ class IntervalShard(int):
         return self if int(self) == dim else _interned(dim, self.intervals)
 
 
+_interned = lru_cache(maxsize=8192)(IntervalShard)
+
+
 def merge_intervals(intervals: Sequence[Interval]) -> Intervals:
     """The intervals without empty ones, adjacent ones joined."""
     result: list[Interval] = []
@@ -165,11 +168,6 @@ def repeat_to_fit(state: IntervalShard, shape: Sequence[int], n: int) -> int | N
     return interval_shard(
         dim, [[(start + a, length) for start in starts for a, length in held] for held in state.intervals]
     )
-
-
-@lru_cache(maxsize=8192)
-def _interned(dim: int, intervals: tuple[Intervals, ...]) -> IntervalShard:
-    return IntervalShard(dim, intervals)
 
 
 def segmented_shard(dim: int, sizes: Sequence[int], n: int) -> int:

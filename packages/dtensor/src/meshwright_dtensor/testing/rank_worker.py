@@ -96,7 +96,7 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
         _leave()
     sys.stdout.flush()
     sys.stderr.flush()
-    # gloo threads that still hold tensors would abort the interpreter at shutdown (see utils.shutdown)
+    # gloo threads that still hold tensors would abort the interpreter at shutdown (see utils.process)
     os._exit(0)
 
 

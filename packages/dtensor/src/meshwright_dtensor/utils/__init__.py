@@ -1,1 +1,1 @@
-"""Small helpers: names, byte sizes, CPU count, fingerprints, shutdown."""
+"""Small helpers: names, byte sizes, fingerprints, this process."""

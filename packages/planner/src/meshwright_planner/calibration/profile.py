@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredCollective
-from meshwright_dtensor.utils.cpu import usable_cores
+from meshwright_dtensor.utils.process import usable_cores
 from meshwright_planner.calibration import collectives as collectives_module
 from meshwright_planner.calibration import host_overhead, operations
 from meshwright_planner.calibration.timing import device

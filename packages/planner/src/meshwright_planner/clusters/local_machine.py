@@ -12,7 +12,7 @@ from types import MappingProxyType
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_dtensor.utils.cpu import usable_cores
+from meshwright_dtensor.utils.process import usable_cores
 
 PREFIX = "this machine ("
 """Prefix of names of local machines; no registered cluster has such a name."""

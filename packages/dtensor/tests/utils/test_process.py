@@ -1,9 +1,10 @@
-"""Exit of a process that used gloo: its threads release their tensors before the interpreter shuts down."""
+"""The cores of a process; the exit of one that used gloo: its threads release their tensors before the interpreter ends."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,9 +15,9 @@ import torch.distributed as dist
 
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
-from meshwright_dtensor.utils import shutdown
+from meshwright_dtensor.utils import process
 
-LINUX = pytest.mark.skipif(not shutdown.THREADS.is_dir(), reason="elsewhere `settle` is a pause")
+LINUX = pytest.mark.skipif(not process.THREADS.is_dir(), reason="elsewhere `settle` is a pause")
 
 
 def holders(rank: int, world_size: int) -> tuple[int, int]:
@@ -40,7 +41,7 @@ def holders(rank: int, world_size: int) -> tuple[int, int]:
         while time.monotonic() < end:
             pass
         before = sys.getrefcount(value) - references
-        shutdown.settle()
+        process.settle()
         return before, sys.getrefcount(value) - references
     finally:
         sys.setswitchinterval(interval)
@@ -57,7 +58,7 @@ def waits_for_its_peer(rank: int, world_size: int, settled: str) -> tuple[float,
     work = dist.all_reduce(value, async_op=True)
     assert work is not None
     start = time.monotonic()
-    shutdown.settle(timeout=30.0)
+    process.settle(timeout=30.0)
     outcome = time.monotonic() - start, work.is_completed()
     Path(settled).touch()
     work.wait()
@@ -84,8 +85,16 @@ def test_every_entry_point_registers_settle(monkeypatch: pytest.MonkeyPatch) -> 
     registered: list[object] = []
     with monkeypatch.context() as patch, fake_group(2):
         patch.setattr(atexit, "register", registered.append)
-        shutdown.settle_at_exit.cache_clear()
+        process.settle_at_exit.cache_clear()
         init("cpu")
         init("cpu")
-    shutdown.settle_at_exit.cache_clear()
-    assert registered == [shutdown.settle]
+    process.settle_at_exit.cache_clear()
+    assert registered == [process.settle]
+
+
+def test_usable_cores_respect_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 8}, raising=False)
+    assert process.usable_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # as off Linux
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert process.usable_cores() == 12

@@ -1,4 +1,4 @@
-"""Clean exit of a process that used gloo.
+"""This process: its CPU cores, and a clean exit if it used gloo.
 
 A gloo thread takes the GIL to release the tensors of a finished collective. A thread that asks for the GIL during
 interpreter shutdown aborts the process: "terminate called without an active exception". ``destroy_process_group`` ends the
@@ -8,6 +8,7 @@ threads of a group only if nothing else refers to the group. Meshes refer to it,
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from contextlib import suppress
 from functools import cache
@@ -57,3 +58,8 @@ def _gloo_threads() -> dict[str, tuple[str, ...]]:
             if status["Name"].startswith("pt_gloo"):
                 threads[thread.name] = tuple(status[field] for field in FIELDS)
     return threads
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on; on macOS and Windows, of all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
