@@ -157,6 +157,8 @@ CASES = {
     "sum over runs": (lambda x: x.sum(1), ((3, 8),), (ZIGZAG,), 1, 0),
     "mean over runs": (lambda x: x.mean((0, 1)), ((3, 8, 2),), (ZIGZAG,), 1, 0),
     "matmul contracts runs": (lambda x, w: F.linear(x, w), ((3, 16), (5, 16)), (segmented_shard(1, (8, 4, 4), 2),) * 2, 1, 0),
+    "batch norm of channels": (
+        lambda x: F.batch_norm(x, None, None, training=True), ((4, 8, 3),), (ZIGZAG,), 0, 0),
     "transpose": (lambda x: x.transpose(1, 2).permute(2, 0, 1).unsqueeze(0).squeeze(0) + 1, ((3, 8, 4),), (ZIGZAG,), 0, 0),
     "against a plain shard": (lambda x, y: x * y, ((3, 8), (3, 8)), (ZIGZAG, 1), None, None),
     "along the runs": (lambda x: x.cumsum(1), ((3, 8),), (ZIGZAG,), None, None),

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,15 @@ def _unfit(directory: Path) -> str | None:
     return None
 
 
+@dataclass
 class MappedFiles:
     """Makes tensors in files of one directory. A file is unlinked once its tensor exists, and freed with its storage.
 
     hollow: files take no room on the disk, and nothing may be written into them.
     """
 
-    def __init__(self, directory: Path, hollow: bool = False) -> None:
-        self.directory, self.hollow = directory, hollow
+    directory: Path
+    hollow: bool = False
 
     def zeros(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A zero CPU tensor of `shape` and `strides` (elements), backed by a file of its own.

@@ -82,9 +82,6 @@ class RunShard(Shard):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunShard) and self.dim == other.dim and self.intervals == other.intervals
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def __hash__(self) -> int:
         return hash((RunShard, self.dim, self.intervals))
 

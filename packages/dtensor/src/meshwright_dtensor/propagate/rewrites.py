@@ -128,8 +128,7 @@ def hoist(
                 possible &= wanted.setdefault(ref.i, states) == states
             elif ref.i in produced:
                 possible &= produced[ref.i] == states
-        for ref, states in zip(node.outs, outs, strict=True):
-            produced[ref.i] = states
+        produced.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
     for ref in results:
         if ref.i in start:
             possible &= wanted.setdefault(ref.i, produced[ref.i]) == produced[ref.i]

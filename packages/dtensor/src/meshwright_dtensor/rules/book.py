@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,12 +60,9 @@ class RuleBook:
                 raise UsageError(
                     f"the rule of {op} has source {entry.source!r}; it must be one of {', '.join(sorted(SOURCES))}"
                 )
-        self.composites: dict[Callable[..., Any], Composite] = {}
-        self._by_name: dict[str, Composite] = {}
-        for composite in composites:
-            self._by_name[composite.name] = composite
-            for function in composite.functions:
-                self.composites[function] = composite
+        installed = list(composites)
+        self.composites = {function: composite for composite in installed for function in composite.functions}
+        self._by_name = {composite.name: composite for composite in installed}
         self._use_stock = use_stock
         self._memory: dict[Any, tuple[Strategy, ...]] = {}
 
@@ -149,10 +146,8 @@ def _default(context: MeshContext) -> RuleBook:
 
 def first_party_rules() -> dict[str, RuleEntry]:
     """op name -> rule."""
-    rules: dict[str, RuleEntry] = {}
-    for module in (views, pointwise, reductions, matmul, layers, indexing, factories):
-        rules.update(module.RULES)
-    return rules
+    modules = (views, pointwise, reductions, matmul, layers, indexing, factories)
+    return {op: entry for module in modules for op, entry in module.RULES.items()}
 
 
 def first_party_composites() -> list[Composite]:

@@ -107,6 +107,10 @@ class LocalContext:
         """Mesh axes that shard dim ``dim`` of tensor input ``index``."""
         return [axis for axis, s in enumerate(self.ins[index]) if isinstance(s, int) and int(s) == dim]
 
+    def axes_sharding_others(self, index: int, dim: int) -> list[int]:
+        """Mesh axes that shard another dim of tensor input ``index`` than ``dim``."""
+        return [axis for axis, s in enumerate(self.ins[index]) if isinstance(s, int) and int(s) != dim]
+
 
 class Composite(ABC):
     """A torch function with rules of its own.

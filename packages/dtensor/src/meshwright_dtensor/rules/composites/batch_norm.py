@@ -56,12 +56,12 @@ class BatchNorm(Composite):
 
     def plain(self, ctx: LocalContext) -> bool:
         """In inference, and where every rank sees the whole batch."""
-        return not ctx.node.args[5] or not _batch_axes(ctx)
+        return not ctx.node.args[5] or not ctx.axes_sharding_others(0, 1)
 
     def extra_comm_bytes(self, view: NodeView, strategy: Strategy) -> float:
         """Two sums per channel each way."""
         state = strategy.ins[0]
-        if not view.node.args[5] or state == 1 or not isinstance(state, int):
+        if not view.node.args[5] or not isinstance(state, int) or int(state) == 1:
             return 0.0
         return 4.0 * 4 * view.in_shapes[0][1]
 
@@ -76,7 +76,7 @@ class BatchNorm(Composite):
                 return F.batch_norm(tensors[0], mean, var, weight, bias, training, momentum, eps)
 
             return normalise
-        axes = _batch_axes(ctx)
+        axes = ctx.axes_sharding_others(0, 1)
         shape = ctx.in_shapes[0]
         count = math.prod(shape) // shape[1]
 
@@ -120,11 +120,6 @@ class SumOverRanks(torch.autograd.Function):
             return SumOverRanks.apply(gradients[0], context.axes, context.ctx), None, None
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         return context.ctx.all_reduce(total, context.axes, "backward"), None, None
-
-
-def _batch_axes(ctx: LocalContext) -> list[int]:
-    """Mesh axes that shard a dim over which statistics are taken."""
-    return [axis for axis, state in enumerate(ctx.ins[0]) if isinstance(state, int) and state != 1]
 
 
 def _optional(tensors: list[torch.Tensor], given: list[bool]) -> list[Any]:

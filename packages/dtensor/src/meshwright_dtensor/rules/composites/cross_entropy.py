@@ -75,9 +75,9 @@ class CrossEntropy(Composite):
 
     def plain(self, ctx: LocalContext) -> bool:
         """If classes are not sharded and there is no mean, or torch's own mean is as good."""
-        return not ctx.axes_sharding(0, _class_dim(ctx.in_shapes[0])) and (
-            ctx.node.args[4] != "mean" or not (_row_axes(ctx) or _of_rows(ctx))
-        )
+        classes = _class_dim(ctx.in_shapes[0])
+        own_mean = ctx.node.args[4] != "mean" or not (ctx.axes_sharding_others(0, classes) or _of_rows(ctx))
+        return own_mean and not ctx.axes_sharding(0, classes)
 
     def extra_comm_bytes(self, view: NodeView, strategy: Strategy) -> float:
         """8 bytes for a mean over sharded rows; 12 bytes a row for sharded classes."""
@@ -105,7 +105,7 @@ class _Loss:
         class_axes = ctx.axes_sharding(0, self.class_dim)
         start, length = ctx.region(ctx.in_shapes[0], ctx.ins[0])[self.class_dim][0]
         self.shards = Shards(start, length, ctx.in_shapes[0][self.class_dim], tuple(class_axes), ctx)
-        self.row_axes = _row_axes(ctx)
+        self.row_axes = ctx.axes_sharding_others(0, self.class_dim)
         self.whole_rows = not class_axes and _of_rows(ctx)
         self.early = EarlyGradient()
 
@@ -265,12 +265,6 @@ def _class_dim(logits: tuple[int, ...]) -> int:
 def _of_rows(ctx: LocalContext) -> bool:
     """Whether the logits are [n, c], without weights and label smoothing."""
     return len(ctx.in_shapes[0]) == 2 and ctx.node.args[2] is None and ctx.node.args[5] == 0.0
-
-
-def _row_axes(ctx: LocalContext) -> list[int]:
-    """Mesh axes that shard rows of the logits."""
-    classes = _class_dim(ctx.in_shapes[0])
-    return [axis for axis, state in enumerate(ctx.ins[0]) if isinstance(state, int) and state != classes]
 
 
 def _weight_of_rows(tensors: list[torch.Tensor], ignore: int, class_dim: int) -> torch.Tensor:

@@ -40,8 +40,7 @@ class Lookup(Composite):
 
     def part(self, ctx: LocalContext) -> Part:
         """This rank's part of the vocabulary."""
-        start, length = ctx.box(ctx.in_shapes[1], ctx.ins[1])[0]
-        return Part(start, length, ctx.in_shapes[1][0])
+        return Part(*ctx.box(ctx.in_shapes[1], ctx.ins[1])[0], ctx.in_shapes[1][0])
 
 
 class Embedding(Lookup):

@@ -16,7 +16,7 @@ from meshwright_dtensor.random import draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
-from meshwright_dtensor.rules.composites.sdpa_ring import Gather, Ranks, Scatter, SharedAttention
+from meshwright_dtensor.rules.composites.sdpa_ring import Ranks, SharedAttention
 from meshwright_dtensor.sharding.boxes import Place, cut_intervals
 from meshwright_dtensor.sharding.intervals import Intervals
 from meshwright_dtensor.sharding.states import R, States, X
@@ -88,24 +88,20 @@ def _ranks(ctx: LocalContext, axes: list[int], ring: bool) -> Ranks:
     if not axes:
         whole = ((0, ctx.in_shapes[1][dim]),)
         return Ranks(None, "", 0, queries, (whole,), causal, False, lambda t, s, p: t, lambda t, s: t)
-    gather, scatter = _transport(ctx, axes)
-    axis = axes[0]
-    name, keys = ctx.context.axes[axis], ctx.intervals_along(1, dim, axis)
-    return Ranks(ctx.group(axis), name, ctx.rank(axis), queries, keys, causal, ring, gather, scatter)
-
-
-def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
-    """All-gather and reduce-scatter of packed keys and values over ``axes``."""
     k, v = ctx.in_shapes[1:3]
-    states: States = ctx.ins[1]
-    whole: States = tuple(X if axis in axes else s for axis, s in enumerate(states))
-    gathered = conversion_between(ctx.context, states, whole, torch.Size((*k[:-1], k[-1] + v[-1])))
+    whole_keys = tuple(X if axis in axes else s for axis, s in enumerate(ctx.ins[1]))
+    gathered = conversion_between(ctx.context, ctx.ins[1], whole_keys, torch.Size((*k[:-1], k[-1] + v[-1])))
     assert gathered is not None
     # its backward is the same gather, logged as backward
     dual = gathered.dual()
-    return (
-        lambda t, site, phase: gathered.forward(t, site) if phase == "forward" else dual.backward(t, site),
-        gathered.backward,
+
+    def gather(t: Tensor, site: Site, phase: str) -> Tensor:
+        return gathered.forward(t, site) if phase == "forward" else dual.backward(t, site)
+
+    axis = axes[0]
+    name, keys = ctx.context.axes[axis], ctx.intervals_along(1, dim, axis)
+    return Ranks(
+        ctx.group(axis), name, ctx.rank(axis), queries, keys, causal, ring, gather, gathered.backward
     )
 
 
