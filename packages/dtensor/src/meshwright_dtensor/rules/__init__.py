@@ -1,6 +1,6 @@
 """Sharding rules: the legal states of inputs and outputs of an op on one mesh axis, and the op to run on local tensors.
 
-Rules give raw rows over R, P and tensor dims (:mod:`base`); :func:`refine` decides gradients (states I, X, P, dims);
+Rules give raw rows over R, P and tensor dims (:mod:`node`); :func:`refine` decides gradients (states I, X, P, dims);
 :func:`localise` rewrites size arguments; :func:`check` proves a row numerically; :class:`RuleBook` holds all of it, with
 the :class:`Composite` functions (linear, attention, embedding, cross-entropy, dropout, batch norm) that are handled whole.
 
