@@ -3,45 +3,24 @@
 Write a plugin with `hookimpl` and the records; use plugins with `discover()`, which returns a `PluginHost`.
 """
 
-from meshwright_dtensor.plugins.discovery import DISABLE
-from meshwright_dtensor.plugins.hookspec import GROUP, RECORD_TYPES, HookSpecs, hookimpl
-from meshwright_dtensor.plugins.host import PluginHost, discover
-from meshwright_dtensor.plugins.rank_check import compare_across_ranks, discover_on_all_ranks
-from meshwright_dtensor.plugins.records import (
-    BackendSpec,
-    ClusterSpec,
-    CommandSpec,
-    CostModelSpec,
-    OpRuleSpec,
-    PlacementSpec,
-    PlannerSpec,
-    Problem,
-    Record,
-    Registered,
-    ScheduleSpec,
-    StrategySpec,
-)
-
-__all__ = [
-    "DISABLE",
-    "GROUP",
-    "RECORD_TYPES",
-    "BackendSpec",
-    "ClusterSpec",
-    "CommandSpec",
-    "CostModelSpec",
-    "HookSpecs",
-    "OpRuleSpec",
-    "PlacementSpec",
-    "PlannerSpec",
-    "PluginHost",
-    "Problem",
-    "Record",
-    "Registered",
-    "ScheduleSpec",
-    "StrategySpec",
-    "compare_across_ranks",
-    "discover",
-    "discover_on_all_ranks",
-    "hookimpl",
-]
+from meshwright_dtensor.plugins.discovery import DISABLE as DISABLE
+from meshwright_dtensor.plugins.hookspec import GROUP as GROUP
+from meshwright_dtensor.plugins.hookspec import RECORD_TYPES as RECORD_TYPES
+from meshwright_dtensor.plugins.hookspec import HookSpecs as HookSpecs
+from meshwright_dtensor.plugins.hookspec import hookimpl as hookimpl
+from meshwright_dtensor.plugins.host import PluginHost as PluginHost
+from meshwright_dtensor.plugins.host import discover as discover
+from meshwright_dtensor.plugins.rank_check import compare_across_ranks as compare_across_ranks
+from meshwright_dtensor.plugins.rank_check import discover_on_all_ranks as discover_on_all_ranks
+from meshwright_dtensor.plugins.records import BackendSpec as BackendSpec
+from meshwright_dtensor.plugins.records import ClusterSpec as ClusterSpec
+from meshwright_dtensor.plugins.records import CommandSpec as CommandSpec
+from meshwright_dtensor.plugins.records import CostModelSpec as CostModelSpec
+from meshwright_dtensor.plugins.records import OpRuleSpec as OpRuleSpec
+from meshwright_dtensor.plugins.records import PlacementSpec as PlacementSpec
+from meshwright_dtensor.plugins.records import PlannerSpec as PlannerSpec
+from meshwright_dtensor.plugins.records import Problem as Problem
+from meshwright_dtensor.plugins.records import Record as Record
+from meshwright_dtensor.plugins.records import Registered as Registered
+from meshwright_dtensor.plugins.records import ScheduleSpec as ScheduleSpec
+from meshwright_dtensor.plugins.records import StrategySpec as StrategySpec

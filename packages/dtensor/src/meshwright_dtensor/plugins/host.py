@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -31,6 +31,16 @@ from meshwright_dtensor.plugins.records import (
     StrategySpec,
 )
 from meshwright_dtensor.utils.names import did_you_mean, listing
+
+
+def _all_of(record_type: type[R], text: str) -> Callable[[PluginHost], dict[str, Registered[R]]]:
+    """A method that returns the records of one type; ``text`` is its documentation."""
+
+    def records(self: PluginHost) -> dict[str, Registered[R]]:
+        return self.all(record_type)
+
+    records.__doc__ = text
+    return records
 
 
 class PluginHost:
@@ -72,41 +82,15 @@ class PluginHost:
         by_name: Mapping[str, Registered[Any]] = self._records.get(record_type, {})
         return {name: cast("Registered[R]", by_name[name]) for name in sorted(by_name)}
 
-    def strategies(self) -> dict[str, Registered[StrategySpec]]:
-        """Strategies by name."""
-        return self.all(StrategySpec)
-
-    def planners(self) -> dict[str, Registered[PlannerSpec]]:
-        """Planners by name."""
-        return self.all(PlannerSpec)
-
-    def cost_models(self) -> dict[str, Registered[CostModelSpec]]:
-        """Cost models by name."""
-        return self.all(CostModelSpec)
-
-    def clusters(self) -> dict[str, Registered[ClusterSpec]]:
-        """Clusters by name."""
-        return self.all(ClusterSpec)
-
-    def schedules(self) -> dict[str, Registered[ScheduleSpec]]:
-        """Pipeline schedules by name."""
-        return self.all(ScheduleSpec)
-
-    def checkpoint_backends(self) -> dict[str, Registered[BackendSpec]]:
-        """Checkpoint backends by name."""
-        return self.all(BackendSpec)
-
-    def op_rules(self) -> dict[str, Registered[OpRuleSpec]]:
-        """Operator rules by name."""
-        return self.all(OpRuleSpec)
-
-    def placements(self) -> dict[str, Registered[PlacementSpec]]:
-        """Placements by name."""
-        return self.all(PlacementSpec)
-
-    def commands(self) -> dict[str, Registered[CommandSpec]]:
-        """Subcommands by name."""
-        return self.all(CommandSpec)
+    strategies = _all_of(StrategySpec, "Strategies by name.")
+    planners = _all_of(PlannerSpec, "Planners by name.")
+    cost_models = _all_of(CostModelSpec, "Cost models by name.")
+    clusters = _all_of(ClusterSpec, "Clusters by name.")
+    schedules = _all_of(ScheduleSpec, "Pipeline schedules by name.")
+    checkpoint_backends = _all_of(BackendSpec, "Checkpoint backends by name.")
+    op_rules = _all_of(OpRuleSpec, "Operator rules by name.")
+    placements = _all_of(PlacementSpec, "Placements by name.")
+    commands = _all_of(CommandSpec, "Subcommands by name.")
 
     def get(self, record_type: type[R], name: str) -> Registered[R]:
         """The record of that type and name. PluginError says what was meant, or what to install."""

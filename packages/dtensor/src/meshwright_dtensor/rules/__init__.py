@@ -14,41 +14,19 @@ dims can be sharded; each row is proved numerically before it is used:
     RULES = {"acme.swiglu": swiglu}
 """
 
-from __future__ import annotations
-
-from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.rules.composites.base import Composite, LocalContext
-from meshwright_dtensor.rules.localise import localise
-from meshwright_dtensor.rules.node import (
-    NodeView,
-    Row,
-    Rule,
-    RuleEntry,
-    Slot,
-    Strategy,
-    finish,
-    is_random,
-    needs_data,
-    refine,
-    replicate,
-)
-from meshwright_dtensor.rules.verify_row import check
-
-__all__ = [
-    "Composite",
-    "LocalContext",
-    "NodeView",
-    "Row",
-    "Rule",
-    "RuleBook",
-    "RuleEntry",
-    "Slot",
-    "Strategy",
-    "check",
-    "finish",
-    "is_random",
-    "localise",
-    "needs_data",
-    "refine",
-    "replicate",
-]
+from meshwright_dtensor.rules.book import RuleBook as RuleBook
+from meshwright_dtensor.rules.composites.base import Composite as Composite
+from meshwright_dtensor.rules.composites.base import LocalContext as LocalContext
+from meshwright_dtensor.rules.localise import localise as localise
+from meshwright_dtensor.rules.node import NodeView as NodeView
+from meshwright_dtensor.rules.node import Row as Row
+from meshwright_dtensor.rules.node import Rule as Rule
+from meshwright_dtensor.rules.node import RuleEntry as RuleEntry
+from meshwright_dtensor.rules.node import Slot as Slot
+from meshwright_dtensor.rules.node import Strategy as Strategy
+from meshwright_dtensor.rules.node import finish as finish
+from meshwright_dtensor.rules.node import is_random as is_random
+from meshwright_dtensor.rules.node import needs_data as needs_data
+from meshwright_dtensor.rules.node import refine as refine
+from meshwright_dtensor.rules.node import replicate as replicate
+from meshwright_dtensor.rules.verify_row import check as check

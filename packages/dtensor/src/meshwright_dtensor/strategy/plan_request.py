@@ -152,20 +152,13 @@ class PlanRequest:
         """The pinned degrees by axis; `dp`, `zero` and `zero_degree` give those of the axes dp and zero."""
         pins = dict(self.degrees)
         pins.update({axis: getattr(self, axis) for axis in DEGREES if getattr(self, axis) is not None})
-        data, shards = pins.pop("dp", None), self.zero_degree
-        if self.zero == 0:
-            shards = 1
-        elif self.zero is not None and shards is None:
+        data, shards = pins.pop("dp", None), 1 if self.zero == 0 else self.zero_degree
+        if self.zero and shards is None:
             # all data ranks share
-            pins["dp"] = 1
-            if data is not None:
-                pins["zero"] = data
-            return pins
-        if shards is not None:
-            pins["zero"] = shards
-        if data is not None:
-            pins["dp"] = data // (shards or 1)
-        return pins
+            degrees = {"dp": 1, "zero": data}
+        else:
+            degrees = {"zero": shards, "dp": data and data // (shards or 1)}
+        return pins | {axis: degree for axis, degree in degrees.items() if degree is not None}
 
     def given(self) -> dict[str, Any]:
         """The keywords that differ from their defaults, as plain data; `PlanRequest(**given)` is the same request.
@@ -216,13 +209,9 @@ def with_plan_keywords(function: F) -> F:
     signature = inspect.signature(function)
     positional = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     others = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    types = {name: annotation.__forward_arg__ for name, annotation in PlanKeywords.__annotations__.items()}
     keywords = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=PlanKeywords.__annotations__[name].__forward_arg__,
-        )
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
         for name, default in _defaults().items()
     ]
     signature = signature.replace(parameters=[*positional, *keywords, *others])

@@ -27,12 +27,8 @@ def resolve_strategies(plan: ParallelPlan, host: PluginHost, world_size: int) ->
         name = plan.strategies.get(axis)
         if name is None:
             if len(owners) != 1:
-                raise PlanError(
-                    f"strategies.{axis}",
-                    None,
-                    f"{len(owners)} strategies work on this axis: say which",
-                    listing(owners),
-                )
+                rule = f"{len(owners)} strategies work on this axis: say which"
+                raise PlanError(f"strategies.{axis}", None, rule, listing(owners))
             name = owners[0]
         registered = host.get(StrategySpec, name)
         if registered.record.axis != axis:
