@@ -98,7 +98,12 @@ class RankPool:
                 f"world_size={world_size} is outside 1..{self._max_ranks}, the ranks of this pool; "
                 f"use a world in that range or RankPool(max_ranks={world_size})"
             )
-        _check_by_name(fn)
+        qualname = getattr(fn, "__qualname__", None)
+        if qualname is None or "<" in qualname or "." in qualname:
+            raise UsageError(
+                f"{fn!r} cannot be sent to another process: a rank function must be a top-level function of a module; "
+                "move it there and pass its data as arguments"
+            )
         # plain pickle: tensors by value, no shared memory to leak
         payload = pickle.dumps((fn, args))
         for _ in range(JOIN_ATTEMPTS):
@@ -138,8 +143,7 @@ class RankPool:
 
     def _rendezvous(self, world_size: int) -> str:
         """Start missing ranks; return the rendezvous file of this world (a new one for each new process group)."""
-        dead = [rank for rank in self._ranks if not rank.process.is_alive()]
-        if dead:
+        if not all(rank.process.is_alive() for rank in self._ranks):
             self._kill()
         for index in range(len(self._ranks), world_size):
             context = self._others if index else self._first
@@ -165,7 +169,9 @@ class RankPool:
 
     def _send(self, world_size: int, fn: Callable[..., Any], payload: bytes) -> None:
         rendezvous = self._rendezvous(world_size)
-        job = (list(sys.path), _source_of(fn), world_size, rendezvous, payload)
+        # the file too: test modules are often not importable by name
+        source = fn.__module__, getattr(sys.modules.get(fn.__module__), "__file__", None)
+        job = (list(sys.path), source, world_size, rendezvous, payload)
         for index, rank in enumerate(self._ranks[:world_size]):
             try:
                 rank.pipe.send(job)
@@ -189,7 +195,8 @@ class RankPool:
             raise RankError(f"{how} of {world_size} died in {name}; its output is on stderr")
         # report a failure, not the ranks that waited for the failed rank
         if any(outcome.traceback for outcome in outcomes.values()):
-            return [outcomes.get(index) or Outcome.none() for index in range(world_size)]
+            silent = Outcome(finished=float("inf"))
+            return [outcomes.get(index, silent) for index in range(world_size)]
         raise RankError(
             f"rank {', '.join(map(str, missing))} of {world_size} did not finish {name} within {timeout:g} s "
             f"(a collective that some ranks never reach?); stacks:\n{stacks}"
@@ -236,21 +243,6 @@ class RankPool:
             rank.process.join()
         self._ranks = []
         self._world_size = None
-
-
-def _check_by_name(fn: Callable[..., Any]) -> None:
-    qualname = getattr(fn, "__qualname__", None)
-    if qualname is None or "<" in qualname or "." in qualname:
-        raise UsageError(
-            f"{fn!r} cannot be sent to another process: a rank function must be a top-level function of a module; "
-            "move it there and pass its data as arguments"
-        )
-
-
-def _source_of(fn: Callable[..., Any]) -> tuple[str, str | None]:
-    """Name and file of the module of `fn`: test modules are often not importable by name."""
-    module = sys.modules.get(fn.__module__)
-    return fn.__module__, getattr(module, "__file__", None)
 
 
 def _death(process: BaseProcess) -> str:
