@@ -111,15 +111,21 @@ def resolve_mesh(
     if placements is None or not (mesh is None or isinstance(mesh, DeviceMesh)):
         raise UsageError("no placements; give one per mesh axis: distribute(tensor, mesh, [Shard(0)])")
     chosen = mesh or current or _default_mesh(placements)
-    return chosen, _by_axis(placements, chosen)
+    if not isinstance(placements, Mapping):
+        return chosen, placements
+    names = chosen.mesh_dim_names or ()
+    for axis in placements:
+        if axis not in names:
+            listed = ", ".join(names) or "none that have names"
+            raise UsageError(
+                f"placement of mesh axis {axis!r}; the axes of the mesh are {listed}; use one of them"
+            )
+    # on an axis that a mapping does not name, every rank holds the whole value
+    return chosen, [placements.get(axis, "I") for axis in names]
 
 
 def _default_mesh(placements: Placements) -> DeviceMesh:
-    """The mesh of the surrounding `with mesh:`; outside of one, for one placement, all ranks as one axis.
-
-    Raises:
-        UsageError: there is no surrounding mesh, and several placements.
-    """
+    """The mesh of the surrounding `with mesh:`; outside of one, for one placement, all ranks as one axis."""
     entered = entered_mesh()
     if entered is not None:
         return entered
@@ -130,21 +136,3 @@ def _default_mesh(placements: Placements) -> DeviceMesh:
         )
     names = tuple(placements) if isinstance(placements, Mapping) else ("ranks",)
     return init_device_mesh(init().type, (dist.get_world_size(),), mesh_dim_names=names)
-
-
-def _by_axis(placements: Placements, mesh: DeviceMesh) -> Sequence[Placement | State]:
-    """One placement per axis of `mesh`; an axis that a mapping does not name holds the whole value on every rank.
-
-    Raises:
-        UsageError: the mesh has no axis of that name.
-    """
-    if not isinstance(placements, Mapping):
-        return placements
-    names = mesh.mesh_dim_names or ()
-    for axis in placements:
-        if axis not in names:
-            listed = ", ".join(names) or "none that have names"
-            raise UsageError(
-                f"placement of mesh axis {axis!r}; the axes of the mesh are {listed}; use one of them"
-            )
-    return [placements.get(axis, "I") for axis in names]

@@ -36,7 +36,8 @@ class PlanError(UsageError):
         else:
             subject = f"{file} is not a plan file" if file else "the text is not a plan"
             text = f"{subject}: {rule}" + ("" if value is None else f", found {_short(value)}")
-        super().__init__(_one_line(f"{text}; nearest legal: {nearest}" if nearest else text))
+        text = f"{text}; nearest legal: {nearest}" if nearest else text
+        super().__init__(" ".join(text.split()))
 
     def __reduce__(self) -> tuple[type[PlanError], tuple[str, object, str, str | None, str | None]]:
         return type(self), (self.field, self.value, self.rule, self.nearest, self.file)
@@ -79,7 +80,7 @@ class StageError(MeshwrightError):
         self.stage, self.microbatch, self.action = stage, microbatch, action
         self.rank, self.reason = rank, reason
         text = f"stage {stage} failed in the {action} of microbatch {microbatch}, on rank {rank}: {reason}"
-        super().__init__(_one_line(text))
+        super().__init__(" ".join(text.split()))
 
     def __reduce__(self) -> tuple[type[StageError], tuple[int, int, str, int, str]]:
         return type(self), (self.stage, self.microbatch, self.action, self.rank, self.reason)
@@ -93,7 +94,3 @@ def _short(value: object, limit: int = 120) -> str:
         # a hostile or half-built object must not hide the error being reported
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.layout import states_of
-from meshwright_dtensor.sharding.states import State, format_state
+from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 _ATTRIBUTE = "_meshwright_marks"
@@ -80,14 +80,8 @@ def marks_of(parameter: torch.Tensor) -> dict[str, State]:
 
 
 def _state(tensor: torch.Tensor, axis: str, placement: Any) -> State:
-    is_placement = isinstance(placement, Placement) or (
-        isinstance(placement, int) and not isinstance(placement, bool)
-    )
-    state: State = "P"
-    if is_placement or placement == "I":
+    if placement == "I" or (isinstance(placement, (Placement, int)) and not isinstance(placement, bool)):
         state = states_of([placement], tensor.dim(), 1)[0]
-    if state not in ("I",) and not isinstance(state, int):
-        raise UsageError(
-            f"mark on axis {axis!r} is {placement!r}; use Shard(dim), a dim, Replicate() or {format_state('I')!r}"
-        )
-    return state
+        if state == "I" or isinstance(state, int):
+            return state
+    raise UsageError(f"mark on axis {axis!r} is {placement!r}; use Shard(dim), a dim, Replicate() or 'I'")

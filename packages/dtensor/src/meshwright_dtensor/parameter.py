@@ -15,26 +15,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch.core import (
-    dtensor_from,
+    dtensor_like,
     dtensor_local,
     dtensor_spec,
     quiet_exchanges,
     set_dtensor_parts,
     settled,
     stock_call,
-    with_dtype,
 )
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, layout_of, stock_layout, stored_placement
+from meshwright_dtensor.mesh.layout import Layout, layout_of, stored_placement
 from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.stored.gather import stored_layout
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import (
-    PermutedDTensor,
     as_permuted,
     is_permuted,
     local_part_of,
@@ -86,7 +85,7 @@ class MeshParameter(DTensor):
             return None
         shown = self._shown_gradient
         if shown is None or dtensor_local(shown) is not local:
-            value = mesh_value(dtensor_from(local, dtensor_spec(self)))
+            value = mesh_value(dtensor_like(local, self))
             shown = self._shown_gradient = as_permuted(value, self._layout)
             if is_repeated(self):
                 mark_repeated(shown)
@@ -125,7 +124,7 @@ class MeshParameter(DTensor):
         self._refuse_hooks()
 
         def run(g: Tensor) -> Tensor | None:
-            new = hook(as_permuted(dtensor_from(g, dtensor_spec(self)), self._layout))
+            new = hook(as_permuted(dtensor_like(g, self), self._layout))
             return dtensor_local(new) if isinstance(new, DTensor) else new
 
         return dtensor_local(self).register_hook(run)
@@ -186,15 +185,12 @@ class MeshParameter(DTensor):
                 "full_tensor(grad_placements=...) on a mesh parameter; the gradient is that of the whole value"
             )
         if self._copy is not None and not (torch.is_grad_enabled() and self.requires_grad):
-            return self._whole_stored()
+            # in the stored precision
+            local = dtensor_local(self).detach()
+            stored = convert(local, self._layout, self._layout.context.replicated)
+            return local.view_as(local) if stored is local else stored
         whole = parameter_local(self, self._layout.context.replicated)
         return whole.view_as(whole) if whole.dtype == self._layout.dtype else whole.to(self._layout.dtype)
-
-    def _whole_stored(self) -> Tensor:
-        """The whole stored value, in the stored precision."""
-        local = dtensor_local(self).detach()
-        whole = convert(local, self._layout, self._layout.context.replicated)
-        return local.view_as(local) if whole is local else whole
 
     @property
     def global_layout(self) -> Layout:
@@ -210,7 +206,7 @@ class MeshParameter(DTensor):
         source: DTensor = self
         # torch would warn about the gradient of the leaf inside
         if not torch.is_grad_enabled():
-            source = dtensor_from(dtensor_local(self).detach(), dtensor_spec(self))
+            source = dtensor_like(dtensor_local(self).detach(), self)
         with stock_call(), quiet_exchanges():
             result = DTensor.redistribute(source, device_mesh, placements, **options)
         return result if options.get("async_op") else settled(result)
@@ -223,9 +219,7 @@ class MeshParameter(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshParameter:
         with torch.no_grad():
             local = dtensor_local(self).detach().clone()
-        copy = new_mesh_parameter(
-            dtensor_from(local, dtensor_spec(self)), self._layout.states, self.requires_grad
-        )
+        copy = new_mesh_parameter(dtensor_like(local, self), self._layout.states, self.requires_grad)
         memo[id(self)] = copy
         return copy
 
@@ -239,7 +233,7 @@ def new_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = T
             f"parameter placements {tuple(dtensor.placements)} do not fit states {states}; they should be {expected}"
         )
     leaf = dtensor_local(dtensor).detach().requires_grad_(requires_grad)
-    parameter: Any = nn.Parameter(dtensor_from(leaf.detach(), dtensor_spec(dtensor)), requires_grad)
+    parameter: Any = nn.Parameter(dtensor_like(leaf.detach(), dtensor), requires_grad)
     if requires_grad:
         # before the class is swapped: a hook on the wrapper itself, which no gradient may reach
         parameter.register_hook(_refuse_gradient)
@@ -261,10 +255,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 def state_like(parameter: MeshParameter, local: Tensor) -> DTensor:
     """An optimizer state as a DTensor with the layout of the parameter; `local` is this rank's part."""
-    spec = dtensor_spec(parameter)
-    if local.dtype != spec.tensor_meta.dtype:
-        spec = with_dtype(spec, local.dtype)
-    return mesh_value(with_order_of(parameter, dtensor_from(local, spec)))
+    return mesh_value(with_order_of(parameter, dtensor_like(local, parameter)))
 
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:
@@ -272,11 +263,7 @@ def layout_of_dtensor(dtensor: DTensor) -> Layout:
 
     For a mesh parameter with a compute copy, the layout of the copy.
     """
-    if isinstance(dtensor, MeshParameter):
-        return dtensor.compute_layout
-    if isinstance(dtensor, PermutedDTensor):
-        return dtensor._layout
-    return stock_layout(dtensor)
+    return dtensor.compute_layout if isinstance(dtensor, MeshParameter) else stored_layout(dtensor)
 
 
 def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:

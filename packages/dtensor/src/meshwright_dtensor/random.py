@@ -8,8 +8,9 @@ pieces gives the same numbers; that depends on the op, the build and the process
 from __future__ import annotations
 
 import contextlib
-import threading
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,21 +37,12 @@ _BLOCK = 16
 
 # Ops that overwrite their first argument with numbers that depend on scalars only.
 _FILLS = frozenset(
-    f"aten::{name}_"
-    for name in ("normal", "uniform", "exponential", "random", "log_normal", "cauchy", "geometric")
+    f"aten::{name}_" for name in "normal uniform exponential random log_normal cauchy geometric".split()
 )
 # Ops that draw the same count of numbers for each element, whatever its value.
 _ELEMENTWISE = frozenset(
     f"aten::{name}"
-    for name in (
-        "bernoulli",
-        "bernoulli_",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "normal",
-        "native_dropout",
-    )
+    for name in "bernoulli bernoulli_ rand_like randn_like randint_like normal native_dropout".split()
 )
 # Ops without tensor arguments: they are given the global shape.
 _FACTORIES = frozenset(f"aten::{name}" for name in ("rand", "randn", "randint", "randperm", "normal"))
@@ -65,23 +57,18 @@ class Part:
     box: Place
 
 
-class _Settings(threading.local):
-    """How this thread draws; `whole`: never in pieces."""
-
-    whole = False
-
-
-_SETTINGS = _Settings()
+_WHOLE: ContextVar[bool] = ContextVar("_WHOLE", default=False)
+"""Whether this thread never draws in pieces."""
 
 
 @contextlib.contextmanager
 def without_pieces() -> Iterator[None]:
     """Inside, tensors are drawn whole: a dispatch mode then sees one random operation for each."""
-    before, _SETTINGS.whole = _SETTINGS.whole, True
+    token = _WHOLE.set(True)
     try:
         yield
     finally:
-        _SETTINGS.whole = before
+        _WHOLE.reset(token)
 
 
 def draw_full_then_slice(
@@ -103,9 +90,6 @@ def draw_full_then_slice(
     give the same numbers.
     """
     strides = dense_strides(shape, dim_order)
-    count = 1
-    for size in shape:
-        count *= size
     only_box = single_box(box)
     if only_box == whole_box(shape):
         full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
@@ -115,12 +99,12 @@ def draw_full_then_slice(
         raise UsageError(
             f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
         )
-    contiguous = _is_contiguous(shape, strides)
+    contiguous = torch.empty_strided(tuple(shape), strides, device="meta").is_contiguous()
     if (
         piece_numel is not None
-        and not _SETTINGS.whole
+        and not _WHOLE.get()
         and only_box is not None
-        and count > 2 * piece_numel
+        and math.prod(shape) > 2 * piece_numel
         and torch.device(device).type == "cpu"
         and _pieces_agree(draw, dtype, contiguous, generator)
     ):
@@ -171,16 +155,11 @@ def run_random(
             result.shape, result.dim_order
         ):
             return op(local, *rest, **kwargs)
+        where = result.shape, result.dim_order, local.dtype, local.device, result.box
+        generator = kwargs.get("generator")
         with torch.no_grad():
             drawn = draw_full_then_slice(
-                lambda tensor: op(tensor, *rest, **kwargs),
-                result.shape,
-                result.dim_order,
-                local.dtype,
-                local.device,
-                result.box,
-                generator=kwargs.get("generator"),
-                piece_numel=PIECE_NUMEL,
+                lambda x: op(x, *rest, **kwargs), *where, generator=generator, piece_numel=PIECE_NUMEL
             )
         return local.copy_(drawn)
     for place, part in zip(places, parts, strict=True):
@@ -211,10 +190,6 @@ def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
     full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
     write_region(full, part.box, local)
     return full
-
-
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    return torch.empty_strided(tuple(shape), tuple(strides), device="meta").is_contiguous()
 
 
 def _pieces_agree(
@@ -259,9 +234,7 @@ def _draw_in_pieces(
         depth -= 1
         row *= sizes[depth]
     result = torch.empty([length for _, length in spans], dtype=dtype)
-    total = row
-    for size in sizes[:depth]:
-        total *= size
+    total = row * math.prod(sizes[:depth])
     buffer = torch.empty(piece_numel + _BLOCK + row, dtype=dtype)
     # elements drawn, of these still in the buffer, rows finished
     drawn = held = done = 0

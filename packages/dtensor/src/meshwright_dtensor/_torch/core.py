@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.utils._pytree as _pytree
 import torch.utils.checkpoint as _checkpoint
 from torch import _ops
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute, debug
 from torch.utils import _python_dispatch
 
 # used everywhere, and private only by name
@@ -54,10 +55,8 @@ def functorch_active() -> bool:
 
 
 # bound, not wrapped: these run on every torch call of a model
-make_subclass = (
-    torch.Tensor._make_subclass
-    # (class, data): a tensor of the class with the metadata of the data, 1 us
-)
+# (class, data): a tensor of the class with the metadata of the data, 1 us
+make_subclass = torch.Tensor._make_subclass
 any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -69,14 +68,19 @@ def fake_mode() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """Inside, torch does not log a failed run on fake tensors: the caller handles the failure."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+def _without_log(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
         logger.disabled = before
+
+
+quiet_fakes = partial(_without_log, "torch._subclasses.fake_tensor")
+"""Inside, torch does not log a failed run on fake tensors: the caller handles the failure."""
+quiet_exchanges = partial(_without_log, "torch.distributed.tensor._collective_utils")
+"""Inside, torch does not warn that gloo changes the sharded dim by a gather: the value is right."""
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -107,30 +111,18 @@ def dtensor_from(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
+    """A DTensor over ``local`` with the placements of ``tensor``, without checks and without autograd."""
+    spec: Any = tensor._spec
+    if local.dtype != spec.tensor_meta.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
 def settled(tensor: DTensor) -> DTensor:
     """The same DTensor, once the collective that computes its local tensor has ended; torch waits only at the first use."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    if isinstance(tensor._local_tensor, AsyncCollectiveTensor):
-        tensor._local_tensor = tensor._local_tensor.trigger_wait()
+    tensor._local_tensor = waited(tensor._local_tensor)
     return tensor
-
-
-@contextmanager
-def quiet_exchanges() -> Iterator[None]:
-    """Inside, torch does not warn that gloo changes the sharded dim by a gather: the value is right."""
-    logger = logging.getLogger("torch.distributed.tensor._collective_utils")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def with_dtype(spec: Any, dtype: torch.dtype) -> Any:
-    """The spec of a DTensor with the same placements and another dtype."""
-    meta = spec.tensor_meta
-    return replace(spec, tensor_meta=meta._replace(dtype=dtype))
 
 
 def count_write(tensor: DTensor) -> None:
@@ -148,7 +140,7 @@ def waited(local: torch.Tensor) -> torch.Tensor:
     """The result of a collective of stock DTensor, which returns a placeholder that waits at its first use."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local  # type: ignore[no-any-return]
+    return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -195,7 +187,7 @@ def stock_rows(
     def meta(x: Any) -> Any:
         return TensorMeta(torch.Size(x.shape), x.stride, x.dtype) if isinstance(x, TensorSketch) else x
 
-    args, kwargs = _map_sketches(meta, (args, kwargs))
+    args, kwargs = pytree.tree_map(meta, (args, kwargs))
     rows = []
     for row in info.func(op, args, kwargs):
         entries = tuple(x.dim if isinstance(x, _ShardingPlaceholder) else x for x in row if x is not None)
@@ -222,32 +214,23 @@ def stock_probe(
         meta = TensorMeta(torch.Size(x.shape), x.stride, x.dtype)
         return OpStrategy([OpSpec(DTensorSpec(mesh, (next(given),), meta))])
 
-    args, kwargs = _map_sketches(spec, (args, kwargs))
+    args, kwargs = pytree.tree_map(spec, (args, kwargs))
     rows = []
     for strategy in getattr(function(OpSchema(op, args, kwargs)), "strategies", []):
-        outs = (
-            strategy.output_specs
-            if isinstance(strategy.output_specs, (tuple, list))
-            else (strategy.output_specs,)
-        )
-        if strategy.input_specs is not None and all(x is not None for x in (*outs, *strategy.input_specs)):
-            rows.append(tuple(x.placements[0] for x in (*outs, *strategy.input_specs)))
+        outs, ins = strategy.output_specs, strategy.input_specs
+        specs = (*(outs if isinstance(outs, (tuple, list)) else (outs,)), *(ins or ()))
+        if ins is not None and all(x is not None for x in specs):
+            rows.append(tuple(x.placements[0] for x in specs))
     return rows
 
 
+@dataclass(slots=True, eq=False)
 class TensorSketch:
     """Shape, stride and dtype of a tensor argument."""
 
-    __slots__ = ("dtype", "shape", "stride")
-
-    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.stride, self.dtype = shape, stride, dtype
-
-
-def _map_sketches(function: Callable[[Any], Any], tree: Any) -> Any:
-    from torch.utils import _pytree as pytree
-
-    return pytree.tree_map(function, tree)
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage | None]:
@@ -336,3 +319,23 @@ def on_checkpointing(resume: Callable[[Callable[..., Any]], Callable[..., Any]])
 
     setattr(generator, "_meshwright_resume", resume)  # noqa: B010 - mypy knows no attributes of functions
     setattr(_checkpoint, "_checkpoint_without_reentrant_generator", generator)  # noqa: B010
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches of sharding propagation and redistribution.
+
+    They keep meshes alive with their process groups, and return them for an equal mesh whose groups are new.
+    """
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def forget_failed_join() -> None:
+    """Reset torch's count of groups after a failed start-up, so that the next default group has its usual name.
+
+    torch resets the count only when a default group is destroyed.  Without this, a rank whose peer left during start-up
+    would wait for its peers under another name for ever.
+    """
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,12 @@ from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
 from meshwright_dtensor.rules.book import rule_book
-from meshwright_dtensor.sharding.boxes import Region, dim_order_of, local_shape_of, region_of
+from meshwright_dtensor.sharding.boxes import dim_order_of, local_shape_of, region_of
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
 from meshwright_dtensor.tensor.global_tensor import DetachedView
-from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value, function_name, is_ref, refs_in
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
+from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value, is_ref, refs_in
 
 Tensor = torch.Tensor
 
@@ -71,15 +72,8 @@ class Derivation:
     reason: str = ""
 
 
-_SIZED = frozenset(
-    {
-        torch.Tensor.view,
-        torch.Tensor.reshape,
-        torch.reshape,
-        torch.Tensor.expand,
-        torch.Tensor.broadcast_to,
-        torch.broadcast_to,
-    }
+_SIZED = frozenset({torch.reshape, torch.broadcast_to}).union(
+    getattr(torch.Tensor, name) for name in ("view", "reshape", "expand", "broadcast_to")
 )
 
 
@@ -106,15 +100,15 @@ class TensorCall:
     """
 
     context: MeshContext
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    func: Function
+    args: Args
+    kwargs: Kwargs
     tensors: Sequence[Tensor]
     locals_: Sequence[Tensor]
     weights: frozenset[int] = frozenset()
     mode: Any = field(default_factory=fake_mode)
 
-    def trace(self, shapes: Sequence[Sequence[int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def trace(self, shapes: Sequence[Sequence[int]], args: Args, kwargs: Kwargs) -> Traced:
         """Record the call on fake tensors of these shapes in place of its tensors."""
         fakes = [fake_like(shape, t, self.mode) for shape, t in zip(shapes, self.locals_, strict=True)]
         fake_of = {id(t): f for t, f in zip(self.tensors, fakes, strict=True)}
@@ -164,11 +158,14 @@ def derive(
     copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}
     stored = {i: m.states for i, m in enumerate(layouts)}
     gathered_view = check_writes(traced.nodes, results, choice, stored, copies)
-    out = pytree.tree_map(
-        lambda x: _layout_of(context, traced, produced, x) if isinstance(x, Ref) else x,
-        traced.out,
-        is_leaf=is_ref,
-    )
+
+    def layout(x: Any) -> Any:
+        if not isinstance(x, Ref):
+            return x
+        value = traced.values[x.i]
+        return layout_of(context, produced.get(x.i, context.replicated), value.shape, value.dtype)
+
+    out = pytree.tree_map(layout, traced.out, is_leaf=is_ref)
     derived = Derivation(2, traced, choice, start, out, gathered_view=gathered_view)
     derived.returns_input = any(n.mutates for n in traced.nodes) or any(r.i < len(layouts) for r in results)
     if any(is_random(n) for n in traced.nodes):
@@ -187,10 +184,12 @@ def _as_one_call(
 ) -> str:
     """Make the derivation one of tier 1, with all conversions before the call; else return why that is not possible."""
     context, traced, choice, out = call.context, derived.traced, derived.choice, derived.out
-    if len(traced.nodes) == 1 and traced.nodes[0].op is None and _is_output(traced):
-        derived.composite = local_context(context, traced.nodes[0], traced.values, choice, 0)
+    results, nodes = refs_in(traced.out), traced.nodes
+    is_output = bool(nodes) and results == nodes[0].outs and (isinstance(out, Layout) or len(results) > 1)
+    if len(nodes) == 1 and nodes[0].op is None and is_output:
+        derived.composite = local_context(context, nodes[0], traced.values, choice, 0)
     else:
-        for k, node in enumerate(traced.nodes):
+        for k, node in enumerate(nodes):
             if node.op is None:
                 ctx = local_context(context, node, traced.values, choice, k)
                 if not rule_book(context).composite(node.name).plain(ctx):
@@ -215,16 +214,6 @@ def _check_steps(traced: Traced, inputs: int, reason: str) -> None:
         raise Underivable(f"{reason}; and it makes a tensor constant inside")
 
 
-def _is_output(traced: Traced) -> bool:
-    node = traced.nodes[0]
-    return refs_in(traced.out) == node.outs and (isinstance(traced.out, Ref) or len(node.outs) > 1)
-
-
-def _layout_of(context: MeshContext, traced: Traced, states: dict[int, States], ref: Ref) -> Layout:
-    value = traced.values[ref.i]
-    return layout_of(context, states.get(ref.i, context.replicated), value.shape, value.dtype)
-
-
 def coordinates(
     context: MeshContext, states: Sequence[States], shapes: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
@@ -233,14 +222,11 @@ def coordinates(
     With uneven interval shards, every rank may hold another length.
     """
     by_shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
-    ranks = [
-        range(n)
-        if any(isinstance(s[axis], IntervalShard) and not s[axis].even for s in states)  # type: ignore[union-attr]
-        else (0, n - 1)
-        if n > 1
-        else (0,)
-        for axis, n in enumerate(context.sizes)
-    ]
+    ranks = []
+    for axis, n in enumerate(context.sizes):
+        along = (s[axis] for s in states)
+        uneven = any(isinstance(state, IntervalShard) and not state.even for state in along)
+        ranks.append(range(0, n, 1 if uneven else max(n - 1, 1)))
     for coords in itertools.product(*ranks):
         local = tuple(
             local_shape_of(tuple(shape), context.sizes, coords, s)
@@ -296,47 +282,36 @@ def _differs(
         for ref, states in zip(g.outs, choice.outs[k], strict=True):
             if local.values[ref.i].shape != local_shape(context, whole.values[ref.i].shape, states, coords):
                 return f"{g.name} gives another local shape than its layout says"
-        if g.op is None:
-            if not _same(g.args, loc.args) or not _same(g.kwargs, loc.kwargs):
-                return f"{g.name} has other arguments on local shapes"
-            continue
-        if not _same_op(context, whole, local, choice, k, coords):
+        wanted, here = (g.op, g.args, g.kwargs), (loc.op, loc.args, loc.kwargs)
+        if g.op is not None:
+            wanted = localised(context, whole.values, g, choice, k, coords)
+            outs, ins = ([local.values[r.i].shape for r in refs] for refs in (loc.outs, loc.ins))
+            here = localise(NodeView.of(loc, local.values, 1), outs, ins)
+        if wanted[0] != here[0] or not _same(wanted[1], here[1]) or not _same(wanted[2], here[2]):
             return f"{g.name} has other arguments on local shapes"
     if whole.out != local.out and not _same(whole.out, local.out):
         return "returns something else on local shapes"
     return ""
 
 
-def _same_op(
-    context: MeshContext, whole: Traced, local: Traced, choice: Choice, k: int, coords: tuple[int, ...]
-) -> bool:
-    g, loc = whole.nodes[k], local.nodes[k]
-    ins = [
-        local_shape(context, whole.values[r.i].shape, s, coords)
-        for r, s in zip(g.ins, choice.ins[k], strict=True)
-    ]
-    outs = [
-        local_shape(context, whole.values[r.i].shape, s, coords)
-        for r, s in zip(g.outs, choice.outs[k], strict=True)
-    ]
-    held = first_input_region(context, whole.values, g, choice, k, coords)
-    wanted = localise(NodeView.of(g, whole.values, 1), outs, ins, held)
-    here = localise(NodeView.of(loc, local.values, 1), outs, [local.values[r.i].shape for r in loc.ins])
-    return wanted[0] == here[0] and _same(wanted[1], here[1]) and _same(wanted[2], here[2])
-
-
-def first_input_region(
+def localised(
     context: MeshContext,
     values: Sequence[Value],
     node: Node,
     choice: Choice,
     k: int,
     coords: tuple[int, ...] | None = None,
-) -> Region | None:
-    """The region of the first input of node ``k`` that the rank at ``coords`` (by default this rank) holds."""
-    if not node.ins:
-        return None
-    return region_of(values[node.ins[0].i].shape, context.sizes, coords or context.coords, choice.ins[k][0])
+) -> tuple[Any, Any, Any]:
+    """Op, arguments and keywords of node ``k`` on the local tensors of the rank at ``coords`` (by default this rank)."""
+    ins, outs = (
+        [local_shape(context, values[r.i].shape, s, coords) for r, s in zip(refs, states, strict=True)]
+        for refs, states in ((node.ins, choice.ins[k]), (node.outs, choice.outs[k]))
+    )
+    held = None
+    if node.ins:
+        shape = values[node.ins[0].i].shape
+        held = region_of(shape, context.sizes, coords or context.coords, choice.ins[k][0])
+    return localise(NodeView.of(node, values, 1), outs, ins, held)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -347,6 +322,11 @@ def local_context(
     context: MeshContext, node: Node, values: Sequence[Value], choice: Choice, k: int
 ) -> LocalContext:
     """The arguments of a composite's local function."""
+
+    def note(kind: Any, axis: int, nbytes: int, phase: Any) -> None:
+        where = current_site(node.name).module
+        record(kind, context.axes[axis], nbytes, phase, where, node.name, f"inside {node.name}")
+
     return LocalContext(
         mesh=context.mesh,
         node=node,
@@ -358,21 +338,8 @@ def local_context(
         attention={
             i: context.attention[name] for i, name in enumerate(context.axes) if name in context.attention
         },
-        record=lambda kind, axis, nbytes, phase: record(
-            kind,
-            context.axes[axis],
-            nbytes,
-            phase,
-            current_site(node.name).module,
-            node.name,
-            f"inside {node.name}",
-        ),
+        record=note,
     )
-
-
-def named_layouts(func: Callable[..., Any], layouts: Sequence[Layout]) -> tuple[str, str]:
-    """Function name and layouts, for reports."""
-    return function_name(func), ", ".join(map(repr, layouts))
 
 
 def _first_line(e: BaseException) -> str:

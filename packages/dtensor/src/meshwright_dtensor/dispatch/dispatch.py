@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from meshwright_dtensor._torch.core import (
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods
-from meshwright_dtensor.dispatch.derive import TensorCall, derive, named_layouts
+from meshwright_dtensor.dispatch.derive import TensorCall, derive
 from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.dispatch.program import Program, build, note, remember
 from meshwright_dtensor.errors import UnsupportedError
@@ -29,7 +29,7 @@ from meshwright_dtensor.propagate.choose import Underivable
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
-from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, is_in_place
+from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, Args, Function, Kwargs, is_in_place
 from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.trace.module_stack import FRAMES
 
@@ -79,13 +79,7 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
     return (t, a)
 
 
-def dispatch(
-    cls: type,
-    func: Callable[..., Any],
-    types: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-) -> Any:
+def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
     """``__torch_function__`` of global tensors: run a torch function that has one, or a mesh parameter, among its arguments."""
     tensors: list[Any] = []
     key: list[Any] = [func]
@@ -114,7 +108,8 @@ def dispatch(
     if count > 1 and (tensors[0] is tensors[1] if count == 2 else len(set(map(id, tensors))) < count):
         key.append(_repeats(tensors))
     if any_autocast():
-        key.append(_autocast())
+        on = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+        key.append(tuple([(d, torch.get_autocast_dtype(d)) for d in on]))
     stack = FRAMES.stack
     target = None
     if stack and stack[-1].rules:
@@ -138,9 +133,9 @@ def dispatch(
     return _run(program, args, kwargs, tensors, site)
 
 
-def _special_handler(func: Callable[..., Any], kwargs: dict[str, Any]) -> tensor_methods.Handler | None:
+def _special_handler(func: Function, kwargs: Kwargs) -> tensor_methods.Handler | None:
     """The handler of a call that has no local program: tensor methods, functorch transforms, ``out=``."""
-    handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(func, getattr(func, "__name__", ""))
+    handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(getattr(func, "__name__", ""))
     if handler is not None:
         return handler
     if functorch_active():
@@ -148,7 +143,7 @@ def _special_handler(func: Callable[..., Any], kwargs: dict[str, Any]) -> tensor
     return _run_with_out if kwargs.get("out") is not None else None
 
 
-def _run_with_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_with_out(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return fallback.run_with_out(func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k))
 
 
@@ -156,10 +151,6 @@ def _repeats(tensors: list[Any]) -> tuple[int, ...]:
     """For every tensor its first position among the arguments: ``x * x`` is another program than ``x * y``."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
-
-
-def _autocast() -> Any:
-    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
 
 
 def _run(
@@ -212,12 +203,9 @@ def _label(result: Any, out: Any, tensors: list[Any], gathered_view: bool) -> An
     if type(out) is Layout:
         return detached(result, out, tensors[0]) if gathered_view else wrap(result, out)
     if isinstance(result, (tuple, list)):
-        outs = (
-            out
-            if isinstance(out, (tuple, list))
-            else pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
-        )
-        made = [_label(r, o, tensors, gathered_view) for r, o in zip(result, outs, strict=True)]
+        if not isinstance(out, (tuple, list)):
+            out = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
+        made = [_label(r, o, tensors, gathered_view) for r, o in zip(result, out, strict=True)]
         # a tuple, a list or one of torch's structseqs: all of them take one iterable
         return type(result)(made)
     return result
@@ -238,16 +226,17 @@ def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Te
 def _context_of(tensors: Sequence[Any]) -> MeshContext:
     context: MeshContext | None = None
     for t in tensors:
-        here = t._layout.context if isinstance(t, (GlobalTensor, MeshParameter)) else None
-        if here is None and isinstance(t, DTensor):
+        if isinstance(t, (GlobalTensor, MeshParameter)):
+            here = t._layout.context
+        elif isinstance(t, DTensor):
             here = layout_of_dtensor(t).context
-        if here is None or here is context:
+        else:
             continue
-        if context is not None and here.mesh != context.mesh:
+        if context is not None and here is not context and here.mesh != context.mesh:
             raise UnsupportedError(
                 f"a call mixes tensors over two meshes, {context.mesh} and {here.mesh}; move one with .full_tensor() first"
             )
-        context = here if context is None else context
+        context = context or here
     if context is None:
         raise UnsupportedError(
             "no tensor of this call is on a device mesh; pass a global tensor or a mesh parameter"
@@ -256,15 +245,10 @@ def _context_of(tensors: Sequence[Any]) -> MeshContext:
 
 
 def _make(
-    context: MeshContext,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    tensors: list[Any],
-    target: Target | None,
+    context: MeshContext, func: Function, args: Any, kwargs: Any, tensors: list[Any], target: Target | None
 ) -> Program | fallback.Replicated:
     layouts, locals_ = _layouts_and_locals(context, tensors)
-    name, described = named_layouts(func, layouts)
+    name, described = function_name(func), ", ".join(map(repr, layouts))
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
         raise UnsupportedError(
@@ -284,15 +268,9 @@ def _make(
     try:
         repeats = _repeats(tensors)
         distinct = sorted(set(repeats))
-        call = TensorCall(
-            context,
-            func,
-            args,
-            kwargs,
-            [tensors[i] for i in distinct],
-            [locals_[i] for i in distinct],
-            frozenset(k for k, i in enumerate(distinct) if isinstance(tensors[i], MeshParameter)),
-        )
+        inputs, parts = [tensors[i] for i in distinct], [locals_[i] for i in distinct]
+        weights = frozenset(k for k, t in enumerate(inputs) if isinstance(t, MeshParameter))
+        call = TensorCall(context, func, args, kwargs, inputs, parts, weights)
         d = derive(call, [layouts[i] for i in distinct], [forced[i] for i in distinct], goal)
         bare = all(type(t) is GlobalTensor for t in tensors)
         places = [distinct.index(i) for i in repeats]

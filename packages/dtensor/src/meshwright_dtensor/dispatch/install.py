@@ -1,15 +1,27 @@
-"""Connects the tensor classes to the dispatcher."""
+"""Connects the tensor classes to the dispatcher, and catches ``autograd.Function.apply``, which bypasses it.
+
+A global tensor carries the Python dispatch key, so functorch, C++ extensions, scripted functions and torch.compile raise
+when they reach torch's dispatcher with it.  ``autograd.Function.apply`` never reaches it: it passes its arguments to
+``forward`` and builds its own graph.  Its code is therefore replaced once, when the first global tensor or mesh parameter
+is made; not the attribute, because models keep ``apply = MyFunction.apply`` from import time.  Calls without global
+tensors run the original code.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from meshwright_dtensor._torch.core import pytree, replace_code
 from meshwright_dtensor.dispatch import fallback
 from meshwright_dtensor.dispatch.dispatch import dispatch
-from meshwright_dtensor.dispatch.guard import install_guard
 from meshwright_dtensor.dispatch.parameter_calls import parameter_call
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.trace.function_kinds import Args, Kwargs
+
+_ROUTE = "_meshwright_route"
 
 # the dispatcher itself, not a method that calls it: one Python frame less per call
 GlobalTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
@@ -18,7 +30,21 @@ MeshParameter.__torch_function__ = classmethod(parameter_call)  # type: ignore[a
 
 def install() -> None:
     """Catch ``autograd.Function.apply``, which does not call ``__torch_function__``; idempotent."""
-    install_guard(fallback.run_function, _is_hidden_from)
+    function = torch.autograd.Function.__dict__["apply"].__func__
+    if hasattr(function, _ROUTE):
+        return
+    original = replace_code(function, _Host.__dict__["apply"])
+
+    def route(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        for a in (*args, *kwargs.values()) if kwargs else args:
+            if _is_hidden_from(cls, a) or (
+                isinstance(a, (list, tuple, dict))
+                and any(_is_hidden_from(cls, x) for x in pytree.tree_leaves(a))
+            ):
+                return fallback.run_function(cls, args, kwargs)
+        return original(cls, *args, **kwargs)
+
+    setattr(function, _ROUTE, route)
 
 
 def _is_hidden_from(cls: Any, x: Any) -> bool:
@@ -26,3 +52,10 @@ def _is_hidden_from(cls: Any, x: Any) -> bool:
     return isinstance(x, GlobalTensor) or (
         isinstance(x, MeshParameter) and not cls.__module__.startswith("torch.")
     )
+
+
+class _Host:
+    """Donor of the code of ``apply``; ``__class__`` in it is the class of the function that receives the code."""
+
+    def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
+        return __class__.__dict__["apply"].__func__._meshwright_route(cls, args, kwargs)  # type: ignore[name-defined]

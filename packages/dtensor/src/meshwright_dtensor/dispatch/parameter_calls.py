@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,15 @@ from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import elementwise, permuted_layout, with_order_of
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import computing, touch
-from meshwright_dtensor.trace.function_kinds import FILLS, VIEW_GETTERS, is_in_place, kind_of
+from meshwright_dtensor.trace.function_kinds import (
+    FILLS,
+    VIEW_GETTERS,
+    Args,
+    Function,
+    Kwargs,
+    is_in_place,
+    kind_of,
+)
 
 Tensor = torch.Tensor
 
@@ -31,11 +39,7 @@ _STOCK = frozenset(
 
 
 def parameter_call(
-    cls: type,
-    func: Callable[..., Any],
-    types: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
     """``__torch_function__`` of mesh parameters."""
     copy = args[0]._copy if args and type(args[0]) is MeshParameter else None
@@ -49,13 +53,9 @@ def parameter_call(
         return NotImplemented
     name, kind = getattr(func, "__name__", ""), kind_of(func)
     # torch.nn.init names it
-    written = args[0] if args else (kwargs or {}).get("tensor")
-    if (
-        isinstance(written, MeshParameter)
-        and written._copy is not None
-        and (kind == "init" or is_in_place(name))
-    ):
-        copy = written._copy
+    written: Any = args[0] if args else (kwargs or {}).get("tensor")
+    copy = written._copy if isinstance(written, MeshParameter) else None
+    if copy is not None and (kind == "init" or is_in_place(name)):
         # the write goes to the stored value
         written.compute_with(None)
         try:
@@ -75,9 +75,7 @@ def parameter_call(
     return _optimizer_function(func, name, args, kwargs)
 
 
-def _is_computation(
-    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any] | None
-) -> bool:
+def _is_computation(func: Function, name: str, args: Sequence[Any], kwargs: Kwargs | None) -> bool:
     """Whether the call is a global tensor computation, not one of an optimizer or about the parameter itself."""
     if name in _STOCK or name.startswith(("_foreach", "_fused")):
         return False
@@ -93,10 +91,9 @@ def _is_computation(
     return any(isinstance(a, Tensor) and not isinstance(a, DTensor) for a in operands) or computing(operands)
 
 
-def _optimizer_function(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> Any:
-    if _any_permuted(args) and not name.startswith("_fused"):
+def _optimizer_function(func: Function, name: str, args: Args, kwargs: Kwargs | None) -> Any:
+    operands = (x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)))
+    if not name.startswith("_fused") and any(permuted_layout(x) is not None for x in operands):
         result = elementwise(func, args, kwargs or {})
     else:
         result = optimizer_call(func, args, kwargs)
@@ -108,12 +105,3 @@ def _optimizer_function(
         if args[0]._copy is not None:
             args[0]._copy.follow(args[1])
     return result
-
-
-def _any_permuted(args: Sequence[Any]) -> bool:
-    return any(
-        any(permuted_layout(x) is not None for x in a)
-        if isinstance(a, (list, tuple))
-        else permuted_layout(a) is not None
-        for a in args
-    )

@@ -6,23 +6,22 @@ gathered value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import dtensor_from, dtensor_local, dtensor_spec, pytree
+from meshwright_dtensor._torch.core import dtensor_like, dtensor_local, pytree
 from meshwright_dtensor.dispatch.dispatch import dispatch
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import with_order_of
-from meshwright_dtensor.stored.views import Origin, frozen_arguments
+from meshwright_dtensor.stored.views import Origin, Step, frozen_arguments
 from meshwright_dtensor.stored.writes import view_write_or_draw, write_out, write_whole
 from meshwright_dtensor.tensor.compute_copy import computing
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, version_of, wrap
-from meshwright_dtensor.trace.function_kinds import kind_of
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, kind_of
 
 Tensor = torch.Tensor
 
@@ -38,7 +37,7 @@ class ParameterView(DetachedView):
     _parameter: MeshParameter
     _seen: int
     _parent: MeshParameter | ParameterView
-    _taken: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
+    _taken: Step
 
     def check_fresh(self) -> None:
         """Take the view again if the parameter was written to since."""
@@ -51,11 +50,7 @@ class ParameterView(DetachedView):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if writes_lists(getattr(func, "__name__", "")):
@@ -78,10 +73,10 @@ class ParameterView(DetachedView):
 
     def origin(self) -> Origin | None:
         """How the view was taken of the parameter; None if it is a copy on one device."""
-        parent, (func, args, kwargs, index) = self._parent, self._taken
+        parent, step = self._parent, self._taken
         before = parent.origin() if isinstance(parent, ParameterView) else Origin.of(parent)
-        origin = None if before is None else before.then(func, args, kwargs)
-        return origin if isinstance(origin, Origin) or origin is None else origin[index or 0]
+        origin = None if before is None else before.then(step.func, step.args, step.kwargs)
+        return origin if isinstance(origin, Origin) or origin is None else origin[step.index or 0]
 
     def _refresh(self, origin: Origin) -> None:
         base = origin.base
@@ -92,9 +87,7 @@ class ParameterView(DetachedView):
         self._seen = _writes_to(self._parameter)
 
 
-def viewed_or_written(
-    func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def viewed_or_written(func: Function, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run ``func`` on a parameter if it takes a view that autograd does not record, writes or draws.
 
     NotImplemented if the parameter is an ordinary operand.
@@ -104,7 +97,9 @@ def viewed_or_written(
     if not isinstance(first, DTensor) or (kind == "fill" and isinstance(first, MeshParameter)):
         return NotImplemented
     if kind == "alias" and isinstance(first, MeshParameter) and func.__name__ == "detach":
-        return _detached(first)
+        # detach() of the local tensor shares its version counter; stock DTensor's detach() does not
+        local = dtensor_local(first).detach()
+        return mesh_value(with_order_of(first, dtensor_like(local, first)))
     running = computing(first)
     if kind == "view":
         if not isinstance(first, MeshParameter) or (grad and first.requires_grad):
@@ -117,15 +112,9 @@ def viewed_or_written(
     return view_write_or_draw(func, args, kwargs)
 
 
-def _reads_shape_only(func: Callable[..., Any], x: DTensor) -> bool:
+def _reads_shape_only(func: Function, x: DTensor) -> bool:
     """Whether a draw reads no more than the stored shape and dtype, so that autograd has nothing to record."""
     return (func.__name__ == "new_empty" or func.__name__.endswith("_like")) and _idle_copy(x)
-
-
-def _detached(parameter: MeshParameter) -> DTensor:
-    # detach() of the local tensor shares its version counter; stock DTensor's detach() does not
-    local = dtensor_local(parameter).detach()
-    return mesh_value(with_order_of(parameter, dtensor_from(local, dtensor_spec(parameter))))
 
 
 def _idle_copy(x: DTensor) -> bool:
@@ -135,38 +124,31 @@ def _idle_copy(x: DTensor) -> bool:
 
 
 def _shown(tree: Any) -> Any:
-    return pytree.tree_map_only(ParameterView, _one_shown, tree)
+    def shown(view: ParameterView) -> GlobalTensor:
+        view.check_fresh()
+        return view.shown
 
-
-def _one_shown(view: ParameterView) -> GlobalTensor:
-    view.check_fresh()
-    return view.shown
+    return pytree.tree_map_only(ParameterView, shown, tree)
 
 
 def _writes_to(base: MeshParameter) -> int:
     return version_of(dtensor_local(base)) + (0 if base._copy is None else base._copy.touched)
 
 
-def as_parameter_views(
-    result: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def as_parameter_views(result: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The views that ``func`` gave of a parameter or of a view of one, as ParameterViews."""
     # p.T is p.permute(1, 0)
     if isinstance(result, ParameterView):
         return result
-    parent, *rest = args
-    args, kwargs = (parent, *frozen_arguments(rest)), frozen_arguments(kwargs)
+    rest, options = frozen_arguments((args[1:], kwargs))
     if isinstance(result, GlobalTensor):
-        return _view(result, (func, args, kwargs, None))
-    return type(result)([_view(view, (func, args, kwargs, index)) for index, view in enumerate(result)])
+        return _view(result, args[0], Step(func, rest, options))
+    return type(result)([_view(v, args[0], Step(func, rest, options, i)) for i, v in enumerate(result)])
 
 
-def _view(
-    shown: GlobalTensor, taken: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
-) -> ParameterView:
+def _view(shown: GlobalTensor, parent: Any, taken: Step) -> ParameterView:
     view: Any = wrap(shown._local, shown._layout, ParameterView)
-    func, (parent, *rest), kwargs, index = taken
-    view.shown, view._parent, view._taken = shown, parent, (func, tuple(rest), kwargs, index)
+    view.shown, view._parent, view._taken = shown, parent, taken
     view._parameter = parent._parameter if isinstance(parent, ParameterView) else parent
     view._seen = _writes_to(view._parameter)
     return view  # type: ignore[no-any-return]

@@ -77,12 +77,8 @@ def install_targets(model: nn.Module, plan: ParallelPlan, everywhere: bool = Fal
         target = interned.setdefault(target, target)
         matched = [name for name in names if fnmatchcase(name, rule.module)]
         if not matched:
-            raise PlanError(
-                "activations.module",
-                rule.module,
-                f"the pattern matches no module of {type(model).__name__}; use one over model.named_modules() names",
-                did_you_mean(rule.module, names),
-            )
+            text = f"the pattern matches no module of {type(model).__name__}; use one over model.named_modules() names"
+            raise PlanError("activations.module", rule.module, text, did_you_mean(rule.module, names))
         for name in matched:
             rules.setdefault(name, {}).setdefault(rule.function, {}).setdefault(rule.occurrence, target)
     if everywhere:

@@ -6,6 +6,7 @@ Autograd records only the operations on local tensors, so the backward pass runs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,21 +14,23 @@ import torch
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import conversion_between
-from meshwright_dtensor.dispatch.derive import Derivation, first_input_region, local_context, local_shape
+from meshwright_dtensor.dispatch.derive import Derivation, local_context, localised
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext, TierEntry
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.random import Part, draws_by_element, run_random
-from meshwright_dtensor.rules import NodeView, is_random, localise
-from meshwright_dtensor.rules.book import rule_book
+from meshwright_dtensor.rules import LocalContext, is_random
+from meshwright_dtensor.rules.book import RuleBook, rule_book
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 from meshwright_dtensor.trace.graph import Ref, is_ref
 
 Tensor = torch.Tensor
 MAX_PROGRAMS = 16384
 
 
+@dataclass(slots=True, eq=False)
 class Program:
     """A cached local program.
 
@@ -36,41 +39,25 @@ class Program:
         unchanged: every argument is a global tensor that is not converted.
         local: (args, kwargs, locals) or (locals, site) -> local outputs, by ``takes_arguments``.
         out: tree of layouts of the outputs.
+        gathered_view: outputs alias an input on one device, but not here.
         returns_input: an output may be an input itself.
         writes: the first argument is written to.
-        gathered_view: outputs alias an input on one device, but not here.
     """
 
-    __slots__ = (
-        "context",
-        "targets",
-        "out",
-        "gathered_view",
-        "returns_input",
-        "writes",
-        "local",
-        "takes_arguments",
-        "unchanged",
-    )
-
-    def __init__(
-        self,
-        context: MeshContext,
-        targets: tuple[States | None, ...],
-        d: Derivation,
-        local: Callable[..., Any],
-        takes_arguments: bool,
-        unchanged: bool,
-    ) -> None:
-        self.context, self.targets, self.out, self.gathered_view = context, targets, d.out, d.gathered_view
-        self.returns_input = d.returns_input
-        self.writes = False
-        self.local, self.takes_arguments, self.unchanged = local, takes_arguments, unchanged
+    context: MeshContext
+    targets: tuple[States | None, ...]
+    unchanged: bool
+    local: Callable[..., Any]
+    takes_arguments: bool
+    out: Any
+    gathered_view: bool
+    returns_input: bool
+    writes: bool = False
 
 
 def build(
     context: MeshContext,
-    func: Callable[..., Any],
+    func: Function,
     args: Any,
     kwargs: Any,
     layouts: Sequence[Layout],
@@ -90,30 +77,32 @@ def build(
     )
     unchanged = bare and all(t is None for t in targets)
     inputs = [places.index(i) for i in range(len(d.first))]
-    if d.tier == 1 and d.composite is not None:
-        composite = rule_book(context).composite(d.composite.node.name)
-        run = _located(composite.local(d.composite), composite.located)
-        order = [inputs[r.i] for r in d.composite.node.ins]
-        return Program(context, targets, d, _composite_runner(run, order, len(layouts)), False, unchanged)
-    if d.tier == 1:
-        return Program(context, targets, d, _direct_runner(func, args, kwargs, d.direct), True, unchanged)
-    return Program(context, targets, d, _Steps(context, d, inputs), False, unchanged)
-
-
-def _located(run: Callable[..., Any], located: bool) -> Callable[[list[Tensor], Site], Any]:
-    return run if located else lambda locals_, site: run(locals_)
+    direct = d.tier == 1 and d.composite is None
+    local: Callable[..., Any]
+    if direct:
+        local = _direct_runner(func, args, kwargs, d.direct)
+    elif d.composite is not None:
+        local = _composite_runner(d.composite, inputs, len(layouts), rule_book(context))
+    else:
+        local = _Steps(context, d, inputs)
+    return Program(context, targets, unchanged, local, direct, d.out, d.gathered_view, d.returns_input)
 
 
 def _composite_runner(
-    run: Callable[[list[Tensor], Site], Any], order: list[int], count: int
+    call: LocalContext, inputs: list[int], count: int, rules: RuleBook
 ) -> Callable[[list[Tensor], Site], Any]:
+    composite = rules.composite(call.node.name)
+    run: Callable[..., Any] = composite.local(call)
+    order = [inputs[r.i] for r in call.node.ins]
     if order == list(range(count)):
-        return run
-    return lambda locals_, site: run([locals_[i] for i in order], site)
+        return run if composite.located else lambda locals_, site: run(locals_)
+    if composite.located:
+        return lambda locals_, site: run([locals_[i] for i in order], site)
+    return lambda locals_, site: run([locals_[i] for i in order])
 
 
 def _direct_runner(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sized: tuple[Any, ...] | None
+    func: Function, args: Args, kwargs: Kwargs, sized: tuple[Any, ...] | None
 ) -> Callable[[tuple[Any, ...], dict[str, Any], list[Tensor]], Any]:
     """Calls ``func`` with the local tensors in place of its tensors: the shortest way that the arguments allow."""
     if sized is not None:
@@ -124,7 +113,14 @@ def _direct_runner(
             return lambda a, k, locals_: func(locals_[0], *a[1:])
         if places == [0, 1] and len(args) == 2 and not kwargs:
             return lambda a, k, locals_: func(locals_[0], locals_[1])
-        return _flat_runner(func, places)
+
+        def run_flat(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
+            values = list(a)
+            for place, t in zip(places, locals_, strict=True):
+                values[place] = t
+            return func(*values, **k)
+
+        return run_flat
     first: Any = args[0] if args else None
     if (
         type(first) in (list, tuple)
@@ -144,18 +140,6 @@ def _direct_runner(
 
 def _has_tensors(tree: Any) -> bool:
     return any(isinstance(x, Tensor) for x in pytree.tree_leaves(tree))
-
-
-def _flat_runner(
-    func: Callable[..., Any], places: list[int]
-) -> Callable[[tuple[Any, ...], dict[str, Any], list[Tensor]], Any]:
-    def run(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
-        values = list(a)
-        for place, t in zip(places, locals_, strict=True):
-            values[place] = t
-        return func(*values, **k)
-
-    return run
 
 
 class _Steps:
@@ -181,23 +165,11 @@ class _Steps:
     def _local(self, d: Derivation, k: int) -> Callable[[list[Tensor]], Any]:
         node, values, context = d.traced.nodes[k], d.traced.values, self.context
         if node.op is None:
-            return (
-                rule_book(context)
-                .composite(node.name)
-                .local(local_context(context, node, values, d.choice, k))
-            )
+            composite = rule_book(context).composite(node.name)
+            return composite.local(local_context(context, node, values, d.choice, k))
         if is_random(node):
             return _random_step(context, d, k)
-        shapes = [
-            local_shape(context, values[r.i].shape, s)
-            for r, s in zip(node.outs, d.choice.outs[k], strict=True)
-        ]
-        ins = [
-            local_shape(context, values[r.i].shape, s) for r, s in zip(node.ins, d.choice.ins[k], strict=True)
-        ]
-        op, op_args, op_kwargs = localise(
-            NodeView.of(node, values, 1), shapes, ins, first_input_region(context, values, node, d.choice, k)
-        )
+        op, op_args, op_kwargs = localised(context, values, node, d.choice, k)
         leaves, spec = pytree.tree_flatten((op_args, op_kwargs), is_leaf=is_ref)
         order = {r.i: j for j, r in enumerate(node.ins)}
 

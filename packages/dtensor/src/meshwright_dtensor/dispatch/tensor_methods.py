@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
+from meshwright_dtensor._torch.core import dtensor_like, dtensor_local, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import layout_of, replicated_layout
 from meshwright_dtensor.sharding.boxes import dim_order_of
+from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.compute_copy import is_of_copy, mark_as_copy
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -29,13 +31,13 @@ _STORAGE = frozenset(
 )
 
 
-def _on_local(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_local(func: Function, args: Args, kwargs: Kwargs) -> Any:
     first = args[0]
     result = func(*[x._local if isinstance(x, GlobalTensor) else x for x in args], **kwargs)
     return first if result is getattr(first, "_local", None) else result
 
 
-def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _backward(func: Function, args: Args, kwargs: Kwargs) -> None:
     """``loss.backward()``: the gradient of a global value is that of the whole; a partial sum is reduced first."""
     x = args[0]
     if isinstance(x, DTensor):
@@ -51,14 +53,17 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     states = tuple("I" if s in ("P", "X") else s for s in layout.states)
     local = local_in(x, states)
     if gradient is not None:
-        if not isinstance(gradient, GlobalTensor):
-            gradient = wrap(gradient, replicated_layout(layout.context, gradient))
-        given["gradient"] = local_in(gradient, states)
+        given["gradient"] = _local_in(gradient, states, x)
     inputs = given.pop("inputs", None)
     if inputs is not None:
-        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        given["inputs"] = [_leaf(t) for t in inputs]
+        given["inputs"] = [_leaf(t) for t in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     local.backward(**given)
+
+
+def _local_in(g: Tensor, states: States, x: GlobalTensor) -> Tensor:
+    """The local tensor in ``states`` of a gradient of ``x``; a plain tensor is the global value."""
+    context = x._layout.context
+    return local_in(g if isinstance(g, GlobalTensor) else wrap(g, replicated_layout(context, g)), states)
 
 
 def _leaf(t: Tensor) -> Tensor:
@@ -71,12 +76,14 @@ def _leaf(t: Tensor) -> Tensor:
     return dtensor_local(t) if isinstance(t, DTensor) else t
 
 
-def _gradient_of(t: DTensor, g: Tensor) -> DTensor:
-    """The gradient at the leaf of a DTensor, as a DTensor with the same spec."""
-    copy = getattr(t, "_copy", None)
-    if copy is not None:
-        g = copy.stored_gradient(g)
-    return dtensor_from(g, dtensor_spec(t))
+def _as_gradient(t: Any, g: Tensor | None) -> Tensor | None:
+    """The gradient at the leaf of a global tensor or DTensor in the form of that tensor; of others, as it is."""
+    if isinstance(t, GlobalTensor) and g is not None:
+        return wrap(g, layout_of(t._layout.context, _gradient_states(t), t._layout.shape, g.dtype))
+    if isinstance(t, DTensor) and g is not None:
+        copy = getattr(t, "_copy", None)
+        return dtensor_like(g if copy is None else copy.stored_gradient(g), t)
+    return g
 
 
 def _gradient_states(x: GlobalTensor) -> tuple[Any, ...]:
@@ -84,54 +91,32 @@ def _gradient_states(x: GlobalTensor) -> tuple[Any, ...]:
     return tuple({"X": "P", "P": "X"}.get(s, s) if isinstance(s, str) else s for s in x._layout.states)
 
 
-def _gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    g = x._local.grad
-    if g is None:
-        return None
-    states = _gradient_states(x)
-    return wrap(g, layout_of(x._layout.context, states, x._layout.shape, g.dtype))
+def _gradient(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    return _as_gradient(args[0], args[0]._local.grad)
 
 
-def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _set_gradient(func: Function, args: Args, kwargs: Kwargs) -> None:
     x, g = args
-    if g is not None:
-        if not isinstance(g, GlobalTensor):
-            g = wrap(g, replicated_layout(x._layout.context, g))
-        g = local_in(g, _gradient_states(x))
-    x._local.grad = g
+    x._local.grad = None if g is None else _local_in(g, _gradient_states(x), x)
 
 
-def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """A gradient hook sees the gradient as a global tensor and may return another one."""
     x, hook = args
     if isinstance(x, DTensor):
         with stock_call():
             return func(*args, **kwargs)
-    context, states = x._layout.context, _gradient_states(x)
 
     def run(g: Tensor) -> Tensor | None:
-        new = hook(wrap(g, layout_of(context, states, x._layout.shape, g.dtype)))
-        if new is None:
-            return None
-        if not isinstance(new, GlobalTensor):
-            new = wrap(new, replicated_layout(context, new))
-        return local_in(new, states)
+        new = hook(_as_gradient(x, g))
+        return None if new is None else _local_in(new, _gradient_states(x), x)
 
     return x._local.register_hook(run)
 
 
-def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _autograd_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad`` with respect to global tensors and mesh parameters."""
-    names = (
-        "outputs",
-        "inputs",
-        "grad_outputs",
-        "retain_graph",
-        "create_graph",
-        "only_inputs",
-        "allow_unused",
-    )
+    names = "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused".split()
     given = dict(zip(names, args, strict=False)) | kwargs
     outputs = [given.pop("outputs")] if isinstance(given["outputs"], Tensor) else list(given.pop("outputs"))
     inputs = [given.pop("inputs")] if isinstance(given["inputs"], Tensor) else list(given.pop("inputs"))
@@ -145,21 +130,12 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             continue
         states = tuple("I" if s in ("P", "X") else s for s in out._layout.states)
         locals_.append(local_in(out, states))
-        if seed is not None and not isinstance(seed, GlobalTensor):
-            seed = wrap(seed, replicated_layout(out._layout.context, seed))
-        local_seeds.append(None if seed is None else local_in(seed, states))
+        local_seeds.append(None if seed is None else _local_in(seed, states, out))
     gradients = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)
-    return tuple(
-        wrap(g, layout_of(t._layout.context, _gradient_states(t), t._layout.shape, g.dtype))
-        if isinstance(t, GlobalTensor) and g is not None
-        else _gradient_of(t, g)
-        if isinstance(t, DTensor) and g is not None
-        else g
-        for t, g in zip(inputs, gradients, strict=True)
-    )
+    return tuple(map(_as_gradient, inputs, gradients))
 
 
-def _stride(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _stride(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Strides of the global value in the memory order of the local one."""
     x = args[0]
     shape, local = x._layout.shape, x._local.stride()
@@ -172,7 +148,7 @@ def _stride(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return tuple(strides) if dim is None else strides[dim]
 
 
-def _storage(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _storage(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, GlobalTensor))
     raise UnsupportedError(
         f"{getattr(func, '__name__', func)} asks for the storage of a global tensor ({x._layout!r}), which holds this rank's part "
@@ -180,20 +156,11 @@ def _storage(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     )
 
 
-def _forward_mode(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _forward_mode(func: Function, args: Args, kwargs: Kwargs) -> Any:
     raise UnsupportedError(
         "forward-mode derivatives (functorch's jvp, torch.autograd.forward_ad) of a global tensor are not supported; use "
         "reverse mode, or x.full_tensor(), the whole value"
     )
-
-
-def _transposed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    return x.permute(*reversed(range(x.dim())))
-
-
-def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _cut_off(args[0], args[0]._local.detach())
 
 
 def _cut_off(x: GlobalTensor, local: Tensor) -> GlobalTensor:
@@ -211,7 +178,7 @@ class _EmptyMemo(dict[Any, Any]):
         pass
 
 
-def _data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _data(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     other = _cut_off(x, x._local.data)
     # they share memory but not a version counter, so neither may keep converted values
@@ -219,7 +186,7 @@ def _data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return other
 
 
-def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
     x, new = args
     if not isinstance(new, GlobalTensor) or new._layout is not x._layout:
         raise UnsupportedError(
@@ -228,26 +195,18 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     x._local.data = new._local
 
 
-def _property_on_local(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(args[0]._local)
-
-
-def _set_property(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _property(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0]._local, *args[1:])
 
 
-def _nbytes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return args[0].numel() * args[0].element_size()  # type: ignore[no-any-return]
-
-
-def _conjugate_transposed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _conjugate_transposed(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if x.dim() not in (0, 2):
         x._layout.template.H  # noqa: B018  (torch's own refusal, in its own words)
     return torch.adjoint(x) if x.dim() else torch.conj(x)
 
 
-def _reshape_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _reshape_in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``x.t_()`` and the like: the same object becomes ``x.t()``."""
     x = args[0]
     if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
@@ -266,13 +225,13 @@ _GETTERS: dict[Any, tuple[Handler, Handler | None]] = {
     torch.Tensor.grad: (_gradient, _set_gradient),
     torch.Tensor._grad: (_gradient, _set_gradient),
     torch.Tensor.data: (_data, _set_data),
-    torch.Tensor.T: (_transposed, None),
+    torch.Tensor.T: (lambda f, a, k: a[0].permute(*reversed(range(a[0].dim()))), None),
     torch.Tensor.mT: (lambda f, a, k: a[0].transpose(-1, -2), None),
     torch.Tensor.H: (_conjugate_transposed, None),
     torch.Tensor.mH: (lambda f, a, k: torch.adjoint(a[0]), None),
     torch.Tensor.real: (lambda f, a, k: torch.real(a[0]), None),
     torch.Tensor.imag: (lambda f, a, k: torch.imag(a[0]), None),
-    torch.Tensor.nbytes: (_nbytes, None),
+    torch.Tensor.nbytes: (lambda f, a, k: a[0].numel() * a[0].element_size(), None),
     torch.Tensor._base: (lambda f, a, k: None, None),
 }
 
@@ -283,8 +242,9 @@ def _handlers() -> dict[Any, Handler]:
         torch.Tensor.register_hook: _register_hook,
         torch.autograd.grad: _autograd_grad,
         torch.Tensor.stride: _stride,
-        torch.Tensor.detach: _detach,
-        torch.detach: _detach,
+        **dict.fromkeys(
+            (torch.Tensor.detach, torch.detach), lambda f, a, k: _cut_off(a[0], a[0]._local.detach())
+        ),
     }
     for name in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"):
         table[getattr(torch.Tensor, name)] = _reshape_in_place
@@ -299,18 +259,14 @@ HANDLERS = MappingProxyType(_handlers())
 """Handlers by function object."""
 
 
-def by_name(func: Callable[..., Any], name: str) -> Handler | None:
+_BY_NAME: dict[str, Handler] = {
+    **dict.fromkeys(_STORAGE, _storage),
+    **dict.fromkeys(_ON_LOCAL, _on_local),
+    **dict.fromkeys(("_make_dual", "make_dual"), _forward_mode),
+    **dict.fromkeys(("__get__", "__set__", "__delete__"), _property),
+}
+
+
+def by_name(name: str) -> Handler | None:
     """The handler for a function name, None if it has none."""
-    if name in _STORAGE:
-        return _storage
-    if writes_lists(name):
-        return one_by_one
-    if name in _ON_LOCAL:
-        return _on_local
-    if name in ("_make_dual", "make_dual"):
-        return _forward_mode
-    if name == "__get__":
-        return _property_on_local
-    if name in ("__set__", "__delete__"):
-        return _set_property
-    return None
+    return one_by_one if writes_lists(name) else _BY_NAME.get(name)

@@ -11,8 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright_dtensor._torch.core import flattened_group, hash_store, live_groups, set_default_group
-from meshwright_dtensor._torch.meshes import forget_meshes
+from meshwright_dtensor._torch.core import (
+    flattened_group,
+    forget_meshes,
+    hash_store,
+    live_groups,
+    set_default_group,
+)
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.utils.names import count_of
 from meshwright_dtensor.utils.process import settle_at_exit

@@ -24,11 +24,6 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def with_ties(name: str, tied: Mapping[str, Sequence[str]]) -> str:
     """The name for messages, with the other names of its parameter: "'embed.weight' (tied to 'head.weight')"."""
-    others = [
-        other
-        for first, rest in tied.items()
-        if name in (first, *rest)
-        for other in (first, *rest)
-        if other != name
-    ]
+    groups = ((first, *rest) for first, rest in tied.items())
+    others = [other for group in groups if name in group for other in group if other != name]
     return repr(name) + (f" (tied to {', '.join(map(repr, others))})" if others else "")

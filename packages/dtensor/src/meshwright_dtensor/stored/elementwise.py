@@ -6,14 +6,15 @@ for each shape, over all combinations of placements: 20 s at the first step of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import dtensor_from, dtensor_local, dtensor_spec, with_dtype
+from meshwright_dtensor._torch.core import dtensor_like, dtensor_local, dtensor_spec
+from meshwright_dtensor.trace.function_kinds import Function
 
 Tensor = torch.Tensor
 
@@ -45,7 +46,7 @@ def is_elementwise(name: str) -> bool:
 
 
 @cache
-def _quick_kind(func: Callable[..., Any]) -> str:
+def _quick_kind(func: Function) -> str:
     """How :func:`fast_elementwise` runs a function: "", "query", "new" (a new tensor) or "in place"."""
     name = getattr(func, "__name__", "")
     if name in _QUERIES:
@@ -55,7 +56,7 @@ def _quick_kind(func: Callable[..., Any]) -> str:
     return "in place" if name.endswith("_") else "new"
 
 
-def fast_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+def fast_elementwise(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
     """The fast path of :func:`on_local_parts` for the calls that optimizers make thousands of times a step.
 
     The operands are numbers and tensors with the same spec object, as a parameter's gradient and states are; NotImplemented
@@ -69,11 +70,11 @@ def fast_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         return func(dtensor_local(first))
     if not isinstance(first, DTensor):
         return NotImplemented
-    spec, order = dtensor_spec(first), _order_of(first)
+    spec, order = dtensor_spec(first), order_of(first)
     values = []
     for x in args:
         if isinstance(x, DTensor):
-            if dtensor_spec(x) is not spec or _order_of(x) != order:
+            if dtensor_spec(x) is not spec or order_of(x) != order:
                 return NotImplemented
             x = dtensor_local(x)
         elif isinstance(x, Tensor):
@@ -87,12 +88,10 @@ def fast_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         if placement.is_partial():
             return NotImplemented
     result = func(*values, **(kwargs or {}))
-    return first if kind == "in place" else _wrapped(result, first)
+    return first if kind == "in place" else dtensor_like(result, first)
 
 
-def on_local_parts(
-    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def on_local_parts(func: Function, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``func`` on the local tensors, if it is elementwise and all operands have the same placements; else NotImplemented.
 
     Operands of one element may be plain or replicated.  Results are stock DTensors with the placements of the operands.  An
@@ -110,10 +109,10 @@ def on_local_parts(
     result = func(*map(_local, args), **{k: _local(x) for k, x in kwargs.items()})
     if name.endswith("_") or out is not None:
         return args[0] if out is None else out
-    return _wrapped(result, first)
+    return dtensor_like(result, first)
 
 
-def _order_of(x: DTensor) -> Any:
+def order_of(x: Tensor) -> Any:
     """The states of a permuted tensor, else None: two tensors of one spec may differ in the order of their elements."""
     return getattr(x, "_order", None)
 
@@ -130,13 +129,13 @@ def same_specs(columns: Sequence[Sequence[Any]]) -> bool:
             if isinstance(x, Tensor) and not (
                 isinstance(x, DTensor)
                 and dtensor_spec(x) is dtensor_spec(first)
-                and _order_of(x) == _order_of(first)
+                and order_of(x) == order_of(first)
             ):
                 return False
     return True
 
 
-def _foreach(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _foreach(func: Function, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``func`` of a list of tensors, and of lists or single values."""
     if torch.is_grad_enabled() or any(_is_list(x) for x in kwargs.values()):
         return NotImplemented
@@ -150,7 +149,7 @@ def _foreach(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: M
     result = func(*values, **{k: _local(x) for k, x in kwargs.items()})
     if name.endswith("_"):
         return result
-    return type(result)(_wrapped(r, first) for r, first in zip(result, columns[0], strict=True))
+    return type(result)(dtensor_like(r, first) for r, first in zip(result, columns[0], strict=True))
 
 
 def _is_list(x: Any) -> bool:
@@ -196,7 +195,7 @@ def parts_correspond(first: DTensor, x: DTensor) -> bool:
     spec, other = dtensor_spec(first), dtensor_spec(x)
     if other is spec or other.shape == spec.shape:
         same = other is spec or (other.placements == spec.placements and other.mesh == spec.mesh)
-        return same and _order_of(x) == _order_of(first)
+        return same and order_of(x) == order_of(first)
     return not x.dim() and all(p.is_replicate() for p in other.placements)
 
 
@@ -209,11 +208,4 @@ def assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:
         and mask.shape == x.shape
         and parts_correspond(x, mask)
         and not isinstance(value, Tensor)
-    )
-
-
-def _wrapped(local: Tensor, first: DTensor) -> DTensor:
-    spec = dtensor_spec(first)
-    return dtensor_from(
-        local, spec if local.dtype == spec.tensor_meta.dtype else with_dtype(spec, local.dtype)
     )

@@ -7,7 +7,7 @@ of a shard partial, which later in-place operations refuse and of which ``.item(
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ from meshwright_dtensor.stored.elementwise import (
     assigns_under_mask,
     fast_elementwise,
     on_local_parts,
+    order_of,
     same_specs,
 )
 from meshwright_dtensor.stored.gather import run_by_rules
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
-from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, permuted_layout, with_order_of
+from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, with_order_of
 from meshwright_dtensor.stored.writes import (
     MeshView,
     mixes_plain_tensors,
@@ -42,7 +43,7 @@ from meshwright_dtensor.stored.writes import (
     write_out,
 )
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
-from meshwright_dtensor.trace.function_kinds import kind_of
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, kind_of
 
 Tensor = torch.Tensor
 
@@ -54,11 +55,7 @@ _QUERIES = frozenset(
 
 
 def _mesh_value_call(
-    cls: type,
-    func: Callable[..., Any],
-    types: Iterable[type],
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    cls: type, func: Function, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
     if any(t is not MeshValue and t is not DTensor for t in types):
         # parameters and global tensors have rules of their own
@@ -71,11 +68,7 @@ def _mesh_value_call(
 
 
 def _permuted_call(
-    cls: type,
-    func: Callable[..., Any],
-    types: Iterable[type],
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    cls: type, func: Function, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
     result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
@@ -88,11 +81,7 @@ def _permuted_call(
 
 
 def _view_call(
-    cls: type,
-    func: Callable[..., Any],
-    types: Iterable[type],
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    cls: type, func: Function, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
     kwargs = kwargs or {}
     kind, name = kind_of(func), getattr(func, "__name__", "")
@@ -115,7 +104,14 @@ def _view_call(
         return write_out(func, args, kwargs)
     if writes_lists(name):
         return one_by_one(func, args, kwargs)
-    _refuse_fused(name, args)
+    # a fused function writes to all of its lists
+    if name.startswith(("_fused", "_amp_foreach")) and name.endswith("_"):
+        for view in pytree.tree_leaves(args):
+            if isinstance(view, MeshView):
+                raise UnsupportedError(
+                    f"{name} is given a view of shape {list(view.shape)} of a tensor over a mesh, and a write to it might "
+                    "not reach that tensor; write to one view after the other, with its own methods"
+                )
     args, kwargs = pytree.tree_map_only(MeshView, MeshView.current, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -125,7 +121,7 @@ PermutedDTensor.__torch_function__ = classmethod(_permuted_call)  # type: ignore
 MeshView.__torch_function__ = classmethod(_view_call)  # type: ignore[assignment]
 
 
-def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def optimizer_call(func: Function, args: Args, kwargs: Kwargs | None) -> Any:
     """``func`` on local tensors or by stock DTensor, with partial results completed.
 
     Raises:
@@ -153,7 +149,7 @@ def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return result
 
 
-def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
     name = getattr(func, "__name__", "")
     by_list = writes_lists(name)
     fused = name.startswith("_f") and not by_list
@@ -185,19 +181,7 @@ def _complete(x: DTensor) -> DTensor:
     return settled(x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements]))
 
 
-def _refuse_fused(name: str, args: tuple[Any, ...]) -> None:
-    """Refuse views in the lists of a fused function, which writes to all of its lists."""
-    if not (name.startswith(("_fused", "_amp_foreach")) and name.endswith("_")):
-        return
-    for view in pytree.tree_leaves(args):
-        if isinstance(view, MeshView):
-            raise UnsupportedError(
-                f"{name} is given a view of shape {list(view.shape)} of a tensor over a mesh, and a write to it might not reach "
-                "that tensor; write to one view after the other, with its own methods"
-            )
-
-
-def _on_locals(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_locals(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
     with stock_call(), torch.no_grad():
         lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
         if not same_specs([a for a in lists if isinstance(a[0], DTensor)]):
@@ -217,14 +201,9 @@ def _check_alike(name: str, members: Sequence[Tensor]) -> None:
             # a count of steps
             continue
         same = isinstance(other, DTensor) and other.placements == first.placements
-        if not same or not _same_order(first, other):
+        if not same or order_of(first) != order_of(other):
             placements = other.placements if isinstance(other, DTensor) else "a plain tensor"
             raise UnsupportedError(
                 f"{name} on a parameter of shape {list(first.shape)} with placements {first.placements} is given a state with "
                 f"other placements ({placements}); load optimizer states with optimizer.load_state_dict(), or use fused=False"
             )
-
-
-def _same_order(a: Tensor, b: Tensor) -> bool:
-    first, second = permuted_layout(a), permuted_layout(b)
-    return first is second or (first is not None and second is not None and first.states == second.states)

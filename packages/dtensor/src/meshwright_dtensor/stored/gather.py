@@ -5,7 +5,7 @@ This is the stored value of a parameter, never its compute copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from meshwright_dtensor._torch.core import dtensor_local, pytree
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.layout import Layout, stock_layout, stored_placement
+from meshwright_dtensor.mesh.layout import Layout, stock_layout
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
-from meshwright_dtensor.stored.permuted import as_permuted
+from meshwright_dtensor.stored.permuted import as_permuted, stock_dtensor
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
+from meshwright_dtensor.trace.function_kinds import Args, Function
 
 Tensor = torch.Tensor
 
@@ -81,18 +82,11 @@ def as_stored(x: Any) -> Any:
     layout = x.global_layout
     states = tuple("I" if s == "P" or s == "X" else s for s in layout.states)
     local = local_in(x, states).detach()
-    stored = DTensor.from_local(
-        local,
-        layout.mesh,
-        [stored_placement(s) for s in states],
-        run_check=False,
-        shape=layout.shape,
-        stride=dense_strides(layout.shape, dim_order_of(local)),
-    )
-    return as_permuted(mesh_value(stored), layout.with_states(states))
+    target, strides = layout.with_states(states), dense_strides(layout.shape, dim_order_of(local))
+    return as_permuted(mesh_value(stock_dtensor(local, target, layout.shape, strides)), target)
 
 
-def run_by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_by_rules(func: Function, args: Args, kwargs: Mapping[str, Any]) -> Any:
     """Run ``func`` on stored DTensors as on global tensors: sharded where a rule allows it, with one device's random numbers.
 
     The result is a stored DTensor again, unless autograd records it.

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import (
-    dtensor_from,
-    dtensor_local,
-    dtensor_spec,
-)
-
-Tensor = torch.Tensor
+from meshwright_dtensor._torch.core import dtensor_like, dtensor_local
 
 
 class MeshValue(DTensor):
@@ -26,11 +19,11 @@ class MeshValue(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # kept alive with the tensor: torch.save tells storages apart by their address
-        self._stock = dtensor_from(dtensor_local(self), dtensor_spec(self))
+        self._stock = dtensor_like(dtensor_local(self), self)
         return self._stock.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        copy = mesh_value(dtensor_from(dtensor_local(self).detach().clone(), dtensor_spec(self)))
+        copy = mesh_value(dtensor_like(dtensor_local(self).detach().clone(), self))
         memo[id(self)] = copy
         return copy
 

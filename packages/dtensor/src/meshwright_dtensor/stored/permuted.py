@@ -7,21 +7,14 @@ allowed, and functions that depend on the order are refused, or give true order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from meshwright_dtensor._torch.core import (
-    dtensor_from,
-    dtensor_local,
-    dtensor_spec,
-    pytree,
-    stock_call,
-    with_dtype,
-)
+from meshwright_dtensor._torch.core import dtensor_like, dtensor_local, dtensor_spec, pytree, stock_call
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
@@ -30,6 +23,7 @@ from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.elementwise import on_local_parts
+from meshwright_dtensor.trace.function_kinds import Args, Function
 
 Tensor = torch.Tensor
 
@@ -95,7 +89,7 @@ def permuted_layout(x: Any) -> Layout | None:
     return None if getattr(x, "_order", None) is None else x._layout  # type: ignore[no-any-return]
 
 
-def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def elementwise(func: Function, args: Args, kwargs: Mapping[str, Any]) -> Any:
     """Run a torch function by stock DTensor on permuted tensors; results of the same shape get their layout.
 
     Raises:
@@ -148,20 +142,19 @@ def redistributed(
     x: DTensor,
     layout: Layout,
     placements: Sequence[Placement] | None,
-    device_mesh: Any = None,
-    options: Mapping[str, Any] | None = None,
+    device_mesh: Any,
+    options: Mapping[str, Any],
 ) -> DTensor:
     """The value of ``x`` as a stock DTensor in true order.
 
     Raises:
         UnsupportedError: another mesh, or placements that stock DTensor does not know.
     """
-    if (device_mesh is not None and device_mesh != layout.mesh) or any((options or {}).values()):
+    if (device_mesh is not None and device_mesh != layout.mesh) or any(options.values()):
         raise UnsupportedError(
             "redistribute of a tensor with an interval shard takes placements on its own mesh only; redistribute the result"
         )
     states = layout.states if placements is None else states_of(placements, layout.ndim, layout.context.ndim)
-    states = tuple(int(s) if isinstance(s, int) else s for s in states)
     return _converted(x, layout, states)
 
 
@@ -177,21 +170,21 @@ def canonical(x: DTensor, parameter: DTensor | None = None) -> DTensor:
         layout = permuted_layout(parameter)
     if layout is None:
         return x
-    return _converted(x, layout, tuple(int(s) if isinstance(s, int) else s for s in layout.states))
+    return _converted(x, layout, layout.states)
 
 
 def _converted(x: DTensor, layout: Layout, states: States) -> DTensor:
-    target = layout.with_states(states)
+    """In these states, with an interval shard as a plain shard."""
+    target = layout.with_states(tuple(int(s) if isinstance(s, int) else s for s in states))
     with torch.no_grad():
         local = convert(dtensor_local(x).detach(), layout, target.states, _SITE)
-    return DTensor.from_local(
-        local,
-        layout.mesh,
-        list(_stored(target)),
-        run_check=False,
-        shape=layout.shape,
-        stride=dtensor_spec(x).stride,
-    )
+    return stock_dtensor(local, target, layout.shape, dtensor_spec(x).stride)
+
+
+def stock_dtensor(local: Tensor, layout: Layout, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    """A stock DTensor of this global ``shape`` over ``local``, with the mesh and the states of ``layout``."""
+    placements = list(_stored(layout))
+    return DTensor.from_local(local, layout.mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def like_parameter(x: Tensor, parameter: DTensor) -> DTensor:
@@ -207,15 +200,7 @@ def like_parameter(x: Tensor, parameter: DTensor) -> DTensor:
         raise UnsupportedError(
             f"a tensor of shape {list(x.shape)} does not go with a parameter of shape {list(layout.shape)}"
         )
-    return as_permuted(
-        dtensor_from(local_part_of(x, layout), _spec_like(parameter, x.dtype)),
-        layout.with_dtype(x.dtype),
-    )
-
-
-def _spec_like(parameter: DTensor, dtype: torch.dtype) -> Any:
-    spec = dtensor_spec(parameter)
-    return spec if spec.tensor_meta.dtype == dtype else with_dtype(spec, dtype)
+    return as_permuted(dtensor_like(local_part_of(x, layout), parameter), layout.with_dtype(x.dtype))
 
 
 def local_part_of(x: Tensor, layout: Layout) -> Tensor:

@@ -6,17 +6,16 @@ it is a copy, which is taken again at each read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright_dtensor._torch.core import (
-    dtensor_from,
+    dtensor_like,
     dtensor_local,
-    dtensor_spec,
     pytree,
     share_memory,
     stock_call,
@@ -24,8 +23,9 @@ from meshwright_dtensor._torch.core import (
 )
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, uneven_dims
 from meshwright_dtensor.stored.gather import gather_stored, stored_layout
-from meshwright_dtensor.stored.permuted import is_permuted
+from meshwright_dtensor.stored.permuted import is_permuted, stock_dtensor
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.trace.function_kinds import Args, Function
 
 Tensor = torch.Tensor
 
@@ -34,8 +34,8 @@ Tensor = torch.Tensor
 class Step:
     """One function that takes a view: its arguments after the first, and which of its results it is (None: the only one)."""
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
+    func: Function
+    args: Args
     kwargs: Mapping[str, Any]
     index: int | None = None
 
@@ -70,9 +70,7 @@ class Origin:
             x = step(x)
         return x
 
-    def then(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Origin] | Origin | None:
+    def then(self, func: Function, args: Args, kwargs: Mapping[str, Any]) -> list[Origin] | Origin | None:
         """The origins of the views that ``func`` takes of this view; None where it copies on one device.
 
         Raises the errors of one device.
@@ -98,24 +96,13 @@ class Origin:
         base = self.base
         layout, local = stored_layout(base), dtensor_local(base).detach()
         with torch.no_grad():
-            stock = (
-                None
-                if is_permuted(layout.states)
-                else self._by_stock(dtensor_from(local, dtensor_spec(base)))
-            )
+            stock = None if is_permuted(layout.states) else self._by_stock(dtensor_like(local, base))
             if stock is not None:
                 return stock, share_memory(dtensor_local(stock), local)
             whole = gather_stored(base)
             part = self(whole)
-            value = DTensor.from_local(
-                part,
-                layout.mesh,
-                [Replicate()] * layout.context.ndim,
-                run_check=False,
-                shape=part.shape,
-                stride=part.stride(),
-            )
-            return value, share_memory(whole, local)
+            replicated = layout.with_states(layout.context.replicated)
+            return stock_dtensor(part, replicated, part.shape, part.stride()), share_memory(whole, local)
 
     def _by_stock(self, x: DTensor) -> DTensor | None:
         """The view of ``x`` by stock DTensor; None where it has no rule.
@@ -134,9 +121,7 @@ class Origin:
                         return None
         except (RuntimeError, NotImplementedError):
             return None
-        return (
-            dtensor_from(waited(dtensor_local(x)), dtensor_spec(x)) if x.shape == self.sketch.shape else None
-        )
+        return dtensor_like(waited(dtensor_local(x)), x) if x.shape == self.sketch.shape else None
 
 
 def _is_even(x: DTensor) -> bool:

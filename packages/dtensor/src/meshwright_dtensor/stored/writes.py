@@ -7,7 +7,7 @@ writes are collective calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from meshwright_dtensor._torch.core import (
     copied_spec,
     count_write,
     dtensor_from,
+    dtensor_like,
     dtensor_local,
-    dtensor_spec,
     pytree,
     set_dtensor_parts,
     share_memory,
@@ -36,16 +36,14 @@ from meshwright_dtensor.stored.gather import (
 )
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.views import Origin
-from meshwright_dtensor.trace.function_kinds import kind_of
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, kind_of
 
 Tensor = torch.Tensor
 
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
 
 
-def view_write_or_draw(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, views: bool = True
-) -> Any:
+def view_write_or_draw(func: Function, args: Args, kwargs: Kwargs | None, views: bool = True) -> Any:
     """Run ``func`` on a stored DTensor that is no view, if it takes a view, writes or draws.
 
     NotImplemented for other functions, and for writes that stock DTensor or the elementwise path can do.
@@ -56,7 +54,11 @@ def view_write_or_draw(
     kwargs = kwargs or {}
     first = args[0] if args else None
     if kind == "view":
-        return _view_or_index(first, func, args, kwargs)
+        view = view_of(first, func, args[1:], kwargs) if isinstance(first, DTensor) else NotImplemented
+        # stock DTensor would take a list as an index for a plain tensor
+        if view is NotImplemented and func.__name__ == "__getitem__" and not mixes_plain_tensors(args, {}):
+            return run_by_rules(func, args, kwargs)
+        return view
     if kind == "set data":
         return set_data(*args)
     if kind == "write" and _is_plain_write(first, func.__name__, args, kwargs):
@@ -75,17 +77,7 @@ def view_write_or_draw(
     return run_by_rules(func, args, kwargs)
 
 
-def _view_or_index(
-    first: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    view = view_of(first, func, args[1:], kwargs) if isinstance(first, DTensor) else NotImplemented
-    # stock DTensor would take a list as an index for a plain tensor
-    if view is NotImplemented and func.__name__ == "__getitem__" and not mixes_plain_tensors(args, {}):
-        return run_by_rules(func, args, kwargs)
-    return view
-
-
-def _is_plain_write(first: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_plain_write(first: Any, name: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether a write is elementwise over DTensors only, or assigns a number under a mask."""
     if isinstance(first, DTensor) and _is_elementwise(name) and not mixes_plain_tensors(args, kwargs):
         return True
@@ -105,7 +97,7 @@ class MeshView(MeshValue):
         if not self._shares:
             value, _ = self._origin.value()
             set_dtensor_parts(self, dtensor_local(value), copied_spec(value))
-        return mesh_value(dtensor_from(dtensor_local(self), dtensor_spec(self)))
+        return mesh_value(dtensor_like(dtensor_local(self), self))
 
     def to_local(self, **options: Any) -> Tensor:
         """This rank's part."""
@@ -130,7 +122,7 @@ class MeshView(MeshValue):
         return copy
 
 
-def view_of(x: DTensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def view_of(x: DTensor, func: Function, args: Args, kwargs: Mapping[str, Any]) -> Any:
     """``func(x, *args)`` as views of the base of ``x``; NotImplemented where one device copies."""
     origin = x._origin if isinstance(x, MeshView) else Origin.of(x)
     origins = origin.then(func, args, kwargs)
@@ -148,7 +140,7 @@ def _view(origin: Origin) -> MeshView:
     return view  # type: ignore[no-any-return]
 
 
-def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run a function that writes to its first argument, and return its result on one device."""
     name = getattr(func, "__name__", "")
     target = args[0] if args else kwargs.get("tensor")
@@ -175,7 +167,7 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return None if name == "__setitem__" else target
 
 
-def write_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write_out(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``out=`` with stored DTensors: compute without it, then write the result into it.
 
     Raises:
@@ -214,7 +206,7 @@ def _is_elementwise(name: str) -> bool:
     return is_elementwise(name)
 
 
-def mixes_plain_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def mixes_plain_tensors(args: Args, kwargs: Mapping[str, Any]) -> bool:
     """Whether the arguments contain plain or global tensors with dims, which stock DTensor does not accept."""
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):
@@ -225,9 +217,7 @@ def mixes_plain_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
     return False
 
 
-def _write_parts(
-    func: Callable[..., Any], target: DTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
+def _write_parts(func: Function, target: DTensor, args: Args, kwargs: Mapping[str, Any]) -> None:
     """An elementwise write, on this rank's part of everything."""
     layout = stored_layout(target)
 
@@ -243,7 +233,7 @@ def _write_parts(
 
 
 def write_whole(
-    origin: Origin, func: Callable[..., Any], target: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    origin: Origin, func: Function, target: Tensor, args: Args, kwargs: Mapping[str, Any]
 ) -> None:
     """Write to the gathered value of the base, through the same view as ``target``; every rank keeps its part.
 

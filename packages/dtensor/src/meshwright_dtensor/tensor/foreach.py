@@ -6,10 +6,12 @@ made by the in-place method of the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from meshwright_dtensor.trace.function_kinds import Args, Function
 
 _PREFIX = "_foreach_"
 _METHODS = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}
@@ -21,7 +23,7 @@ def writes_lists(name: str) -> bool:
     return name.startswith(_PREFIX) and name.endswith("_")
 
 
-def one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def one_by_one(func: Function, args: Args, kwargs: Mapping[str, Any]) -> None:
     """Run ``func``, for which `writes_lists` is true, by the methods of the tensors."""
     name = func.__name__.removeprefix(_PREFIX)
     targets, *rest = args

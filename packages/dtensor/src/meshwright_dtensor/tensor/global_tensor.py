@@ -9,6 +9,7 @@ ops.  The wrapper carries the Python dispatch key and a meta tensor's geometry, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -39,34 +40,16 @@ class GlobalTensor(torch.Tensor):
     _layout: Layout
     _memo: dict[Any, tuple[int, bool, Tensor]] | None = None
 
-    # ---- models read these on every line, so they bypass the dispatcher
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self._layout.shape
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self._layout.dtype
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        return self._layout.ndim
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._local.device
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return self._local.is_cuda
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return self._local.is_cpu
-
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return self._local.is_meta
+    # ---- models read these on every line, so they bypass the dispatcher, without a Python frame
+    shape = property(attrgetter("_layout.shape"))  # type: ignore[assignment]
+    dtype = property(attrgetter("_layout.dtype"))  # type: ignore[assignment]
+    ndim = property(attrgetter("_layout.ndim"))  # type: ignore[assignment]
+    device = property(attrgetter("_local.device"))  # type: ignore[assignment]
+    is_cuda = property(attrgetter("_local.is_cuda"))  # type: ignore[assignment]
+    is_cpu = property(attrgetter("_local.is_cpu"))  # type: ignore[assignment]
+    is_meta = property(attrgetter("_local.is_meta"))  # type: ignore[assignment]
+    is_leaf = property(attrgetter("_local.is_leaf"))  # type: ignore[assignment]
+    grad_fn = property(attrgetter("_local.grad_fn"))  # type: ignore[assignment]
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -76,14 +59,6 @@ class GlobalTensor(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self._local.requires_grad = value
 
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        return self._local.is_leaf
-
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        return self._local.grad_fn
-
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
         """Global size."""
         return self._layout.shape if dim is None else self._layout.shape[dim]
@@ -92,17 +67,13 @@ class GlobalTensor(torch.Tensor):
         """Number of tensor dims."""
         return self._layout.ndim
 
-    def ndimension(self) -> int:
-        """Number of tensor dims."""
-        return self._layout.ndim
+    ndimension = dim
 
     def numel(self) -> int:
         """Number of elements of the global value."""
         return self._layout.shape.numel()
 
-    def nelement(self) -> int:
-        """Number of elements of the global value."""
-        return self._layout.shape.numel()
+    nelement = numel
 
     def __len__(self) -> int:
         if self._layout.ndim == 0:
@@ -316,7 +287,8 @@ def check_shardable(context: MeshContext, shape: Sequence[int], states: States) 
                     f"{int(state)} of size {sizes[state]} on the {n} ranks of mesh axis {context.axes[axis]!r}; make it for that "
                     "size"
                 )
-            if int(state) in list(map(_dim, states[axis + 1 :])) and not state.even:
+            later = [s for s in states[axis + 1 :] if isinstance(s, int)]
+            if int(state) in map(int, later) and not state.even:
                 raise UnsupportedError(
                     f"interval shard {state!r} gives ranks unequal lengths of dim {int(state)}, which a later mesh axis shards "
                     "too; use intervals of equal length there"
@@ -329,7 +301,3 @@ def check_shardable(context: MeshContext, shape: Sequence[int], states: States) 
                 f"{context.axes[axis]!r}: a rank would be empty; use at most {sizes[state]} ranks or replicate it"
             )
         sizes[state] = -(-sizes[state] // n)
-
-
-def _dim(state: State) -> int:
-    return int(state) if isinstance(state, int) else -1

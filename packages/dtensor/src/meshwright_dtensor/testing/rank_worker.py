@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from meshwright_dtensor._torch.meshes import forget_failed_join, forget_meshes
+from meshwright_dtensor._torch.core import forget_failed_join, forget_meshes
 
 
 @dataclass
@@ -38,11 +38,6 @@ class Outcome:
     exception: bytes | None = None
     finished: float = 0.0
     joined: bool = True
-
-    @staticmethod
-    def none() -> Outcome:
-        """The outcome of a rank that never answered."""
-        return Outcome(finished=float("inf"))
 
 
 def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, str]) -> None:
@@ -77,15 +72,9 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
                 _reset()
                 outcome = Outcome(result=pickle.dumps(fn(rank, world_size, *args)), finished=time.monotonic())
             except BaseException as error:
-                # sent to the parent
-                # before the others fail too
+                # sent to the parent; the time is taken before the others fail too
                 finished = time.monotonic()
-                outcome = Outcome(
-                    traceback=traceback.format_exc(),
-                    exception=_pickled(error),
-                    finished=finished,
-                    joined=joined,
-                )
+                outcome = Outcome(b"", traceback.format_exc(), _pickled(error), finished, joined)
                 current = ""
                 # closes the connections, so that waiting ranks fail at once
                 _leave()
@@ -114,14 +103,9 @@ def _freeze_imports(name: str, file: str | None) -> None:
 
 def _join(rank: int, world_size: int, rendezvous: str) -> None:
     _leave()
-    dist.init_process_group(
-        "gloo",
-        store=FileStore(rendezvous, world_size),
-        rank=rank,
-        world_size=world_size,
-        # the pool has its own timeout
-        timeout=timedelta(hours=1),
-    )
+    # the pool has its own timeout
+    store, timeout = FileStore(rendezvous, world_size), timedelta(hours=1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     # no rank starts before all have joined, so that a failed world can be tried again
     dist.barrier()
 

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+Function = Callable[..., Any]
+"""A torch function, which is called with `Args` and `Kwargs`."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 DATA_DEPENDENT = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __format__ __contains__ nonzero __array__ equal "
     "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__".split()

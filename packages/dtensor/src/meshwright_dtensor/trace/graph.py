@@ -28,19 +28,11 @@ DEVICE = torch.ops.prim.device.default
 """Autograd calls it on fake tensors again and again, so it is not recorded."""
 
 
+@dataclass(slots=True, unsafe_hash=True)
 class Ref:
     """Stands for a tensor among recorded arguments: the value with index ``i``."""
 
-    __slots__ = ("i",)
-
-    def __init__(self, i: int) -> None:
-        self.i = i
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ref) and self.i == other.i
-
-    def __hash__(self) -> int:
-        return hash((Ref, self.i))
+    i: int
 
     def __repr__(self) -> str:
         return f"%{self.i}"
@@ -250,21 +242,18 @@ class Recorder(TorchDispatchMode):
         # an id must not be reused while we map it
         self._kept.append(tensor)
 
-    def _tree(self, tree: Any) -> Any:
+    def references(self, tree: Any) -> Any:
+        """``tree`` with each tensor replaced by its ref."""
         node = type(tree)
         if node is tuple or node is list:
-            return node([self._tree(x) for x in tree])
+            return node([self.references(x) for x in tree])
         if node is dict:
-            return {key: self._tree(x) for key, x in tree.items()}
+            return {key: self.references(x) for key, x in tree.items()}
         if isinstance(tree, torch.Tensor):
             return self.ref(tree)
         if node in _PLAIN:
             return tree
         return pytree.tree_map(lambda x: self.ref(x) if isinstance(x, torch.Tensor) else x, tree)
-
-    def references(self, tree: Any) -> Any:
-        """``tree`` with every tensor replaced by its ref."""
-        return self._tree(tree)
 
     # ---- recording
     def __enter__(self) -> Recorder:
@@ -361,7 +350,7 @@ class Recorder(TorchDispatchMode):
         outputs = leaves(out, torch.Tensor)
         if not outputs:
             return
-        node_args, node_kwargs = self._tree(tuple(args)), self._tree(dict(kwargs))
+        node_args, node_kwargs = self.references(tuple(args)), self.references(dict(kwargs))
         ins = refs_in((node_args, node_kwargs))
         seen = {id(t) for t in tensors}
         mutated = [t for t in outputs if id(t) in seen] if op is None or op._schema.is_mutable else []
@@ -370,21 +359,9 @@ class Recorder(TorchDispatchMode):
         outs = [self.ref(t) for t in outputs]
         if any(id(t) in self._tainted for t in tensors):
             self._tainted.update(id(t) for t in outputs)
-        self.nodes.append(
-            Node(
-                op,
-                name,
-                node_args,
-                node_kwargs,
-                ins,
-                outs,
-                self.frames[-1].module,
-                self._call,
-                flops,
-                bool(mutated),
-                self._call_inputs,
-            )
-        )
+        module, call, inputs = self.frames[-1].module, self._call, self._call_inputs
+        node = Node(op, name, node_args, node_kwargs, ins, outs, module, call, flops, bool(mutated), inputs)
+        self.nodes.append(node)
         self.added(tensors)
 
     def added(self, tensors: list[torch.Tensor]) -> None:

@@ -99,15 +99,8 @@ def named_modules_tracked() -> Iterator[None]:
         if _NAME in module.__dict__ and FRAMES.stack:
             FRAMES.stack.pop()
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def install_frames(model: nn.Module, rules: Mapping[str, Targets]) -> list[Any]:
