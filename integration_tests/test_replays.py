@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
-from meshwright_planner.simulation import simulate
+from meshwright_planner.simulation.replay import simulate
 
 SAME = 1e-3
 """By what part both may differ where ranks share nothing: messages meet collectives inside of stages a little differently."""

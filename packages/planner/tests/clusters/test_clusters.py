@@ -24,7 +24,7 @@ from meshwright_planner.clusters.registry import (
     cluster_of,
     named,
 )
-from meshwright_planner.simulation import parse_straggler
+from meshwright_planner.simulation.faults import parse_straggler
 
 OVERSUBSCRIBED = replace(LAPTOP_CPU, cores=2, crowding=((1, 1.0), (2, 1.2), (4, 2.4)))
 

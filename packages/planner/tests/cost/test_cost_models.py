@@ -20,7 +20,7 @@ from meshwright_planner import EagerPlanner
 from meshwright_planner.cost.cost_models import Roofline
 from meshwright_planner.plugin import meshwright_cost_models
 from meshwright_planner.reports.page import page
-from meshwright_planner.simulation import simulate
+from meshwright_planner.simulation.replay import simulate
 
 CURVE = ((1e3, 1e-5), (1e7, 1e-2))
 CALIBRATED = replace(

@@ -16,7 +16,7 @@ from meshwright_dtensor.cluster import Cluster, LinkLevel
 from meshwright_dtensor.cluster.cluster import merge_axes
 from meshwright_dtensor.strategy import Link, PlanRequest, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner
-from meshwright_planner.simulation import simulate
+from meshwright_planner.simulation.replay import simulate
 
 
 class Summing(DataLike):

@@ -20,7 +20,7 @@ from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.two_axes import solve
 from meshwright_planner.placement.two_axes.problem import JointProblem
 from meshwright_planner.planners.eager import default_rules
-from meshwright_planner.simulation import simulate
+from meshwright_planner.simulation.replay import simulate
 
 
 class OuterLike(TensorLike):

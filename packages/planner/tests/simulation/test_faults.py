@@ -11,7 +11,7 @@ from test_replay import BUCKET, pipelined, plan_of, simulate
 
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.clusters.registry import DGX_H100
-from meshwright_planner.simulation import LinkFault, Straggler
+from meshwright_planner.simulation.faults import LinkFault, Straggler
 
 ABOVE = 1 - 1e-12
 """Sums of the same seconds in another order."""

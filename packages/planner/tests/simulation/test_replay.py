@@ -16,14 +16,6 @@ from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.schedule.schedule import Action, Kind, Schedule, Shape
 from meshwright_planner.clusters.registry import DGX_H100 as REGISTERED
 from meshwright_planner.clusters.registry import LAPTOP_CPU
-from meshwright_planner.simulation import (
-    LinkFault,
-    Simulation,
-    Straggler,
-    parse_link_fault,
-    parse_straggler,
-)
-from meshwright_planner.simulation import simulate as simulate_with
 from meshwright_planner.simulation.events import (
     JoinCollective,
     Receive,
@@ -33,8 +25,15 @@ from meshwright_planner.simulation.events import (
     Work,
     run,
 )
-from meshwright_planner.simulation.faults import degraded
-from meshwright_planner.simulation.replay import _chain
+from meshwright_planner.simulation.faults import (
+    LinkFault,
+    Straggler,
+    degraded,
+    parse_link_fault,
+    parse_straggler,
+)
+from meshwright_planner.simulation.replay import Simulation, _chain
+from meshwright_planner.simulation.replay import simulate as simulate_with
 from meshwright_planner.simulation.schedule_steps import steps_of
 
 BUCKET = 25 * 2**20

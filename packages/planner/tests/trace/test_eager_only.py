@@ -117,7 +117,7 @@ def test_copied_blocks_equal_run_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     ran: list[str] = []
     short = record(model, batch, BOOK.composites)
     monkeypatch.setattr(
-        "meshwright_planner.trace.recorder.record.replay_blocks",
+        "meshwright_planner.trace.recorder.record.BlockReplayer",
         lambda model, watcher, trusted: ran.append("all"),
     )
     whole = record(model, batch, BOOK.composites)

@@ -15,7 +15,7 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.recorder.module_state import ModuleState
+from meshwright_planner.trace.recorder.borrow_model import ModuleState
 from meshwright_planner.trace.recorder.record import record
 
 BOOK = RuleBook.first_party()
@@ -110,7 +110,7 @@ def test_hooks_of_copied_blocks_get_their_own_tensors(monkeypatch: pytest.Monkey
         model(torch.randn(2, 8))
         del model.layers[5]
     short = record(model, batch, BOOK.composites)
-    monkeypatch.setattr("meshwright_planner.trace.recorder.record.replay_blocks", lambda *args: None)
+    monkeypatch.setattr("meshwright_planner.trace.recorder.record.BlockReplayer", lambda *args: None)
     whole = record(model, batch, BOOK.composites)
     assert (
         set(short.copied) == {"layers.3"} and not whole.copied

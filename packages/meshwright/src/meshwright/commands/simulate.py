@@ -44,7 +44,8 @@ def command(
 ) -> None:
     """Replay one step of a plan, event by event: how long it takes, and which rank waits for which."""
     from meshwright_planner.clusters.registry import cluster_of
-    from meshwright_planner.simulation import parse_link_fault, parse_straggler, simulate
+    from meshwright_planner.simulation.faults import parse_link_fault, parse_straggler
+    from meshwright_planner.simulation.replay import simulate
 
     check_folder("--trace", trace)
     loaded = ParallelPlan.load(plan)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright_dtensor.cluster import CollectiveKind, MeasuredCollective
-from meshwright_planner.calibration.timing import device, sync
+from meshwright_planner.calibration.operations import device, sync
 
 SIZES = (2**10, 2**14, 2**17, 2**20, 2**23)
 """Bytes of the full tensor."""
@@ -23,11 +25,10 @@ def crowding() -> tuple[float, float]:
     """Seconds of a small training step while all ranks compute, and on rank 0 while the others wait."""
     step = _step()
     step()
-    solo = 0.0
-    if dist.get_rank() == 0:
-        solo = _fastest(step, 20)
+    solo = min(_timed(step) for _ in range(20)) if dist.get_rank() == 0 else 0.0
     dist.barrier()
-    together = _fastest(step, 20, typical=True)
+    # the median, since ranks share cores
+    together = sorted(_timed(step) for _ in range(20))[10]
     dist.barrier()
     return together, solo
 
@@ -46,17 +47,6 @@ def _step(rows: int = 256) -> Callable[[], object]:
     return step
 
 
-def _fastest(step: Callable[[], object], count: int, typical: bool = False) -> float:
-    """Wall seconds of one step: the minimum; `typical`: the median, for ranks that share cores."""
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        step()
-        sync()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2 if typical else 0]
-
-
 def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iterator[MeasuredCollective]:
     """Every kind over every group size that divides `ranks`, all groups of that size at once.
 
@@ -71,14 +61,9 @@ def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iter
         assert group is not None
         for kind in KINDS:
             # a round trip
-            points, ways = [], 2.0 if kind == "send_recv" else 1.0
-            for nbytes in sizes:
-                points.append(
-                    (float(nbytes), _collective(_call(kind, nbytes, degree, group), budget, compute) / ways)
-                )
-            rising = [points[0]]
-            for size, seconds in points[1:]:
-                rising.append((size, max(seconds, rising[-1][1])))
+            ways = 2.0 if kind == "send_recv" else 1.0
+            seconds = (_collective(_call(kind, n, degree, group), budget, compute) / ways for n in sizes)
+            rising = zip(map(float, sizes), accumulate(seconds, max))
             yield MeasuredCollective(kind, degree, tuple(rising), ranks)
 
 
@@ -94,25 +79,17 @@ def _collective(run: Callable[[], None], budget: float, compute: Callable[[], ob
     alone = _agreed(sorted(_timed(run) for _ in range(count))[count // 2])
     if compute is None:
         return alone
-    once, often = [], []
-    # both end with a collective, whose wait cancels out
-    for _ in range(REPEATS):
-        once.append(_timed(_row(compute, run, often=False)))
-        often.append(_timed(_row(compute, run, often=True)))
-    added = sorted(often)[REPEATS // 2] - sorted(once)[REPEATS // 2]
-    return max(alone, _agreed(added / (CHAIN - 1)))
 
-
-def _row(compute: Callable[[], object], run: Callable[[], None], often: bool) -> Callable[[], None]:
-    """Pieces of compute, with `run` after each or after the last only."""
-
-    def row() -> None:
+    def row(often: bool) -> None:
+        """Pieces of compute, with `run` after each or after the last only: its wait cancels out in the difference."""
         for number in range(CHAIN):
             compute()
             if often or number == CHAIN - 1:
                 run()
 
-    return row
+    pairs = [(_timed(partial(row, False)), _timed(partial(row, True))) for _ in range(REPEATS)]
+    once, often = (sorted(times)[REPEATS // 2] for times in zip(*pairs))
+    return max(alone, _agreed((often - once) / (CHAIN - 1)))
 
 
 def _call(kind: str, nbytes: int, degree: int, group: Any) -> Callable[[], None]:
@@ -131,14 +108,10 @@ def _call(kind: str, nbytes: int, degree: int, group: Any) -> Callable[[], None]
 
     # from each even member to the next, and back
     def passed() -> None:
-        other = members[place ^ 1] if (place ^ 1) < degree else None
-        if other is None:
-            return
-        for sends in (place % 2 == 0, place % 2 == 1):
-            if sends:
-                dist.send(whole, other, group=group)
-            else:
-                dist.recv(whole, other, group=group)
+        first, second = (dist.send, dist.recv) if place % 2 == 0 else (dist.recv, dist.send)
+        if place ^ 1 < degree:
+            first(whole, members[place ^ 1], group=group)
+            second(whole, members[place ^ 1], group=group)
 
     return passed
 

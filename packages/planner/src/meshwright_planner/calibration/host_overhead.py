@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy import PlanRequest
-from meshwright_planner.calibration.timing import device, sync
+from meshwright_planner.calibration.operations import device, sync
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 

@@ -1,8 +1,12 @@
-"""Timings of operations of each kind on one rank, forward and backward, by size."""
+"""Timings of operations of each kind on one rank, forward and backward, by size.
+
+A timing is the minimum of several repeats, since other processes only ever make them longer.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright_dtensor.cluster import MeasuredWork
-from meshwright_planner.calibration.timing import device, least
 from meshwright_planner.cost.operations import even_bytes
 from meshwright_planner.cost.prices import dtype_name
 
@@ -25,6 +28,37 @@ COLD_BYTES, MOST_COPIES = 2**23, 64
 
 KEPT_BYTES, MOST_KEPT = 2**26, 1024
 """So many bytes of results are kept alive, as autograd does, so that results are written outside of any cache."""
+
+
+def sync() -> None:
+    """Wait for the accelerator, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def device() -> torch.device:
+    """The device of ranks on this machine."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def least(action: Callable[[], object], budget: float, repeats: int = 50) -> float:
+    """The minimum time of `action` in seconds: after a warm-up, of at least three runs, until `budget` seconds are spent.
+
+    On a CPU with one thread, only time of this thread counts.
+    """
+    alone = device().type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if alone else time.perf_counter
+    action()
+    sync()
+    begin, best = time.perf_counter(), float("inf")
+    for number in range(repeats):
+        start = clock()
+        action()
+        sync()
+        best = min(best, clock() - start)
+        if number >= 2 and time.perf_counter() - begin > budget:
+            break
+    return best
 
 
 @dataclass(frozen=True)
@@ -92,10 +126,6 @@ def stream(kind: str, x: Tensor) -> Case:
     index = torch.arange(rows, device=x.device)
     if kind == "pointwise":
         return Case(3 * nbytes, (x, torch.randn_like(x)), torch.mul)
-    if kind == "function":
-        return Case(2 * nbytes, (x,), F.silu)
-    if kind == "copy":
-        return Case(2 * nbytes, (x,), lambda t: t.t().contiguous())
     if kind == "reduce":
         return Case(nbytes, (x,), lambda t: t.mean(-1))
     if kind == "norm":
@@ -106,9 +136,14 @@ def stream(kind: str, x: Tensor) -> Case:
         wide = x.view(-1, min(x.numel(), 32 * width))
         classes = torch.zeros(len(wide), dtype=torch.long, device=x.device)
         return Case(nbytes, (wide,), lambda t: F.cross_entropy(t, classes))
-    if kind == "dropout":
-        return Case(2 * nbytes, (x,), lambda t: F.dropout(t, 0.1))
-    return Case(2 * nbytes, (_random((TABLE, width), x.dtype),), lambda t: F.embedding(index % TABLE, t))
+    if kind == "embedding":
+        return Case(2 * nbytes, (_random((TABLE, width), x.dtype),), lambda t: F.embedding(index % TABLE, t))
+    mapped: dict[str, Callable[[Tensor], Tensor]] = {
+        "function": F.silu,
+        "copy": lambda t: t.t().contiguous(),
+        "dropout": lambda t: F.dropout(t, 0.1),
+    }
+    return Case(2 * nbytes, (x,), mapped[kind])
 
 
 TABLE = 64
@@ -126,13 +161,11 @@ def settle() -> None:
 def entry(budget: float) -> float:
     """Seconds of one call of autograd without its operations: a backward pass has one call for all."""
     x = _random((1,), torch.float32).requires_grad_()
-    outs = [x * 2.0, (x * 2.0) * 2.0]
-    ones = torch.ones_like(outs[0])
-    first, second = (
-        least(_turns([partial(torch.autograd.grad, out, [x], ones, retain_graph=True)], 20), budget) / 20
-        for out in outs
-    )
-    return max(0.0, 2 * first - second)
+    ones, seconds = torch.ones_like(x), []
+    for out in (x * 2.0, (x * 2.0) * 2.0):
+        call = partial(torch.autograd.grad, out, [x], ones, retain_graph=True)
+        seconds.append(least(_turns([call], 20), budget) / 20)
+    return max(0.0, 2 * seconds[0] - seconds[1])
 
 
 def measured(
@@ -236,9 +269,8 @@ def _times(case: Case, budget: float) -> tuple[float, float]:
     made = max(back.numel() * back.element_size(), size, 1)
     # with fewer repeats than this caches matter little
     most = int(budget / max(once, 1e-7))
-    forward = (
-        least(_turns([partial(case.run, *inputs) for inputs in sets], count, made, most), budget) / count
-    )
+    runs = [partial(case.run, *inputs) for inputs in sets]
+    forward = least(_turns(runs, count, made, most), budget) / count
     again = [
         partial(torch.autograd.grad, out, inputs, back, retain_graph=True)
         for out, inputs in zip(outs, sets, strict=True)
@@ -265,9 +297,7 @@ def _turns(
 
 def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Points by ascending size with non-decreasing times, which removes noise."""
-    rising: list[tuple[float, float]] = []
+    fastest: dict[float, float] = {}
     for size, seconds in sorted(points):
-        if rising and size == rising[-1][0]:
-            continue
-        rising.append((size, max(seconds, rising[-1][1] if rising else 0.0)))
-    return tuple(rising)
+        fastest.setdefault(size, seconds)
+    return tuple(zip(fastest, itertools.accumulate(fastest.values(), max)))

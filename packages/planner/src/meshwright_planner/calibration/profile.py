@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredCollective
 from meshwright_dtensor.utils.process import usable_cores
 from meshwright_planner.calibration import collectives as collectives_module
 from meshwright_planner.calibration import host_overhead, operations
-from meshwright_planner.calibration.timing import device
+from meshwright_planner.calibration.operations import device
 from meshwright_planner.trace.op_kinds import HEAD_WIDTHS, attention_kind
 
 POINT_S = 0.02
@@ -43,11 +44,8 @@ class RankMeasurements:
     def load(path: Path) -> RankMeasurements:
         """What `save` wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
-        collectives = tuple(
-            MeasuredCollective(**{**m, "points": tuple(map(tuple, m["points"]))})
-            for m in data.pop("collectives")
-        )
-        return RankMeasurements(**data, collectives=collectives)
+        measured = ({**m, "points": tuple(map(tuple, m["points"]))} for m in data.pop("collectives"))
+        return RankMeasurements(**data, collectives=tuple(MeasuredCollective(**m) for m in measured))
 
 
 def measure_one_rank(name: str) -> Cluster:
@@ -57,39 +55,37 @@ def measure_one_rank(name: str) -> Cluster:
     curves = []
     operations.settle()
     entry = operations.entry(POINT_S)
+
+    def add(kind: str, dtype: torch.dtype, cases: Iterator[operations.Case]) -> None:
+        curves.append(operations.measured(kind, dtype, cases, POINT_S, entry))
+
     for dtype in DTYPES:
-        curves.append(operations.measured("matmul", dtype, operations.products(dtype, top), POINT_S, entry))
+        add("matmul", dtype, operations.products(dtype, top))
         for width in HEAD_WIDTHS:
-            cases = operations.attentions(width, dtype, top / 4)
-            curves.append(operations.measured(attention_kind(width), dtype, cases, POINT_S, entry))
+            add(attention_kind(width), dtype, operations.attentions(width, dtype, top / 4))
     for kind in operations.KINDS:
-        cases = operations.streams(kind, torch.float32, room)
-        curves.append(operations.measured(kind, torch.float32, cases, POINT_S, entry))
-    curves += [
-        operations.views(POINT_S),
-        operations.updates(POINT_S, 4.0 * room),
-        operations.thin(POINT_S, entry, curves[0]),
-    ]
+        add(kind, torch.float32, operations.streams(kind, torch.float32, room))
+    curves += [operations.views(POINT_S), operations.updates(POINT_S, 4.0 * room)]
+    curves.append(operations.thin(POINT_S, entry, curves[0]))
     pages = None if accelerated else operations.fresh(POINT_S, room)
     curves += [] if pages is None else [pages]
     forward, back = operations.launches(POINT_S)
     rates = {
         m.dtype: max(size / seconds for size, seconds in m.forward) for m in curves if m.kind == "matmul"
     }
-    memory = torch.cuda.get_device_properties(0).total_memory if accelerated else _memory()
+    memory, machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), platform.machine()
+    machine += f", {usable_cores()} cores, {torch.get_num_threads()} thread(s) for each rank"
+    if accelerated:
+        memory, machine = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
+    single, half = rates["float32"], rates["bfloat16"]
     cluster = Cluster(
         name=name,
         devices_per_node=torch.cuda.device_count() if accelerated else 64,
         memory_bytes=memory,
-        flops={
-            "float32": rates["float32"],
-            "float64": rates["float32"] / 2,
-            "float16": rates["bfloat16"],
-            **rates,
-        },
+        flops={"float32": single, "float64": single / 2, "float16": half, "bfloat16": half},
         memory_bandwidth=operations.bandwidth(room),
         links=(LinkLevel("loopback", 0, 50e-6, 1e9),),
-        source=f"measured by meshwright calibrate: {_machine()}, torch {torch.__version__}",
+        source=f"measured by meshwright calibrate: {machine}, torch {torch.__version__}",
         compute_efficiency=1.0,
         memory_efficiency=1.0,
         launch_s=forward,
@@ -138,10 +134,8 @@ def combined_profile(cluster: Cluster, parts: Sequence[RankMeasurements]) -> Clu
     if several:
         sent = next(m.points for m in several[0].collectives if m.kind == "send_recv")
         links = (LinkLevel("loopback", 0, sent[0][1], sent[-1][0] / sent[-1][1]),)
-    crowding, most = [(1, 1.0)], 1.0
-    for part in several:
-        most = max(most, part.slower)
-        crowding.append((part.ranks, round(most, 4)))
+    slower = accumulate((part.slower for part in several), max, initial=1.0)
+    crowding = [(ranks, round(most, 4)) for ranks, most in zip((1, *(p.ranks for p in several)), slower)]
     return replace(
         cluster,
         links=links,
@@ -151,13 +145,3 @@ def combined_profile(cluster: Cluster, parts: Sequence[RankMeasurements]) -> Clu
         collectives=tuple(m for part in parts for m in part.collectives),
         memory_bytes=cluster.memory_bytes // parts[-1].ranks if cluster.cores else cluster.memory_bytes,
     )
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _machine() -> str:
-    if device().type == "cuda":
-        return torch.cuda.get_device_name(0)
-    return f"{platform.machine()}, {usable_cores()} cores, {torch.get_num_threads()} thread(s) for each rank"

@@ -23,7 +23,6 @@ from meshwright_dtensor.cluster import (
     MeasuredWork,
     SlowNode,
 )
-from meshwright_dtensor.cluster.links import Points
 from meshwright_dtensor.errors import UsageError
 
 FORMAT = "meshwright-cluster/1"
@@ -165,9 +164,9 @@ class ClusterFile(_Part):
         """The Cluster."""
         values = {name: getattr(self, name) for name in type(self).model_fields if name != "format"}
         values["links"] = tuple(level.level() for level in self.links)
-        values["work"] = tuple(MeasuredWork(**m.model_dump()) for m in self.work)
-        values["slow_nodes"] = tuple(SlowNode(**slow.model_dump()) for slow in self.slow_nodes)
-        values["collectives"] = tuple(MeasuredCollective(**m.model_dump()) for m in self.collectives)
+        records = {"work": MeasuredWork, "slow_nodes": SlowNode, "collectives": MeasuredCollective}
+        for name, kind in records.items():
+            values[name] = tuple(kind(**item.model_dump()) for item in values[name])
         return Cluster(**values)
 
 
@@ -227,10 +226,15 @@ def read(path: str | Path) -> Cluster:
 def write(cluster: Cluster, path: str | Path) -> None:
     """Save a cluster, so that `read` gives an equal one."""
     data: dict[str, Any] = {"format": FORMAT}
-    for field in fields(Cluster):
-        if field.name != "ranks":
-            data[field.name] = _plain(getattr(cluster, field.name))
-    lines = [f"  {json.dumps(name)}: {_text(value)}" for name, value in data.items() if value is not None]
+    data |= {f.name: _plain(getattr(cluster, f.name)) for f in fields(Cluster) if f.name != "ranks"}
+    lines = []
+    for name, value in data.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            # one line per record
+            text = "[\n" + ",\n".join(f"    {json.dumps(item)}" for item in value) + "\n  ]"
+        if value is not None:
+            lines.append(f"  {json.dumps(name)}: {text}")
     Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
@@ -240,13 +244,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     return dict(value) if isinstance(value, dict) else value
-
-
-def _text(value: Any) -> str:
-    """JSON, with one line per entry of a list of records."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + ",\n".join(f"    {json.dumps(item)}" for item in value) + "\n  ]"
-    return json.dumps(value)
-
-
-__all__ = ["FORMAT", "ClusterFile", "Points", "read", "write"]

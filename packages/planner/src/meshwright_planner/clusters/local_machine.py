@@ -49,9 +49,8 @@ def at_hand(ranks: int, named: Callable[[str], Cluster]) -> Cluster:
 
     if not torch.cuda.is_available():
         return _processors(ranks, named(CPU))
-    properties = torch.cuda.get_device_properties(0)
-    count = torch.cuda.device_count()
-    return _devices(properties.name, int(properties.total_memory), count, named)
+    device = torch.cuda.get_device_properties(0)
+    return _devices(device.name, int(device.total_memory), torch.cuda.device_count(), named)
 
 
 def _processors(ranks: int, like: Cluster) -> Cluster:
@@ -89,7 +88,8 @@ def _devices(device: str, memory: int, count: int, named: Callable[[str], Cluste
         )
     like, here = named(str(same or near)), _local() or count
     inner = replace(like.links[0], size=here)
-    board = "" if same else f", whose devices have the same chip on another board ({', '.join(_ends(like))})"
+    ends = ", ".join(end for end, profile in SAME.items() if profile == like.name)
+    board = "" if same else f", whose devices have the same chip on another board ({ends})"
     return replace(
         like,
         name=f"{PREFIX}{here} x {device})",
@@ -101,10 +101,6 @@ def _devices(device: str, memory: int, count: int, named: Callable[[str], Cluste
             "measured: `meshwright calibrate` measures them"
         ),
     )
-
-
-def _ends(like: Cluster) -> list[str]:
-    return [end for end, profile in SAME.items() if profile == like.name]
 
 
 def _local() -> int | None:

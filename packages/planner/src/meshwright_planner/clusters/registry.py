@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
@@ -79,9 +78,5 @@ def cluster_of(choice: str | os.PathLike[str] | Cluster | None, host: PluginHost
             return here
     from meshwright_dtensor.plugins import ClusterSpec
 
-    target = host.get(ClusterSpec, choice).load()
-    return target() if isinstance(target, type) or _is_factory(target) else target
-
-
-def _is_factory(target: object) -> bool:
-    return isinstance(target, Callable) and not isinstance(target, Cluster)  # type: ignore[arg-type]
+    target: Any = host.get(ClusterSpec, choice).load()
+    return target() if callable(target) else target

@@ -178,7 +178,7 @@ class _EventLoop:
                     self.outcome.spans[actor].append(Span(now, self.clock[actor], op.what, op.kind))
             case Send():
                 self.messages[op.key] = (now, now + op.seconds, actor)
-                self._wake(op.key)
+                self.ready += self.waiting.pop(op.key, [])
             case JoinCollective():
                 return self._join(actor, op)
             case WaitCollectives():
@@ -188,9 +188,6 @@ class _EventLoop:
                     return op.key
                 self._wait(actor, self.messages[op.key], op.what)
         return None
-
-    def _wake(self, key: Hashable) -> None:
-        self.ready += self.waiting.pop(key, [])
 
     def _join(self, actor: Actor, op: JoinCollective) -> Stream | None:
         stream = (op.group, op.stream)
@@ -203,7 +200,7 @@ class _EventLoop:
         ends = (self.collectives[other].done[count - 1][1] for other, count in before if count)
         now = max([self.clock[actor], *ends])
         if self.collectives[stream].join(actor, self.joined[actor, stream], now, op):
-            self._wake(stream)
+            self.ready += self.waiting.pop(stream, [])
         self.joined[actor, stream] += 1
         if op.lane is not None:
             self.lanes[actor, op.lane] = (stream, self.joined[actor, stream])

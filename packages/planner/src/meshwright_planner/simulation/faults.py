@@ -27,7 +27,8 @@ class LinkFault:
     share: float
 
 
-_WHERE = r"(?:rank)?\s*(?P<rank>\d+)|node\s*(?P<node>\d+)"
+_WHERE = r"\s*(?:(?:rank)?\s*(?P<rank>\d+)|node\s*(?P<node>\d+))\s*"
+_NUMBER = r"\s*=\s*(?P<number>\d+\.?\d*|\.\d+)\s*"
 
 
 def parse_straggler(text: str, cluster: Cluster, world_size: int) -> list[Straggler]:
@@ -36,9 +37,9 @@ def parse_straggler(text: str, cluster: Cluster, world_size: int) -> list[Stragg
     Raises:
         UsageError: the text has another form, or there is no such rank.
     """
-    match = re.fullmatch(rf"\s*(?:{_WHERE})\s*=\s*(?P<number>[0-9.]+)\s*x?\s*", text)
-    slowdown = _number(match["number"]) if match else None
-    if match is None or slowdown is None or slowdown < 1.0:
+    match = re.fullmatch(rf"{_WHERE}{_NUMBER}x?\s*", text)
+    slowdown = float(match["number"]) if match else 0.0
+    if match is None or slowdown < 1.0:
         raise UsageError(
             f"--straggler {text} is not RANK=SLOWDOWN with a slowdown of at least 1; write for example 5=1.5 or node1=1.2"
         )
@@ -51,9 +52,9 @@ def parse_link_fault(text: str, cluster: Cluster, world_size: int) -> list[LinkF
     Raises:
         UsageError: the text has another form, or there is no such rank or level.
     """
-    match = re.fullmatch(rf"\s*(?:{_WHERE})\s*:\s*(?P<level>[^=]+?)\s*=\s*(?P<number>[0-9.]+)\s*", text)
-    share = _number(match["number"]) if match else None
-    if match is None or share is None or share > 1.0:
+    match = re.fullmatch(rf"{_WHERE}:\s*(?P<level>[^=]+?){_NUMBER}", text)
+    share = float(match["number"]) if match else 0.0
+    if match is None or share > 1.0:
         raise UsageError(
             f"--link-fault {text} is not RANK:LINK=SHARE with a share of 0 to 1; write for example 5:nvlink=0.5, or "
             "node1:infiniband=0 for links that are gone"
@@ -68,27 +69,16 @@ def parse_link_fault(text: str, cluster: Cluster, world_size: int) -> list[LinkF
     return [LinkFault(rank, match["level"], share) for rank in ranks]
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def _ranks(match: re.Match[str], cluster: Cluster, world_size: int, option: str) -> range:
-    if match["node"] is not None:
-        bounds, number = cluster.nodes(world_size), int(match["node"])
-        if number + 1 >= len(bounds):
-            raise UsageError(
-                f"{option}: there is no such node among {world_size} ranks; give 0 to {len(bounds) - 2}"
-            )
-        return range(bounds[number], bounds[number + 1])
-    first = int(match["rank"])
-    if first >= world_size:
+    kind = "rank" if match["node"] is None else "node"
+    # the first rank of each, and the end
+    bounds = range(world_size + 1) if kind == "rank" else cluster.nodes(world_size)
+    number = int(match[kind])
+    if number + 1 >= len(bounds):
         raise UsageError(
-            f"{option}: there is no such rank among {world_size} ranks; give 0 to {world_size - 1}"
+            f"{option}: there is no such {kind} among {world_size} ranks; give 0 to {len(bounds) - 2}"
         )
-    return range(first, first + 1)
+    return range(bounds[number], bounds[number + 1])
 
 
 def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
+from operator import mul
 from typing import TypeAlias
 
 Place: TypeAlias = tuple[int, ...]
@@ -25,19 +28,12 @@ class Mesh:
 
     degrees: Mapping[str, int]
     loose: tuple[str, ...] = ()
-    strides: Mapping[str, int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        strides, stride = {}, 1
-        for axis in reversed(list(self.degrees)):
-            strides[axis] = stride
-            stride *= self.degrees[axis]
-        object.__setattr__(self, "strides", strides)
-
-    @property
-    def tight(self) -> tuple[str, ...]:
-        """The tight axes."""
-        return tuple(axis for axis in self.degrees if axis not in self.loose and axis != "pp")
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Axis -> difference of the ranks of two neighbours on it."""
+        axes = list(self.degrees)[::-1]
+        return dict(zip(axes, accumulate((self.degrees[axis] for axis in axes), mul, initial=1)))
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Coordinate of a rank on an axis."""
@@ -55,7 +51,8 @@ class Mesh:
         """The synchronous ranks of a replica and stage, ascending."""
         first = sum(c * self.strides[a] for c, a in zip(place, self.loose, strict=True))
         first += stage_rank * self.strides.get("pp", 0)
-        ranges = [range(0, self.degrees[a] * self.strides[a], self.strides[a]) for a in self.tight]
+        tight = [axis for axis in self.degrees if axis not in self.loose and axis != "pp"]
+        ranges = (range(0, self.degrees[axis] * self.strides[axis], self.strides[axis]) for axis in tight)
         for steps in product(*ranges):
             yield first + sum(steps)
 
@@ -85,14 +82,11 @@ class Replicas:
     def by_faults(mesh: Mesh, faulty: Collection[Place]) -> Replicas:
         """The classes, when these places have faults."""
         representatives: dict[tuple[tuple[bool, ...], ...], Place] = {}
-        counts: dict[Place, int] = {}
         of: dict[Place, Place] = {}
         for place in product(*(range(mesh.degrees[axis]) for axis in mesh.loose)):
             key = tuple(tuple(a == b for a, b in zip(place, other)) for other in faulty)
-            first = representatives.setdefault(key, place)
-            counts[first] = counts.get(first, 0) + 1
-            of[place] = first
-        return Replicas(mesh, counts, of)
+            of[place] = representatives.setdefault(key, place)
+        return Replicas(mesh, Counter(of.values()), of)
 
     def members(self, place: Place, axes: Collection[str]) -> frozenset[Place]:
         """The classes of the members of `place`'s collective over some axes."""

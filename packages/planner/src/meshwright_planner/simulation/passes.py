@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright_planner.simulation.events import JoinCollective, Operation, WaitCollectives, Work
 from meshwright_planner.simulation.schedule_steps import Step
@@ -29,15 +30,16 @@ class Gathers:
     steps: Sequence[Step]
     last: int
     every_pass: bool
-    _passes: Mapping[str, list[int]] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _passes(self) -> dict[str, list[int]]:
+        """Phase -> the steps that gather."""
         passes: dict[str, list[int]] = {}
         for phase, kinds in (("forward", "F"), ("backward", "BI")):
             indices = [i for i, step in enumerate(self.steps) if step.kind in kinds]
             first = {self.steps[i].stage: i for i in reversed(indices)}
             passes[phase] = indices if self.every_pass else sorted(first.values())
-        object.__setattr__(self, "_passes", passes)
+        return passes
 
     def of(self, index: int) -> list[tuple[float, JoinCollective]]:
         """The all-gathers of one step, in order, each with its weight in the compute that follows it.
@@ -50,8 +52,7 @@ class Gathers:
         if phase == "backward":
             return blocks
         # the embedding is needed before the blocks; a rank without it has the head, after the blocks
-        stages = {step.stage for step in self.steps}
-        stage = 0 if 0 in stages else self.last
+        stage = 0 if any(step.stage == 0 for step in self.steps) else self.last
         indices = [i for i in self._passes[phase] if self.steps[i].stage == stage]
         outside = _share(self.outside, indices, index)
         if stage == 0:
@@ -93,9 +94,7 @@ def compute_pass(
         overlaps: collectives overlap with compute. Without it a rank waits for each.
         slowdown: see WaitCollectives.
     """
-    total = sum(weight for weight, _ in gathers)
-    pieces = [(weight / total if total else 0.0, join) for weight, join in gathers]
-    joins = [join for _, join in pieces]
+    total, joins = sum(weight for weight, _ in gathers) or 1.0, [join for _, join in gathers]
     program: list[Operation] = list(joins[:1]) if overlaps else []
     done, end, remaining = 0.0, 0.0, list(sums)
 
@@ -108,11 +107,11 @@ def compute_pass(
     def add_sum(join: JoinCollective) -> None:
         program.extend([join] if overlaps else [join, wait_for(join, slowdown)])
 
-    for place, (share, join) in enumerate(pieces):
+    for place, (weight, join) in enumerate(gathers):
         program += [] if overlaps else [join]
         program.append(wait_for(join, slowdown))
         program += joins[place + 1 : place + 2] if overlaps else []
-        end += share
+        end += weight / total
         while remaining and remaining[0][0] <= end:
             compute_until(remaining[0][0])
             add_sum(remaining.pop(0)[1])

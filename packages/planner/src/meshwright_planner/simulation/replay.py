@@ -21,6 +21,9 @@ from meshwright_planner.simulation.workload import Faults, Workload, elsewhere
 NOTICEABLE = 1e-3
 """Waits below this fraction of a step are not shown."""
 
+SHOWN = 12
+"""Ranks, waits and parts of the critical path in the text."""
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -93,9 +96,7 @@ class Simulation:
             "sound_seconds": self.sound_seconds,
             "seconds": self.seconds,
             "faults": list(self.faults),
-            "busy": [
-                {"ranks": list(b.ranks), "alike": b.alike, "seconds": dict(b.seconds)} for b in self.busy
-            ],
+            "busy": [vars(b) | {"ranks": list(b.ranks), "seconds": dict(b.seconds)} for b in self.busy],
             "waiting": [
                 {
                     "who": list(w.who),
@@ -114,26 +115,12 @@ class Simulation:
         """The replica that ends last, in the Chrome trace format (Perfetto); times in microseconds."""
         events: list[dict[str, Any]] = []
         for rank, spans in enumerate(self.timelines):
-            named = {
-                "ph": "M",
-                "pid": 0,
-                "tid": rank,
-                "name": "thread_name",
-                "args": {"name": f"pp rank {rank}"},
-            }
-            events.append(named)
-            events += [
-                {
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": rank,
-                    "name": span.what if span.kind != "wait" else f"wait: {span.what}",
-                    "cat": span.kind,
-                    "ts": span.start * 1e6,
-                    "dur": span.seconds * 1e6,
-                }
-                for span in spans
-            ]
+            row = {"pid": 0, "tid": rank}
+            events.append({"ph": "M", **row, "name": "thread_name", "args": {"name": f"pp rank {rank}"}})
+            for span in spans:
+                name = span.what if span.kind != "wait" else f"wait: {span.what}"
+                times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
+                events.append({"ph": "X", **row, "name": name, "cat": span.kind, **times})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def render(self) -> str:
@@ -156,15 +143,9 @@ class Simulation:
             lines.append(
                 f"{_named(w.who, w.alike)} wait {human_seconds(w.seconds)} more for {_named(w.for_whom, 1)}: {w.why}"
             )
-        chain = ", ".join(
-            f"{_named(ranks, 1)} {kind} {human_seconds(seconds)}"
-            for ranks, kind, seconds in self.chain[:SHOWN]
-        )
-        lines.append(f"the step is as long as this chain: {chain}")
+        chain = (f"{_named(ranks, 1)} {kind} {human_seconds(s)}" for ranks, kind, s in self.chain[:SHOWN])
+        lines.append(f"the step is as long as this chain: {', '.join(chain)}")
         return "\n".join(lines) + "\n"
-
-
-SHOWN = 12
 
 
 def simulate(
@@ -255,11 +236,12 @@ def _busy(load: Workload, outcome: Outcome) -> Iterable[Busy]:
         yield Busy(tuple(load.ranks(actor)), load.standing_for(actor), seconds)
 
 
-def _waits(spans: Sequence[Span]) -> dict[tuple[Any, str], float]:
-    seconds: dict[tuple[Any, str], float] = defaultdict(float)
+def _waits(spans: Sequence[Span]) -> dict[str, dict[Any, float]]:
+    """What a rank waits at -> the rank that it waits for -> seconds."""
+    seconds: dict[str, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         if span.kind == "wait":
-            seconds[span.culprit, span.what] += span.seconds
+            seconds[span.what][span.culprit] += span.seconds
     return seconds
 
 
@@ -267,13 +249,9 @@ def _waiting(load: Workload, outcome: Outcome, sound_load: Workload, sound: Outc
     waits: list[Waiting] = []
     for actor in load.actors():
         place, rank = actor
-        before: dict[str, float] = defaultdict(float)
-        for (_, why), seconds in _waits(sound.spans[sound_load.replicas.of[place], rank]).items():
-            before[why] += seconds
-        now = _waits(outcome.spans[actor])
-        for why in {why for _, why in now}:
-            seconds_for = {who: seconds for (who, w), seconds in now.items() if w == why}
-            more = sum(seconds_for.values()) - before[why]
+        before = _waits(sound.spans[sound_load.replicas.of[place], rank])
+        for why, seconds_for in _waits(outcome.spans[actor]).items():
+            more = sum(seconds_for.values()) - sum(before[why].values())
             if more > NOTICEABLE * outcome.seconds:
                 who: tuple[Place, int] = max(seconds_for, key=lambda a: (seconds_for[a], a))
                 ranks, culprits = tuple(load.ranks(actor)), tuple(load.ranks(who))

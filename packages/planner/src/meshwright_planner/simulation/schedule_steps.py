@@ -76,19 +76,14 @@ def _step(action: Action, schedule: Schedule, shape: Shape, parts: Mapping[str, 
         raise UsageError(
             f"schedule {schedule.name!r} has actions of kind {kind!r}; the kinds of actions are {', '.join(PARTS)}"
         )
-    if kind == "W":
-        return Step(kind, stage, microbatch, parts[kind])
-    forward = kind == "F"
-    next_stage = stage + 1 if forward else stage - 1
-    message = "F" if forward else "B"
-    receives = stage > 0 if forward else stage < shape.stages - 1
-    sends = 0 <= next_stage < shape.stages
+    message, after = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
+    receives, sends = (kind != "W" and 0 <= s < shape.stages for s in (2 * stage - after, after))
     return Step(
         kind,
         stage,
         microbatch,
         parts[kind],
         needs=(message, stage, microbatch) if receives else None,
-        gives=(message, next_stage, microbatch) if sends else None,
-        local=sends and schedule.owner(next_stage, shape) == schedule.owner(stage, shape),
+        gives=(message, after, microbatch) if sends else None,
+        local=sends and schedule.owner(after, shape) == schedule.owner(stage, shape),
     )

@@ -58,10 +58,6 @@ class Faults:
         """The factor on the compute time of the slowest of these ranks."""
         return self.compute * max([1.0, *(s.slowdown for s in self.stragglers if s.rank in ranks)])
 
-    def link_faults_of(self, ranks: set[int]) -> frozenset[tuple[str, float]]:
-        """Faults of the links of these ranks."""
-        return self.everywhere | {(f.level, f.share) for f in self.links if f.rank in ranks}
-
 
 def elsewhere(plan: ParallelPlan, cluster: Cluster) -> str | None:
     """A note on a simulation on a cluster that the plan was not made for: a plan does not hold compute times there."""
@@ -152,7 +148,16 @@ class Workload:
             program.append(Work(slow * self.once, "the host, once a step"))
         program += self._passes(actor, slow, [] if self.pipelined else sums)
         if self.pipelined:
-            program += self._end_of_schedule(actor)
+            # the ranks agree on the loss, then sum the gradients of parameters that several stages hold
+            group = frozenset((actor[0], rank) for rank in range(len(self.steps)))
+            program += [
+                JoinCollective(group, "end", 0.0),
+                WaitCollectives(group, "end", "the end of the schedule"),
+            ]
+            shared = [c for c in self.plan.collectives if c.axis == "pp" and c.why == TIED]
+            ranks = set(self.ranks(actor))
+            if tied := sum(c.count * self._seconds(c, ["pp"], ranks) for c in shared):
+                program.append(Work(tied, TIED, "communication"))
             program += [join for _, join in sums]
         streams = {(join.group, join.stream): join for _, join in sums}.values()
         slowdown = self.cluster.interference
@@ -166,8 +171,15 @@ class Workload:
     ) -> list[Operation]:
         """The forwards and backwards of an actor; `sums`: of gradients, in its last backward."""
         (place, rank), ranks = actor, self.ranks(actor)
-        steps, exposed, heaviest = self.steps[rank], self._exposed(ranks), self._heaviest()
-        gathers, overlaps = self._gathers(actor), self.cluster.hides_communication
+        steps, exposed = self.steps[rank], self._exposed(ranks)
+        overlaps, slowdown = self.cluster.hides_communication, self.cluster.interference
+        # of the rank with most work, which the split is of; for one microbatch
+        times = [(t.forward_seconds + t.backward_seconds) for t in self.stages]
+        heaviest = max(math.fsum(times[s] for s in {step.stage for step in row}) for row in self.steps) or 1.0
+        blocks = {phase: [join for _, join in self._joins(actor, phase, "blocks")] for phase in PASSES}
+        outside = [join for _, join in self._joins(actor, "forward", "outside")]
+        again = self.plan.zero is not None and self.plan.zero.stage == 3
+        gathers = Gathers(blocks, outside, steps, len(self.stages) - 1, again)
         backwards = [i for i, step in enumerate(steps) if step.kind != "F"]
         last_backward = max(backwards, default=None)
         last_stage = (i for i in backwards if steps[i].stage + 1 == len(self.stages))
@@ -176,17 +188,15 @@ class Workload:
         for index, step in enumerate(steps):
             time = self.stages[step.stage]
             phase = "forward" if step.kind == "F" else "backward"
-            part = (time.forward_seconds + time.backward_seconds) / heaviest / self.microbatches
+            part = times[step.stage] / heaviest / self.microbatches
             seconds = slow * step.part * getattr(time, f"{phase}_seconds")
             if index == between:
                 what = "the rest of the model, on the whole batch"
                 program.append(Work(slow * self.split.between_seconds, what))
             if step.needs is not None:
-                program.append(Receive((place, *step.needs), f"{step.needs_what}"))
+                program.append(Receive((place, *step.needs), step.needs_what))
             last = sums if index == last_backward else []
-            program += compute_pass(
-                step, seconds, gathers.of(index), last, overlaps, self.cluster.interference
-            )
+            program += compute_pass(step, seconds, gathers.of(index), last, overlaps, slowdown)
             program += [
                 Work(step.part * part * by_phase[phase], f"{axis} of {step}", "communication")
                 for axis, by_phase in exposed.items()
@@ -196,27 +206,7 @@ class Workload:
                 program.append(Send((place, *step.gives), self._message(step, ranks)))
         return program
 
-    def _end_of_schedule(self, actor: tuple[Place, int]) -> list[Operation]:
-        """The ranks of a pipeline agree on the loss, then sum the gradients of tied parameters."""
-        group = frozenset((actor[0], rank) for rank in range(len(self.steps)))
-        tied = self._tied(self.ranks(actor))
-        return [
-            JoinCollective(group, "end", 0.0),
-            WaitCollectives(group, "end", "the end of the schedule"),
-            *([Work(tied, TIED, "communication")] if tied else []),
-        ]
-
     # ---- communication
-    def _axes(self, collective: PlannedCollective) -> list[str]:
-        return collective.axis.split("+")
-
-    def _gathers(self, actor: tuple[Place, int]) -> Gathers:
-        """The all-gathers of parameters that ranks share."""
-        blocks = {phase: [join for _, join in self._joins(actor, phase, "blocks")] for phase in PASSES}
-        outside = [join for _, join in self._joins(actor, "forward", "outside")]
-        again = self.plan.zero is not None and self.plan.zero.stage == 3
-        return Gathers(blocks, outside, self.steps[actor[1]], len(self.stages) - 1, again)
-
     def _joins(self, actor: tuple[Place, int], phase: str, which: str) -> list[tuple[float, JoinCollective]]:
         """(fraction of the pass after which it is joined, collective) of the collectives between replicas, in order.
 
@@ -225,9 +215,13 @@ class Workload:
         place, rank = actor
         joins: list[tuple[float, JoinCollective]] = []
         for collective in self.plan.collectives:
-            axes = [a for a in self._axes(collective) if a in self.mesh.degrees]
+            axes = [a for a in collective.axis.split("+") if a in self.mesh.degrees]
             loose = [a for a in axes if a in self.mesh.loose]
-            if not loose or collective.phase != phase or _which(collective) != which:
+            role = "sums"
+            if collective.kind == "all_gather":
+                # parameters outside of blocks are gathered in one unit, named so
+                role = "outside" if "outside" in collective.why else "blocks"
+            if not loose or collective.phase != phase or role != which:
                 continue
             members = self.replicas.members(place, loose)
             bad = {f.rank for f in self.faults.links}
@@ -236,14 +230,10 @@ class Workload:
             group = frozenset((other, rank) for other in members)
             count = min(collective.count, MOST)
             after = None
-            if (
-                SHARED in self.mesh.loose and SHARED not in loose
-                # the shards of the shared axis are summed after it
-            ):
-                after = (
-                    frozenset((p, rank) for p in self.replicas.members(place, [SHARED])),
-                    f"{SHARED}:{phase}",
-                )
+            # the shards of the shared axis are summed after it
+            if SHARED in self.mesh.loose and SHARED not in loose:
+                sharing = frozenset((p, rank) for p in self.replicas.members(place, [SHARED]))
+                after = (sharing, f"{SHARED}:{phase}")
             stream = f"{collective.axis}:{phase if which == 'sums' else 'gather'}"
             lane = self.cluster.link_over(self.mesh.spans(axes)).name
             join = JoinCollective(group, stream, seconds * collective.count / count, after, lane)
@@ -252,16 +242,15 @@ class Workload:
 
     def _seconds(self, collective: PlannedCollective, axes: Sequence[str], ranks: set[int] | None) -> float:
         """Of one collective in which these ranks take part; `ranks` None: without faults."""
-        spans = self.mesh.spans(axes)
-        seen = self.cluster if ranks is None else self._seen(self.faults.link_faults_of(ranks))
-        return seen.link_over(spans).seconds(
-            collective.kind, collective.nbytes, math.prod(d for _, d in spans)
-        )
-
-    def _seen(self, faults: frozenset[tuple[str, float]]) -> Cluster:
-        if faults not in self._clusters:
-            self._clusters[faults] = degraded(self.cluster, faults)
-        return self._clusters[faults]
+        spans, cluster = self.mesh.spans(axes), self.cluster
+        if ranks is not None:
+            links = {(f.level, f.share) for f in self.faults.links if f.rank in ranks}
+            faults = self.faults.everywhere | links
+            if faults not in self._clusters:
+                self._clusters[faults] = degraded(cluster, faults)
+            cluster = self._clusters[faults]
+        size = math.prod(degree for _, degree in spans)
+        return cluster.link_over(spans).seconds(collective.kind, collective.nbytes, size)
 
     def _exposed(self, ranks: Sequence[int]) -> dict[str, dict[str, float]]:
         """Axis -> phase -> seconds per step of exposed communication of these ranks on each tight axis.
@@ -300,33 +289,11 @@ class Workload:
         """Compute seconds of the rank with most work, in all its forwards and backwards and between them."""
         totals = []
         for steps in self.steps:
-            times = (
-                s.part
-                * (
-                    self.stages[s.stage].forward_seconds
-                    if s.kind == "F"
-                    else self.stages[s.stage].backward_seconds
-                )
-                for s in steps
-            )
+            stages = [(step, self.stages[step.stage]) for step in steps]
+            times = (s.part * (t.forward_seconds if s.kind == "F" else t.backward_seconds) for s, t in stages)
             last = any(s.stage + 1 == len(self.stages) for s in steps)
             totals.append(math.fsum(times) + (self.split.between_seconds if last else 0.0))
         return max(totals)
-
-    def _heaviest(self) -> float:
-        """Compute seconds of the rank with most work for one microbatch: the split is of that rank."""
-        totals = []
-        for steps in self.steps:
-            held = {step.stage for step in steps}
-            totals.append(
-                math.fsum(self.stages[s].forward_seconds + self.stages[s].backward_seconds for s in held)
-            )
-        return max(totals) or 1.0
-
-    def _tied(self, ranks: Sequence[int]) -> float:
-        """Seconds of summing gradients of parameters that several stages hold."""
-        collectives = [c for c in self.plan.collectives if c.axis == "pp" and c.why == TIED]
-        return sum(c.count * self._seconds(c, ["pp"], set(ranks)) for c in collectives)
 
     def _message(self, step: Step, ranks: Sequence[int]) -> float:
         """Seconds of the message of a step to the next stage; 0 to a stage of the same rank."""
@@ -346,10 +313,3 @@ def _cut(message: PlannedCollective) -> int | None:
     """The cut that a message crosses, by its text in the plan: "from stage 1 to 2", "gradients to stage 1"."""
     match = re.search(r"stage (\d+)", message.why)
     return int(match[1]) if match else None
-
-
-def _which(collective: PlannedCollective) -> str:
-    """The role of a collective between replicas: parameters outside of blocks are gathered in one unit, named so."""
-    if collective.kind != "all_gather":
-        return "sums"
-    return "outside" if "outside" in collective.why else "blocks"

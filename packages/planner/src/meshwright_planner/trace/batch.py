@@ -51,10 +51,9 @@ class Batch:
             raise UsageError(
                 f"batch is a {type(batch).__name__}; give a dict of keyword arguments, a tuple of arguments or a tensor"
             )
-        if not any(True for _ in result.tensors()):
-            kinds = ", ".join(
-                sorted({type(x).__name__ for x in pytree.tree_leaves((result.args, result.kwargs))})
-            )
+        if not result._named:
+            leaves = pytree.tree_leaves((result.args, result.kwargs))
+            kinds = ", ".join(sorted({type(x).__name__ for x in leaves}))
             raise UsageError(
                 f"batch holds no tensor{f', only {kinds}' if kinds else ''}; give one example of what model(...) is called with, "
                 "its tensors in dicts, tuples, lists or classes that are registered with torch.utils._pytree"
@@ -93,15 +92,9 @@ class Batch:
     def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Batch:
         """The same arguments with every tensor replaced by `change(name, tensor)`."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        names = iter(list(self.tensors()))
-        args, kwargs = pytree.tree_unflatten(
-            [change(next(names)[0], x) if isinstance(x, torch.Tensor) else x for x in leaves], spec
-        )
-        return Batch(args, kwargs)
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of every tensor."""
-        return {name: (tuple(t.shape), t.dtype) for name, t in self.tensors()}
+        names = self.tensors()
+        leaves = [change(next(names)[0], x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return Batch(*pytree.tree_unflatten(leaves, spec))
 
 
 def scaled(batch: Batch, rows: int) -> Batch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright_dtensor.propagate.choose import MeshShape
@@ -72,9 +72,8 @@ class DataRank:
 
     def is_batch_independent(self) -> bool:
         """Whether no rows are moved, and every rank computes on its own rows only."""
-        return not self.prediction.moved and not any(
-            map(self._computes_more, range(len(self.global_tape.nodes)))
-        )
+        nodes = range(len(self.global_tape.nodes))
+        return not self.prediction.moved and not any(map(self._computes_more, nodes))
 
     def is_negligible(self) -> bool:
         """Whether the rows that are moved and computed in addition to a rank's own are too few to change the cost."""
@@ -92,9 +91,8 @@ class DataRank:
         states_of = dict(self.initial)
         for k, node in enumerate(self.global_tape.nodes):
             # the core converts the result of an in-place call back
-            if k in self.global_tape.through and not (
-                node.call is not None and is_in_place(node.call.function)
-            ):
+            in_place = node.call is not None and is_in_place(node.call.function)
+            if k in self.global_tape.through and not in_place:
                 stored = states_of.get(node.ins[0].i, (I,) * self.grid.ndim)
                 if any(isinstance(state, int) for state in stored) and stored != self.prediction.ins[k][0]:
                     return node
@@ -104,11 +102,8 @@ class DataRank:
 
     def with_moves(self) -> Tape:
         """The tape of the rank's rows, with the collectives for cross-row interactions."""
-        rank_tape = self.rank_tape
         return replace(
-            rank_tape,
-            origin=rank_tape if rank_tape.origin is None else rank_tape.origin,
-            division=self.division(),
+            self.rank_tape, origin=self.rank_tape.origin or self.rank_tape, division=self.division()
         )
 
     def tape(self) -> Tape:
@@ -117,11 +112,10 @@ class DataRank:
         states_of = dict(self.initial)
         for node, outs in zip(tape.nodes, self.prediction.outs, strict=True):
             states_of.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
-        shapes = [
-            self.grid.local(v.shape, states_of[i]) if i in states_of else v.shape
-            for i, v in enumerate(tape.values)
-        ]
-        values = [self._value(i, shape) for i, shape in enumerate(shapes)]
+        values = []
+        for i, v in enumerate(tape.values):
+            shape = self.grid.local(v.shape, states_of[i]) if i in states_of else v.shape
+            values.append(self._value(i, shape))
         return replace(
             tape,
             values=values,
@@ -142,12 +136,6 @@ class DataRank:
         order = sorted(dims, key=lambda d: -value.stride[d]) if value.stride else dims
         return replace(value, shape=shape, stride=dense_strides(shape, tuple(order)))
 
-    def _read(self, k: int) -> list[tuple[int, ...]]:
-        """The shapes in which a node reads its inputs, after conversions."""
-        values = self.global_tape.values
-        pairs = zip(self.global_tape.nodes[k].ins, self.prediction.ins[k], strict=True)
-        return [self.grid.local(values[r.i].shape, s) for r, s in pairs]
-
     def _computes_more(self, k: int) -> bool:
         """Whether the rank computes more of a result of a node than its own rows need."""
         node, whole, rank_values = self.global_tape.nodes[k], self.global_tape.values, self.rank_tape.values
@@ -159,32 +147,30 @@ class DataRank:
     def _part(self, k: int) -> float:
         """The fraction of the work of a node that one rank does."""
         states = (*self.prediction.ins[k], *self.prediction.outs[k])
-        shared = (
-            n for axis, n in enumerate(self.grid.sizes) if any(isinstance(s[axis], int) for s in states)
-        )
-        return 1 / math.prod(shared)
+        sizes = enumerate(self.grid.sizes)
+        return 1 / math.prod(n for axis, n in sizes if any(isinstance(s[axis], int) for s in states))
 
     def _node(self, k: int, values: list[Value]) -> Node:
-        node, read = self.global_tape.nodes[k], self._read(k)
+        node, whole = self.global_tape.nodes[k], self.global_tape.values
+        # the shapes in which it reads its inputs, after conversions
+        pairs = zip(node.ins, self.prediction.ins[k], strict=True)
+        read = [self.grid.local(whole[r.i].shape, states) for r, states in pairs]
         if self.same:
             rank_node = self.rank_tape.nodes[k]
-            rank_shapes = (self.rank_tape.values[r.i].shape for r in (*rank_node.ins, *rank_node.outs))
-            if (
-                list(rank_shapes)
-                == [*read, *(values[r.i].shape for r in rank_node.outs)]
-                == [values[r.i].shape for r in (*rank_node.ins, *rank_node.outs)]
-            ):
+            refs = (*rank_node.ins, *rank_node.outs)
+            shapes = [values[r.i].shape for r in refs]
+            needed = [*read, *(values[r.i].shape for r in rank_node.outs)]
+            if [self.rank_tape.values[r.i].shape for r in refs] == needed == shapes:
                 return rank_node
-        flops = node.flops
+        view = NodeView.of(node, whole, 1)
         if node.op is None:
-            flops = float(self.composites[node.name].flops(NodeView.of(node, self.global_tape.values, 1)))
+            flops = float(self.composites[node.name].flops(view))
             return replace(node, flops=flops * self._part(k))
-        view = NodeView.of(node, self.global_tape.values, 1)
         op, args, kwargs = localise(view, [values[r.i].shape for r in node.outs], read)
         # an equivalent operation on the local part
         if op is not node.op:
             args, kwargs = node.args, node.kwargs
-        return replace(node, args=args, kwargs=kwargs, flops=flops * self._part(k))
+        return replace(node, args=args, kwargs=kwargs, flops=node.flops * self._part(k))
 
     def _kept(self, items: Sequence[Saved], rank_items: Sequence[Saved], values: list[Value]) -> list[Saved]:
         """Saved tensors with the sizes in which the nodes that save them read them."""
@@ -210,62 +196,49 @@ class DataRank:
 
     def division(self) -> Division:
         """The collectives for cross-row interactions, and notes."""
-        moved = Counter(m for m in self.prediction.moved if m.nbytes)
-        from_rows = set() if self.same else self._from_rows()
-        replicated = [
-            node
-            for k, node in enumerate(self.global_tape.nodes)
-            if node.call is not None
-            and not any(
-                isinstance(s, int) for s in itertools.chain(*self.prediction.ins[k], *self.prediction.outs[k])
-            )
-            and (self._computes_more(k) if self.same else any(r.i in from_rows for r in node.outs))
-        ]
-        notes = _notes(replicated, self.prediction, self.global_tape, moved, "+".join(self.grid.axes))
-        return Division(tuple(moved.items()), notes)
-
-    def _from_rows(self) -> set[int]:
-        """The values of more than one element that depend on inputs whose rows are sharded."""
+        nodes, prediction = self.global_tape.nodes, self.prediction
+        moved = Counter(m for m in prediction.moved if m.nbytes)
+        # values that depend on inputs whose rows are sharded
         flows = {i for i, states in self.initial.items() if any(isinstance(s, int) for s in states)}
-        for node in self.global_tape.nodes:
+        for node in nodes:
             if any(r.i in flows for r in node.ins):
                 flows.update(r.i for r in node.outs)
-        return {i for i in flows if math.prod(self.global_tape.values[i].shape) > 1}
+        from_rows = {i for i in flows if math.prod(self.global_tape.values[i].shape) > 1}
+        replicated = [
+            node
+            for k, node in enumerate(nodes)
+            if node.call is not None
+            and not any(isinstance(s, int) for s in itertools.chain(*prediction.ins[k], *prediction.outs[k]))
+            and (self._computes_more(k) if self.same else any(r.i in from_rows for r in node.outs))
+        ]
+        return Division(tuple(moved.items()), tuple(self._notes(replicated, moved)))
 
-
-def _notes(
-    replicated: list[Node],
-    prediction: PredictedRun,
-    global_tape: Tape,
-    moved: Counter[PredictedMove],
-    axes: str,
-) -> tuple[str, ...]:
-    """Notes for users."""
-    causes: dict[str, None] = {}
-    for k in prediction.gathered:
-        node = global_tape.nodes[k]
-        assert node.call is not None
-        causes[_called(node.call.function, node.module)] = None
-    moves: dict[str, int] = {}
-    for m, count in moved.items():
-        name = _called(m.function, m.module)
-        if m.phase == "forward" and m.why.endswith("->R"):
-            causes[name] = None
-        moves[name] = moves.get(name, 0) + m.nbytes * count
-    notes = []
-    if replicated:
-        modules = list(dict.fromkeys(node.module or "the model itself" for node in replicated))
-        because = f": {listing(list(causes), SHOWN)} needs rows of other ranks" if causes else ""
-        notes.append(
-            f"data parallelism does not help in {listing(modules, SHOWN)}, which every rank of {axes} computes for the whole "
-            f"batch{because}"
-        )
-    if moves:
-        notes.append(
-            f"rows interact across {axes} in {listing(list(moves), SHOWN)}: {human_bytes(sum(moves.values()))} moved in a forward "
-            "and backward pass"
-        )
-    return tuple(notes)
+    def _notes(self, replicated: list[Node], moved: Counter[PredictedMove]) -> Iterator[str]:
+        """Notes for users."""
+        causes: dict[str, None] = {}
+        for k in self.prediction.gathered:
+            node = self.global_tape.nodes[k]
+            assert node.call is not None
+            causes[_called(node.call.function, node.module)] = None
+        moves = Counter[str]()
+        for m, count in moved.items():
+            name = _called(m.function, m.module)
+            if m.phase == "forward" and m.why.endswith("->R"):
+                causes[name] = None
+            moves[name] += m.nbytes * count
+        axes = "+".join(self.grid.axes)
+        if replicated:
+            modules = list(dict.fromkeys(node.module or "the model itself" for node in replicated))
+            because = f": {listing(list(causes), SHOWN)} needs rows of other ranks" if causes else ""
+            yield (
+                f"data parallelism does not help in {listing(modules, SHOWN)}, which every rank of {axes} computes for the whole "
+                f"batch{because}"
+            )
+        if moves:
+            yield (
+                f"rows interact across {axes} in {listing(list(moves), SHOWN)}: {human_bytes(moves.total())} moved in a forward "
+                "and backward pass"
+            )
 
 
 def _called(function: str, module: str) -> str:

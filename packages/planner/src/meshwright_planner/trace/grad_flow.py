@@ -7,7 +7,8 @@ not if it is a frozen parameter.  The body of a torch.autograd.Function runs wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +34,7 @@ class Note:
     requires: tuple[int, ...]
     place: Place = ()
     like: Note | None = None
-    function: tuple[bool, ...] = field(default=())
+    function: tuple[bool, ...] = ()
 
     @property
     def wanted(self) -> tuple[bool, ...]:
@@ -51,61 +52,41 @@ def find_function_gradients(
     `tensor`: value -> the tensor; None when the value belongs to a copied block.
     """
     maker = {ref.i: k for k, node in enumerate(nodes) if not notes[k].enabled for ref in node.outs}
-    for value, last in maker.items():
-        made = None if notes[last].like is not None else tensor(value)
-        function = None if made is None or not made.requires_grad else _torch.function_of(made)
-        if function is not None:
-            _function_gradients(nodes, notes, tensor, maker, last, function)
-
-
-def _function_gradients(
-    nodes: Sequence[Node],
-    notes: Sequence[Note],
-    tensor: Callable[[int], torch.Tensor | None],
-    maker: Mapping[int, int],
-    last: int,
-    function: object,
-) -> None:
-    """Note which inputs of the nodes of one Function call receive a gradient; `last`: the node of its result."""
 
     def between(k: int) -> Iterator[tuple[int, int | None, int]]:
         """Per input of a node: its value, the node of the call that may have made it, and its gradient kind."""
         for ref, kind in zip(nodes[k].ins, notes[k].requires, strict=True):
-            maker_node = maker.get(ref.i)
             # with gradients disabled, a view of a tensor that requires one looks like a leaf
-            yield ref.i, None if kind == COMPUTED else maker_node, kind
+            yield ref.i, None if kind == COMPUTED else maker.get(ref.i), kind
 
-    inside, pending = {last}, [last]
-    while pending:
-        for _, before, _ in between(pending.pop()):
-            if before is not None and before not in inside:
-                inside.add(before)
-                pending.append(before)
-    reached: set[int] = set()
-    for k in sorted(inside):
-        receives = []
-        for value, before, requirement in between(k):
-            if before is not None or not requirement:
-                receives.append(value in reached)
-            else:
-                input_tensor = tensor(value)
-                receives.append(input_tensor is None or _torch.receives_gradient(function, input_tensor))
-        earlier = notes[k].function or (False,) * len(receives)
-        notes[k].function = tuple(a or b for a, b in zip(earlier, receives, strict=True))
-        if any(receives):
-            reached.update(ref.i for ref in nodes[k].outs)
-
-
-def _ends(note: Note, maker: Note | None) -> bool:
-    """Whether a gradient ends in a leaf input: a tensor that was computed, detached, and made to require one again.
-
-    Inside an autograd.Function views look like leaves.
-    """
-    return maker is not None and (note.enabled or maker.enabled)
+    for value, last in maker.items():
+        made = None if notes[last].like is not None else tensor(value)
+        function = None if made is None or not made.requires_grad else _torch.function_of(made)
+        if function is None:
+            continue
+        # the nodes of the call, from its result back
+        inside, pending = {last}, [last]
+        while pending:
+            for _, before, _ in between(pending.pop()):
+                if before is not None and before not in inside:
+                    inside.add(before)
+                    pending.append(before)
+        reached: set[int] = set()
+        for k in sorted(inside):
+            receives = []
+            for given, before, requirement in between(k):
+                if before is not None or not requirement:
+                    receives.append(given in reached)
+                else:
+                    input_tensor = tensor(given)
+                    receives.append(input_tensor is None or _torch.receives_gradient(function, input_tensor))
+            earlier = notes[k].function or (False,) * len(receives)
+            notes[k].function = tuple(a or b for a, b in zip(earlier, receives, strict=True))
+            if any(receives):
+                reached.update(ref.i for ref in nodes[k].outs)
 
 
-@dataclass(frozen=True)
-class Flows:
+class Flows(NamedTuple):
     """The gradients of a tape.
 
     Args:
@@ -156,6 +137,10 @@ def flows(
         if any(inputs[k]):
             reached.update(spot.checkpoint for spot in note.place)
         for ref, wanted, kind in zip(node.ins, inputs[k], note.requires, strict=True):
-            if wanted and not (kind == LEAF and _ends(note, maker.get(ref.i))):
+            made = maker.get(ref.i)
+            # A tensor that was computed, detached, and made to require a gradient again is a leaf, and ends the flow. Inside
+            # an autograd.Function views look like leaves.
+            ends = kind == LEAF and made is not None and (note.enabled or made.enabled)
+            if wanted and not ends:
                 comes_to(ref.i)
     return Flows(grad, inputs, frozenset(reached))

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any, TypeVar, cast
 
-from meshwright_dtensor.trace.graph import Node, Ref
+from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.trace.tape import Tape
 
 T = TypeVar("T")
@@ -49,14 +50,6 @@ class Quotient:
         """The representative of value `index`."""
         return self._value_of.get(index, index)
 
-    def flatten(self) -> None:
-        """Follow chains of representatives: one may have been merged into another later."""
-        for table in (self._node_of, self._value_of):
-            for index, other in table.items():
-                while other in table:
-                    other = table[other]
-                table[index] = other
-
     def once_for(self, tape: Tape, key: Hashable, make: Callable[[Tape], T]) -> T:
         """`once`, for a tape and all that differ from it in sizes only: others may save other tensors."""
         like = tape if tape.origin is None else tape.origin
@@ -68,8 +61,7 @@ class Quotient:
         """The result of `make`, cached by key: for what follows from the operations alone, whatever their sizes."""
         if key not in self._cache:
             self._cache[key] = make()
-        result: T = self._cache[key]
-        return result
+        return cast("T", self._cache[key])
 
 
 def quotient(tape: Tape, merge: bool = True) -> Quotient:
@@ -77,7 +69,12 @@ def quotient(tape: Tape, merge: bool = True) -> Quotient:
     result = Quotient()
     if merge:
         _Merger(tape, result).visit("")
-        result.flatten()
+        # a representative may have been merged into another later
+        for table in (result._node_of, result._value_of):
+            for index, other in table.items():
+                while other in table:
+                    other = table[other]
+                table[index] = other
     produced = {r.i for node in tape.nodes for r in node.outs}
     outside: set[int] = set()
     flows: dict[Edge, dict[int, None]] = defaultdict(dict)
@@ -110,9 +107,8 @@ class _Merger:
         self._signatures: dict[str, Any] = {}
         self.span: dict[str, list[int]] = defaultdict(list)
         for index, node in enumerate(tape.nodes):
-            parts = node.module.split(".") if node.module else []
-            for depth in range(1, len(parts) + 1):
-                self.span[".".join(parts[:depth])].append(index)
+            for name in accumulate(node.module.split("."), "{}.{}".format) if node.module else ():
+                self.span[name].append(index)
         self.children: dict[str, list[str]] = defaultdict(list)
         for name in sorted(self.span, key=lambda n: (self.span[n][0], n.count("."))):
             self.children[name.rpartition(".")[0]].append(name)
@@ -199,11 +195,8 @@ class _Merger:
                 for x, y in zip(a.outs, b.outs):
                     self.result._value_of[y.i] = x.i
                 for x, y in zip(a.ins, b.ins):
-                    if (
-                        x.i != y.i
-                        and _is_own(values[y.i].name, block.name)
-                        and _is_own(values[x.i].name, base.name)
-                    ):
+                    own = _is_own(values[y.i].name, block.name) and _is_own(values[x.i].name, base.name)
+                    if x.i != y.i and own:
                         self.result._value_of[y.i] = x.i
 
 
@@ -221,11 +214,6 @@ def _described(tree: Any, label: Callable[[Ref], str]) -> Any:
 def _is_own(name: str | None, module: str) -> bool:
     """Whether a value is a parameter or buffer of `module` or of a module inside it."""
     return name is not None and name.partition(":")[2].startswith(f"{module}.")
-
-
-def representative_nodes(tape: Tape, result: Quotient) -> list[Node]:
-    """The representative nodes."""
-    return [tape.nodes[i] for i in result.nodes]
 
 
 def carried(tape: Tape, result: Quotient) -> list[int]:

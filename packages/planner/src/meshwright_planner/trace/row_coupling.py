@@ -12,7 +12,6 @@ from meshwright_dtensor.propagate.choose import MeshShape
 from meshwright_dtensor.propagate.predict import Predictor
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.sharding.states import States
-from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.trace.data_rank import DataRank, local_states
 from meshwright_planner.trace.flops import by_name, forward_flops
 from meshwright_planner.trace.quotient import Quotient
@@ -36,29 +35,6 @@ NOT_PREDICTED_EXPERTS = (
     "the cost of cross-row interaction is not predicted: with fewer rows the model does other operations, and experts run on the "
     "rows of each rank"
 )
-
-
-def initial_states(global_tape: Tape, states: Mapping[str, States], axes: int) -> dict[int, States]:
-    """Value -> states of parameters and inputs; `states`: name of a batch tensor -> its states."""
-    start: dict[int, States] = {}
-    for i, value in enumerate(global_tape.values):
-        kind, _, name = (value.name or "").partition(":")
-        # gradients are summed later
-        if kind == "param":
-            start[i] = ("X",) * axes
-        elif kind == "input":
-            start[i] = states[name]
-    return start
-
-
-def _refused(view: Node, grid: MeshShape) -> PlanError:
-    where = f" in {view.module}" if view.module else ""
-    name = view.name if view.call is None else view.call.function
-    rule = (
-        f"the model writes in place to a view of the batch rows ({name}{where}). A rank holds only copies of the rows of other "
-        "ranks, and the write would be lost. Use x[index] = value instead"
-    )
-    return PlanError(f"degrees.{grid.axes[0]}", grid.sizes[0], rule, "1")
 
 
 class DataRankTapes:
@@ -121,13 +97,11 @@ class DataRankTapes:
             PlanError: the model writes to rows of other ranks through views.
         """
         if key not in self._tapes:
-            work = math.prod(grid.sizes) * sum(
-                forward_flops(node, rank_tape.values, by_name(book.composites)) for node in rank_tape.nodes
-            )
-            if rank_tape.real and work > REAL_WORK:
-                self._tapes[key] = replace(
-                    rank_tape, origin=None, division=Division(notes=(NOT_PREDICTED_COST,))
-                )
+            composites = by_name(book.composites)
+            work = sum(forward_flops(node, rank_tape.values, composites) for node in rank_tape.nodes)
+            if rank_tape.real and math.prod(grid.sizes) * work > REAL_WORK:
+                division = Division(notes=(NOT_PREDICTED_COST,))
+                self._tapes[key] = replace(rank_tape, origin=None, division=division)
             else:
                 self._tapes[key] = self._made(rank_tape, global_tape(), grid, book, states, modules)
         return self._tapes[key]
@@ -149,7 +123,13 @@ class DataRankTapes:
             return rank_tape
         view = rank.lost_write()
         if view is not None:
-            raise _refused(view, grid)
+            where = f" in {view.module}" if view.module else ""
+            name = view.name if view.call is None else view.call.function
+            rule = (
+                f"the model writes in place to a view of the batch rows ({name}{where}). A rank holds only copies of the rows of "
+                "other ranks, and the write would be lost. Use x[index] = value instead"
+            )
+            raise PlanError(f"degrees.{grid.axes[0]}", grid.sizes[0], rule, "1")
         if same and len(rank_tape.nodes) > SMALL and rank.is_negligible():
             return rank.with_moves()
         return rank.tape()
@@ -169,8 +149,17 @@ class DataRankTapes:
         """
         rank_tape, global_tape, same = run
         values, nodes = global_tape.values, global_tape.nodes
-        initial = initial_states(global_tape, states, grid.ndim)
-        weights = {i for i in initial if (values[i].name or "").startswith("param:")}
+        weights: set[int] = set()
+        # of parameters and inputs
+        initial: dict[int, States] = {}
+        for i, value in enumerate(values):
+            kind, _, name = (value.name or "").partition(":")
+            # gradients are summed later
+            if kind == "param":
+                weights.add(i)
+                initial[i] = ("X",) * grid.ndim
+            elif kind == "input":
+                initial[i] = states[name]
 
         def strategy_states(index: int) -> tuple[tuple[States, ...], tuple[States, ...]] | None:
             inside = bool(prefixes) and f"{nodes[index].module}.".startswith(prefixes)

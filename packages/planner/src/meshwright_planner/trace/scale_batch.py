@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
-from meshwright_dtensor.trace.graph import Node, Ref, Value
+from meshwright_dtensor.trace.graph import Ref, Value
 from meshwright_planner.trace.tape import Saved, Tape
 
 _Rule = Callable[[int], Any]
 """Number of rows -> the value in that place."""
 
 
-class _NotLinear(Exception):
+class _NotLinear(ValueError):
     """Two tapes are of different programs, or a size is not linear in the rows."""
 
 
@@ -37,10 +38,32 @@ class TapeFamily:
             ValueError: they are of different programs, or a size is not linear in the rows.
         """
         self.first, self._rows, self.proportional = first, (first.rows, second.rows), True
-        try:
-            self._learn(second)
-        except _NotLinear as bent:
-            raise ValueError(str(bent)) from None
+        a, b = first, second
+        if not same_program(a, b):
+            raise _NotLinear("the tapes are of different operations")
+        self._values: list[tuple[int, _Rule, _Rule]] = []
+        for i, (x, y) in enumerate(zip(a.values, b.values, strict=True)):
+            if x.dtype != y.dtype or x.name != y.name:
+                raise _NotLinear("the tapes are of different values")
+            if x.shape != y.shape or x.stride != y.stride:
+                self.proportional &= sum(p != q for p, q in zip(x.shape, y.shape)) < 2
+                self._values.append((i, self._rule(x.shape, y.shape), self._rule(x.stride, y.stride)))
+        self._nodes: list[tuple[int, _Rule, _Rule, _Rule]] = []
+        for i, (n, m) in enumerate(zip(a.nodes, b.nodes, strict=True)):
+            if n.flops != m.flops or not _same((n.args, n.kwargs), (m.args, m.kwargs)):
+                rules = self._rule(n.args, m.args), self._rule(n.kwargs, m.kwargs)
+                self._nodes.append((i, *rules, self._power(n.flops, m.flops)))
+        self._saved: list[tuple[int, _Rule]] = []
+        # (saved tensor, root): a whole known storage is saved
+        self._whole: list[tuple[int, int]] = []
+        for i, (s, t) in enumerate(zip(_items(a), _items(b), strict=True)):
+            root = s.root
+            if s.nbytes == t.nbytes:
+                continue
+            if root is not None and (s.nbytes, t.nbytes) == (a.values[root].nbytes, b.values[root].nbytes):
+                self._whole.append((i, root))
+            else:
+                self._saved.append((i, self._rule(s.nbytes, t.nbytes)))
 
     def at(self, rows: int) -> Tape | None:
         """The tape of `rows` rows; None when a size would not be an integer."""
@@ -75,33 +98,6 @@ class TapeFamily:
             and all(math.isclose(n.flops, m.flops) for n, m in zip(scaled.nodes, other.nodes))
             and all(s.nbytes == t.nbytes for s, t in zip(_items(scaled), _items(other)))
         )
-
-    def _learn(self, second: Tape) -> None:
-        a, b = self.first, second
-        if not same_program(a, b):
-            raise _NotLinear("the tapes are of different operations")
-        self._values: list[tuple[int, _Rule, _Rule]] = []
-        for i, (x, y) in enumerate(zip(a.values, b.values, strict=True)):
-            if x.dtype != y.dtype or x.name != y.name:
-                raise _NotLinear("the tapes are of different values")
-            if x.shape != y.shape or x.stride != y.stride:
-                self.proportional &= sum(p != q for p, q in zip(x.shape, y.shape)) < 2
-                self._values.append((i, self._rule(x.shape, y.shape), self._rule(x.stride, y.stride)))
-        self._nodes: list[tuple[int, _Rule, _Rule, _Rule]] = []
-        for i, (n, m) in enumerate(zip(a.nodes, b.nodes, strict=True)):
-            if n.flops != m.flops or not _same((n.args, n.kwargs), (m.args, m.kwargs)):
-                rules = self._rule(n.args, m.args), self._rule(n.kwargs, m.kwargs)
-                self._nodes.append((i, *rules, self._power(n.flops, m.flops)))
-        self._saved: list[tuple[int, _Rule]] = []
-        # (saved tensor, root): a whole known storage is saved
-        self._whole: list[tuple[int, int]] = []
-        for i, (s, t) in enumerate(zip(_items(a), _items(b), strict=True)):
-            root = s.root
-            if root is not None and (s.nbytes, t.nbytes) == (a.values[root].nbytes, b.values[root].nbytes):
-                if s.nbytes != t.nbytes:
-                    self._whole.append((i, root))
-            elif s.nbytes != t.nbytes:
-                self._saved.append((i, self._rule(s.nbytes, t.nbytes)))
 
     def _rule(self, x: Any, y: Any) -> _Rule:
         """The rule that gives `x` and `y` at the rows of the two recordings."""
@@ -140,6 +136,13 @@ class TapeFamily:
         return lambda rows: float(round(x * (rows / a) ** power))
 
 
+_PROGRAM = attrgetter("name", "module", "call", "ins", "outs")
+"""The fields of a Node that do not depend on sizes."""
+
+_PLACE = attrgetter("node", "root", "value", "output")
+"""The same of a Saved."""
+
+
 def same_program(a: Tape, b: Tape) -> bool:
     """Whether two tapes are of the same operations, whatever their sizes."""
     return (
@@ -147,22 +150,14 @@ def same_program(a: Tape, b: Tape) -> bool:
         and (len(a.saved), len(a.dropped)) == (len(b.saved), len(b.dropped))
         and (a.results, a.grad, a.parameters) == (b.results, b.grad, b.parameters)
         and (a.flows, a.again, a.inside) == (b.flows, b.again, b.inside)
-        and all(_same_node(n, m) for n, m in zip(a.nodes, b.nodes))
-        and all(_same_kept(s, t) for s, t in zip(_items(a), _items(b)))
+        and all(_PROGRAM(n) == _PROGRAM(m) for n, m in zip(a.nodes, b.nodes))
+        and all(_PLACE(s) == _PLACE(t) for s, t in zip(_items(a), _items(b)))
     )
 
 
 def _items(tape: Tape) -> list[Saved]:
     """All saved tensors, also those that checkpoints of the model drop."""
     return [*tape.saved, *tape.dropped]
-
-
-def _same_node(n: Node, m: Node) -> bool:
-    return (n.name, n.module, n.call, n.ins, n.outs) == (m.name, m.module, m.call, m.ins, m.outs)
-
-
-def _same_kept(s: Saved, t: Saved) -> bool:
-    return (s.node, s.root, s.value, s.output) == (t.node, t.root, t.value, t.output)
 
 
 def _same(x: Any, y: Any) -> bool:

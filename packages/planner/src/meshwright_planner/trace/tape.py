@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright_dtensor.propagate.predict import PredictedMove
@@ -133,8 +134,7 @@ class Tape:
         above: dict[str, list[str]] = {}
         for index, node in enumerate(self.nodes):
             if node.module not in above:
-                parts = node.module.split(".")
-                above[node.module] = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+                above[node.module] = list(accumulate(node.module.split("."), "{}.{}".format))
             for name in above[node.module]:
                 nodes_of[name].append(index)
         return dict(nodes_of)
@@ -184,12 +184,8 @@ class Tape:
             node = self.nodes[index]
             inputs.update(dict.fromkeys(r.i for r in node.ins if r.i not in made))
             made.update(r.i for r in node.outs)
-        values = (self.values[i] for i in inputs)
-        return tuple(
-            (tuple(v.shape), v.nbytes)
-            for v in values
-            if v.dtype.is_floating_point and not (v.name or "").startswith("param:")
-        )
+        values = (self.values[i] for i in inputs if self.values[i].dtype.is_floating_point)
+        return tuple((tuple(v.shape), v.nbytes) for v in values if not (v.name or "").startswith("param:"))
 
 
 def finish(
@@ -260,9 +256,8 @@ def _written_through(tape: Tape, roots: Mapping[int, int]) -> frozenset[int]:
     views: set[int] = set()
     for root, writers in written.items():
         ends = [tape.nodes[k].ins[0].i for k in writers]
-        ends += (
-            i for i in read if roots.get(i) == root and any(maker.get(i, k) < k < read[i] for k in writers)
-        )
+        viewed = (i for i in read if roots.get(i) == root)
+        ends += (i for i in viewed if any(maker.get(i, k) < k < read[i] for k in writers))
         for at in ends:
             while at in roots and at in maker:
                 above = maker[at]
@@ -289,9 +284,10 @@ def _product_writes(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
         fresh.append(node.op is not None and any(word in node.name for word in _CREATION_OPS))
     bases: dict[int, int] = {}
     for index, node in enumerate(tape.nodes):
-        if node.mutates and any(
-            maker[r.i] < index and products[maker[r.i]] for r in node.ins[1:] if r.i in maker
-        ):
+        if not node.mutates:
+            continue
+        makers = (maker[r.i] for r in node.ins[1:] if r.i in maker)
+        if any(k < index and products[k] for k in makers):
             base = maker.get(roots.get(node.ins[0].i, node.ins[0].i))
             if base is not None and fresh[base]:
                 bases[index] = base

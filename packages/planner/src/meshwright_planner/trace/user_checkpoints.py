@@ -47,9 +47,9 @@ class Checkpoint:
 
     def runs_again(self, saved: int) -> bool:
         """Whether a node that began when so many tensors were saved is recomputed; valid after the run."""
-        if self.frame is None:
+        if self.frame is None or saved < self.saved:
             return True
-        return saved < self.saved or (self.saved > 0 and not _torch.checkpoint_stops(self.frame))
+        return self.saved > 0 and not _torch.checkpoint_stops(self.frame)
 
     @cached_property
     def _results(self) -> Mapping[Any, Mapping[int, Any]] | None:
@@ -100,10 +100,10 @@ class Checkpoints:
     """The checkpoints that are open while a model is recorded.
 
     Args:
-        observe: called with each tensor that autograd saves in one of them.
+        observe: called with each tensor that autograd saves in one of them, and returns it.
     """
 
-    observe: Callable[[torch.Tensor], object]
+    observe: Callable[[torch.Tensor], torch.Tensor]
     _own: Callable[..., Any] | None = None
     _reentrant: list[Checkpoint] = field(default_factory=list)
     _open: list[Checkpoint] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Checkpoints:
     def _in_reentrant(self) -> Iterator[None]:
         self._reentrant.append(Checkpoint())
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._observed, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(self.observe, lambda tensor: tensor):
                 yield
         finally:
             self._left = self._reentrant.pop()
@@ -140,17 +140,19 @@ class Checkpoints:
         left = self._left
         return left.first if left is not None and left.nodes and left.first + left.nodes == nodes else nodes
 
-    def _observed(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.observe(tensor)
-        return tensor
-
     def open(self) -> list[Checkpoint]:
         """The checkpoints that are open now."""
         hooks = None if self._own is None else _torch.saving_hooks()
         top = None if hooks is None or hooks[0] is self._own else hooks[0]
         if top is not self._top:
-            self._top = top
-            self._open = [] if top is None else self._find_open()
+            self._top, self._open = top, []
+            if top is not None:
+                assert self._own is not None
+                frames = [_torch.checkpoint_of(hooks) for hooks in _torch.saving_hooks_above(self._own)]
+                if frames[0] is not None and id(frames[0]) not in self._by_frame:
+                    self._top = _torch.observe_checkpoint(self.observe)
+                known = (self._by_frame.setdefault(id(f), Checkpoint(f)) for f in frames if f is not None)
+                self._open.extend(known)
         return [*self._reentrant, *self._open]
 
     def place(self, op: Any) -> Place:
@@ -172,19 +174,6 @@ class Checkpoints:
     def alike(self) -> bool:
         """Whether the checkpoints of copies have as many nodes as their originals."""
         return all(checkpoint.nodes == other.nodes for checkpoint, other in self._copies)
-
-    def _find_open(self) -> list[Checkpoint]:
-        assert self._own is not None
-        frames = [_torch.checkpoint_of(hooks) for hooks in _torch.saving_hooks_above(self._own)]
-        if frames[0] is not None and id(frames[0]) not in self._by_frame:
-            self._top = _torch.observe_checkpoint(self.observe)
-        return [self._of(frame) for frame in frames if frame is not None]
-
-    def _of(self, frame: Any) -> Checkpoint:
-        checkpoint = self._by_frame.get(id(frame))
-        if checkpoint is None:
-            checkpoint = self._by_frame[id(frame)] = Checkpoint(frame)
-        return checkpoint
 
 
 def times_again(place: Place, reached: Collection[Checkpoint]) -> int:

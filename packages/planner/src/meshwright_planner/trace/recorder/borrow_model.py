@@ -1,4 +1,8 @@
-"""Run a model once on substituted tensors, and restore it."""
+"""Run a model once on substituted tensors, and restore it: its modules' attributes, and the random generators.
+
+A run may register hooks, replace layers, or append to lists of modules. Only one rank plans. A change that its recording left
+would exist on that rank only, and the ranks would run different programs.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import contextlib
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator
+import types
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright_dtensor.dispatch.module_to import KeptApply
 from meshwright_planner import _torch
-from meshwright_planner.trace.recorder.module_state import ModuleState
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -66,19 +74,72 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _generators() -> Iterator[None]:
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    state = torch.get_rng_state()
-    cuda = (
-        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    )
+    restore = [
+        partial(random.setstate, random.getstate()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        restore.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        restore.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     try:
         yield
     finally:
-        random.setstate(python)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-        torch.set_rng_state(state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        for put_back in restore:
+            put_back()
+
+
+_TABLES = (dict, OrderedDict, defaultdict, Counter)
+_ROWS = (list, set, deque)
+_LEFT = (
+    torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, *weakref.ProxyTypes
+)  # fmt: skip
+
+
+class ModuleState:
+    """The attributes of modules and their contents: tables of hooks and children, and nested lists, dicts and sets.
+
+    Included are attributes of other Python objects that a module holds (a loss tracker, a cache, a configuration), but not of
+    objects inside those. Not included are tensor data, memory owned by C++, and attributes of classes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._saved: dict[int, tuple[Any, Any]] = {}
+        """id -> (container, copy of its contents); both stay alive, so that ids stay unique."""
+        for module in modules:
+            self._note(vars(module), True)
+
+    def put_back(self) -> None:
+        """Restore the contents of every container, with the same objects."""
+        for container, held in self._saved.values():
+            if not _same(container, held):
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(held)
+
+    def _note(self, value: Any, objects: bool) -> None:
+        """Save the contents of `value`, recursively; `objects`: also attributes of objects in it."""
+        kind = type(value)
+        if id(value) in self._saved:
+            return
+        if kind in _TABLES:
+            inner: Iterable[Any] = value.values()
+            self._saved[id(value)] = (value, dict(value))
+        elif kind in _ROWS:
+            inner = value
+            self._saved[id(value)] = (value, list(value))
+        elif kind is tuple:
+            inner = value
+        elif objects and not issubclass(kind, _LEFT) and type(getattr(value, "__dict__", None)) is dict:
+            self._note(value.__dict__, False)
+            return
+        else:
+            return
+        for item in inner:
+            self._note(item, objects)
+
+
+def _same(container: Any, held: Any) -> bool:
+    """Whether both hold the same objects in the same order."""
+    if len(container) != len(held) or any(a is not b for a, b in zip(container, held)):
+        return False
+    return not isinstance(held, dict) or all(a is b for a, b in zip(container.values(), held.values()))

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from meshwright_dtensor.trace.graph import Recorder, leaves
 from meshwright_planner import _torch
 from meshwright_planner.trace.batch import Batch, check_signature
 from meshwright_planner.trace.recorder.borrow_model import borrowed
-from meshwright_planner.trace.recorder.replay_blocks import BlocksDifferError, replay_blocks
+from meshwright_planner.trace.recorder.replay_blocks import BlockReplayer, BlocksDifferError
 from meshwright_planner.trace.recorder.saved_tensors import saved_and_dropped
 from meshwright_planner.trace.recorder.storage_recorder import REAL_ELEMENTS, StorageRecorder
 from meshwright_planner.trace.tape import ModuleInfo, Tape, finish
@@ -91,22 +92,13 @@ def record(
     try:
         try:
             tape = _run_mixed(model, batch, composites, dtype, cache, replay=True)
-        except (
-            UsageError,
-            BlocksDifferError,
+        except (UsageError, BlocksDifferError):
             # blocks that depend on each other's side effects: run them all
-        ):
             tape = _run_mixed(model, batch, composites, dtype, cache, replay=False)
     except _torch.DATA_DEPENDENT as error:
         tape = _run_real(model, batch, composites, error, dtype)
     tape.seconds = time.perf_counter() - start
     return tape
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = (t.device for t in model.parameters())
-    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
-    return device
 
 
 def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
@@ -123,7 +115,9 @@ def _run_mixed(
     cache: RecordingCache,
     replay: bool,
 ) -> Tape:
-    mode, device, computed = cache.mode, _device_of(model), _dtypes(model, dtype)
+    mode, computed = cache.mode, _dtypes(model, dtype)
+    devices = (parameter.device for parameter in model.parameters())
+    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if _is_readable(tensor):
@@ -137,11 +131,8 @@ def _run_mixed(
         cached = cache.parameters.get(id(tensor))
         if cached is None or cached[0] is not tensor:
             new = fake(tensor)
-            if _torch.is_fake(new):
-                new = _torch.as_parameter(new, tensor.requires_grad)
-            else:
-                new = nn.Parameter(new, tensor.requires_grad)
-            cached = cache.parameters[id(tensor)] = tensor, new
+            parameter = _torch.as_parameter if _torch.is_fake(new) else nn.Parameter
+            cached = cache.parameters[id(tensor)] = tensor, parameter(new, tensor.requires_grad)
         return cached[1]
 
     def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +145,7 @@ def _run_mixed(
 
     with borrowed(model, fake_once):
         recorder = StorageRecorder(composites, mode)
-        blocks = replay_blocks(model, recorder, cache.trusted) if replay else None
+        blocks = BlockReplayer(model, recorder, cache.trusted) if replay else None
         tape = _watch(model, batch.map(given), recorder)
     if not recorder.checkpoints.alike():
         raise BlocksDifferError("a checkpoint")
@@ -192,15 +183,12 @@ def _run_real(
     generator, computed = torch.Generator().manual_seed(0), _dtypes(model, dtype)
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
-        return made(tensor).to(computed(tensor))
-
-    def made(tensor: torch.Tensor) -> torch.Tensor:
         if not _is_unreal(tensor):
-            return tensor.detach().clone() if not isinstance(tensor, nn.Parameter) else tensor.detach()
-        new = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if tensor.is_floating_point():
-            return new.normal_(std=0.02, generator=generator)
-        return new.zero_()
+            new = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+        else:
+            new = torch.empty(tensor.shape, dtype=tensor.dtype)
+            new = new.normal_(std=0.02, generator=generator) if tensor.is_floating_point() else new.zero_()
+        return new.to(computed(tensor))
 
     with borrowed(model, real):
         given = batch.map(lambda name, t: real(t).requires_grad_(t.requires_grad))
@@ -221,19 +209,14 @@ def _watch(model: nn.Module, batch: Batch, recorder: StorageRecorder) -> Tape:
     calls: set[tuple[str, str]] = set()
     marks: list[tuple[str, dict[str, State]]] = []
     noted = observe_marks(lambda mark: marks.append((recorder.frames[-1].module, mark)))
-    with (
-        torch.enable_grad(),
-        _module_frames(model, recorder, calls),
-        noted,
-        recorder.checkpoints.watched(recorder.pack),
-    ):
-        with recorder:
-            try:
-                out = model(*batch.args, **batch.kwargs)
-            except Exception as error:
-                if isinstance(error, (MeshwrightError, BlocksDifferError, *_torch.DATA_DEPENDENT)):
-                    raise
-                raise NoRunError(f"{type(model).__name__} raised {_line(error)}") from error
+    saves = recorder.checkpoints.watched(recorder.pack)
+    with torch.enable_grad(), _module_frames(model, recorder, calls), noted, saves, recorder:
+        try:
+            out = model(*batch.args, **batch.kwargs)
+        except Exception as error:
+            if isinstance(error, (MeshwrightError, BlocksDifferError, *_torch.DATA_DEPENDENT)):
+                raise
+            raise NoRunError(f"{type(model).__name__} raised {_line(error)}") from error
     results, scalar = _results(out)
     if not results:
         raise UsageError(
@@ -257,9 +240,8 @@ def _watch(model: nn.Module, batch: Batch, recorder: StorageRecorder) -> Tape:
         calls=_with_copies(calls, recorder.copied),
     )
     recorder.find_functions()
-    kept = finish(
-        tape, recorder.notes, recorder.roots, [recorder.ref(t).i for t in results if t.requires_grad]
-    )
+    asking = [recorder.ref(t).i for t in results if t.requires_grad]
+    kept = finish(tape, recorder.notes, recorder.roots, asking)
     tape.saved, tape.dropped = saved_and_dropped(recorder, kept, tape)
     return tape
 
@@ -295,17 +277,13 @@ def _with_copies(calls: Iterable[tuple[str, str]], copied: Mapping[str, str]) ->
     def add(caller: str, called: str) -> None:
         if (caller, called) not in all_calls:
             all_calls.add((caller, called))
-            parts = caller.split(".")
-            for end in range(1, len(parts) + 1):
-                inside[".".join(parts[:end])].append((caller, called))
+            for name in accumulate(caller.split("."), "{}.{}".format):
+                inside[name].append((caller, called))
 
     for call in calls:
         add(*call)
-    for (
-        name,
-        original,
-        # in order of recording: the original may contain copies
-    ) in copied.items():
+    # in order of recording: the original may contain copies
+    for name, original in copied.items():
         for caller, called in list(inside[original]):
             if called.startswith(f"{original}."):
                 add(name + caller[len(original) :], name + called[len(original) :])
@@ -353,11 +331,8 @@ def _collect(tree: Any, tensors: dict[int, torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
         if tree.is_floating_point():
             tensors[id(tree)] = tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            _collect(value, tensors)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
+    elif isinstance(tree, (Mapping, tuple, list)):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
             _collect(value, tensors)
     elif hasattr(tree, "__dict__") and not isinstance(tree, nn.Module):
         for value in vars(tree).values():

@@ -1,7 +1,14 @@
-"""Repeated blocks of a model: of one class, with equal submodules, sizes and attributes, in one list."""
+"""Repeated blocks of a model: of one class, with equal submodules, sizes and attributes, in one list; and the hooks inside them.
+
+Calls of forward hooks inside a block are recorded, so that the hooks of copied blocks can be called with their own tensors.
+transformers collects outputs by such hooks (router logits, attentions), and a loss on them needs those of every block.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +16,8 @@ from torch import nn
 
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_planner import _torch
+from meshwright_planner._torch import pytree
+from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 
 MIN_MEMBERS = 3
 """Fewest members of a family: the first two and the last always run."""
@@ -68,3 +77,86 @@ def _attribute(key: str, value: Any) -> Any:
     if isinstance(value, (tuple, list)) and all(isinstance(x, _SIMPLE) for x in value):
         return tuple(value)
     return id(value)
+
+
+@dataclass(frozen=True)
+class HookCall:
+    """One call of a hook.
+
+    Args:
+        module: name of the module below the block.
+        place: number of the hook on that module.
+        leaves, spec: the module's arguments and its output.
+    """
+
+    module: str
+    place: int
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that the hook gets."""
+        return [x for x in self.leaves if isinstance(x, torch.Tensor)]
+
+
+@dataclass
+class HookCalls:
+    """The hook calls of one run, in order.
+
+    Args:
+        passive: no hook computed anything or changed its module's output.
+    """
+
+    seen: list[HookCall] = field(default_factory=list)
+    passive: bool = True
+
+
+@contextlib.contextmanager
+def recorded_hooks(block: nn.Module, recorder: StorageRecorder) -> Iterator[HookCalls]:
+    """Inside, the calls of hooks below `block` are recorded."""
+    hook_calls = HookCalls()
+    tables = [(name, _torch.forward_hooks(m)) for name, m in block.named_modules() if name]
+    before = [dict(table) for _, table in tables]
+    for name, table in tables:
+        for place, (key, hook) in enumerate(table.items()):
+            table[key] = _noting(hook_calls, recorder, name, place, hook)
+    wrapped = [list(table) for _, table in tables]
+    try:
+        yield hook_calls
+    finally:
+        for (_, table), keys, hooks in zip(tables, wrapped, before):
+            # else hooks were added or removed during the run
+            hook_calls.passive &= list(table) == keys
+            table.update((key, hook) for key, hook in hooks.items() if key in table)
+
+
+def _noting(
+    hook_calls: HookCalls, recorder: StorageRecorder, name: str, place: int, hook: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(module: nn.Module, args: Any, output: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, output))
+        hook_calls.seen.append(HookCall(name, place, tuple(leaves), spec))
+        before = recorder.extent()
+        result = hook(module, args, output)
+        hook_calls.passive &= result is None and recorder.extent() == before
+        return result
+
+    return run
+
+
+def replay_hooks(
+    hook_calls: list[HookCall],
+    block: nn.Module,
+    recorder: StorageRecorder,
+    fake_copy: Callable[[torch.Tensor], torch.Tensor],
+) -> bool:
+    """Call the hooks of a copied block with fake copies of the recorded tensors; returns whether they were passive."""
+    for hook_call in hook_calls:
+        module = block.get_submodule(hook_call.module)
+        hook = list(_torch.forward_hooks(module).values())[hook_call.place]
+        leaves = [fake_copy(x) if isinstance(x, torch.Tensor) else x for x in hook_call.leaves]
+        args, output = pytree.tree_unflatten(leaves, hook_call.spec)
+        before = recorder.extent()
+        if hook(module, args, output) is not None or recorder.extent() != before:
+            return False
+    return True

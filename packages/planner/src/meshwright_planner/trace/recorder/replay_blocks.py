@@ -9,7 +9,8 @@ A family that was verified once is trusted in recordings of other sizes: there o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from torch import nn
 from meshwright_dtensor.trace.graph import Call, Node, Ref
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
-from meshwright_planner.trace.recorder.hook_views import HookCall, recorded_hooks, replay_hooks
-from meshwright_planner.trace.recorder.repeated_blocks import families
+from meshwright_planner.trace.recorder.repeated_blocks import HookCall, families, recorded_hooks, replay_hooks
 from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 from meshwright_planner.trace.user_checkpoints import Checkpoint
 
@@ -69,18 +69,12 @@ class Copy:
     value: Callable[[int], int]
 
 
-def replay_blocks(
-    model: nn.Module, recorder: StorageRecorder, trusted: Collection[str] = ()
-) -> BlockReplayer:
-    """Replace the forwards of a model's repeated blocks; the model is `borrowed`, which restores them.
-
-    `trusted`: families, by the name of their first block, that an earlier recording verified.
-    """
-    return BlockReplayer(model, recorder, trusted)
-
-
 class BlockReplayer:
-    """Replaces the forwards of a model's repeated blocks during a recording."""
+    """Replaces the forwards of a model's repeated blocks during a recording; the model is `borrowed`, which restores them.
+
+    Args:
+        trusted: families, by the name of their first block, that an earlier recording verified.
+    """
 
     def __init__(self, model: nn.Module, recorder: StorageRecorder, trusted: Collection[str]) -> None:
         self.recorder, self._trusted = recorder, frozenset(trusted)
@@ -116,27 +110,21 @@ class BlockReplayer:
             tensors, shape = given
             # recomputation in a checkpoint depends on what ran in it before
             around = self.recorder.checkpoints.open()
-            begun = tuple(
-                (id(checkpoint), checkpoint.nodes) if checkpoint.nodes else None for checkpoint in around
-            )
+            begun = tuple((id(c), c.nodes) if c.nodes else None for c in around)
             key = (shape, hooks, torch.is_grad_enabled(), begun)
             runs = self._runs.setdefault((family, key), [])
             if family in self._trusted and runs and runs[0] is not None:
                 return self._replay(runs[0], name, module, tensors)
-            trusted = (
-                len(runs) > 1
-                and runs[0] is not None
-                and runs[1] is not None
-                and runs[0].signature == runs[1].signature
-            )
-            if trusted and not last:
-                assert runs[1] is not None
-                return self._replay(runs[1], name, module, tensors)
-            done = self._run(name, module, tensors, lambda: forward(*args, **kwargs))
-            if trusted and (done[0] is None or runs[1] is None or done[0].signature != runs[1].signature):
+            first, second = (*runs[:2], None, None)[:2]
+            # the second of two runs that did the same
+            source = second if first and second and first.signature == second.signature else None
+            if source is not None and not last:
+                return self._replay(source, name, module, tensors)
+            done, out = self._run(name, module, tensors, lambda: forward(*args, **kwargs))
+            if source is not None and (done is None or done.signature != source.signature):
                 raise BlocksDifferError(name)
-            runs.append(done[0])
-            return done[1]
+            runs.append(done)
+            return out
 
         return run
 
@@ -165,9 +153,8 @@ class BlockReplayer:
         return tensors, (str(spec), tuple(entries))
 
     def _own_values(self, module: nn.Module) -> dict[str, int]:
-        named = (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
+        named = chain(
+            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         )
         return {name: self.recorder.ref(tensor).i for name, tensor in named}
 
@@ -185,26 +172,17 @@ class BlockReplayer:
         if [recorder.ref(t).i for t in tensors] != inputs or self._own_values(module) != own_values:
             # an input, parameter or buffer was written to
             return None, out
-        if not hook_calls.passive or any(
-            self._is_unknown(t, own_values) for s in hook_calls.seen for t in s.tensors()
-        ):
-            return None, out
+        own = set(own_values.values())
+        for tensor in (t for seen in hook_calls.seen for t in seen.tensors()):
+            index = recorder.index_of(tensor)
+            # it has no counterpart in a copied block
+            if index is None or index in own or not _torch.is_fake(tensor):
+                return None, out
         outputs = self._outputs(out, tensors, values[0])
-        if outputs is None:
+        if outputs is None or not hook_calls.passive:
             return None, out
-        run = _BlockRun(
-            name,
-            nodes,
-            values,
-            packed,
-            inputs,
-            roots,
-            own_values,
-            *outputs,
-            around,
-            hook_calls.seen,
-            None,
-        )
+        parts = (name, nodes, values, packed, inputs, roots, own_values, *outputs, around, hook_calls.seen)
+        run = _BlockRun(*parts, signature=None)
         run.signature = self._signature_of(run)
         return (None if run.signature is None else run), out
 
@@ -235,11 +213,6 @@ class BlockReplayer:
             storages.append(list(recorder.storage_of(x, [])))
         return outputs, spec, storages
 
-    def _is_unknown(self, tensor: torch.Tensor, own_values: Mapping[str, int]) -> bool:
-        """Whether this tensor has no counterpart in a copied block."""
-        index = self.recorder.index_of(tensor)
-        return index is None or index in own_values.values() or not _torch.is_fake(tensor)
-
     def _signature_of(self, run: _BlockRun) -> Any:
         """The recording of a block in a form that is equal for blocks that do the same; None if it cannot be replayed."""
         own_values = {i: name for name, i in run.own_values.items()}
@@ -248,40 +221,33 @@ class BlockReplayer:
         def label(i: int) -> Any:
             if i >= run.values[0]:
                 return i - run.values[0]
-            return (
-                ("own", own_values[i])
-                if i in own_values
-                else ("input", given[i])
-                if i in given
-                else ("outside", i)
-            )
+            if i in own_values:
+                return "own", own_values[i]
+            return ("input", given[i]) if i in given else ("outside", i)
 
         entries: list[Any] = []
         for node in self.recorder.nodes[slice(*run.nodes)]:
             if node.mutates and any(r.i < run.values[0] for r in node.ins[:1]):
                 return None
-            call = node.call and (
-                _below(node.call.module, run.module),
-                node.call.function,
-                node.call.occurrence,
-            )
+            call = node.call and replace(node.call, module=_renamed(node.call.module, run.module, ""))
             tensors = tuple(label(r.i) for r in (*node.ins, *node.outs))
             rest = repr(_mapped((node.args, node.kwargs), lambda i: 0))
-            entries.append((node.name, _below(node.module, run.module), call, tensors, rest, node.flops))
+            module = _renamed(node.module, run.module, "")
+            entries.append((node.name, module, call, tensors, rest, node.flops))
         values = [(v.shape, v.dtype, v.requires_grad) for v in self.recorder.values[slice(*run.values)]]
-        outputs = [x if not _is_output(x) else (x[0], x[0] is None and self.recorder.ref(x[1]).i - run.values[0])
-                   for x in run.outputs]  # fmt: skip
-        sights = [
-            (s.module, s.place, str(s.spec), [label(self.recorder.ref(t).i) for t in s.tensors()])
-            for s in run.hook_calls
+        ref = self.recorder.ref
+        outputs = [
+            (x[0], x[0] is None and ref(x[1]).i - run.values[0])
+            if _is_output(x)
+            else x
+            if isinstance(x, (tuple, int, str))
+            else id(x)
+            for x in run.outputs
         ]
-        return (
-            entries,
-            values,
-            sights,
-            str(run.spec),
-            [x if isinstance(x, (tuple, int, str)) else id(x) for x in outputs],
-        )
+        hooks = [
+            (s.module, s.place, str(s.spec), [label(ref(t).i) for t in s.tensors()]) for s in run.hook_calls
+        ]
+        return entries, values, hooks, str(run.spec), outputs
 
     def _replay(self, run: _BlockRun, name: str, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
         """Copy the recording `run` for module `name`."""
@@ -293,8 +259,8 @@ class BlockReplayer:
             table.setdefault(root, recorder.storage_of(tensor, [now])[0])
         own_values = self._own_values(module)
         table.update((i, own_values[key]) for key, i in run.own_values.items())
-        start, shift = len(recorder.nodes), len(recorder.values) - run.values[0]
         low = run.values[0]
+        start, shift = len(recorder.nodes), len(recorder.values) - low
 
         def value(i: int) -> int:
             return i + shift if i >= low else table.get(i, i)
@@ -336,21 +302,16 @@ def _is_output(x: Any) -> bool:
 
 
 def _copied(node: Node, value: Callable[[int], int], old: str, new: str) -> Node:
-    call = node.call
+    call, args, kwargs = node.call, _mapped(node.args, value), _mapped(node.kwargs, value)
     if call is not None:
         call = Call(_renamed(call.module, old, new), call.function, call.occurrence)
-    return Node(
-        node.op,
-        node.name,
-        _mapped(node.args, value),
-        _mapped(node.kwargs, value),
-        [Ref(value(r.i)) for r in node.ins],
-        [Ref(value(r.i)) for r in node.outs],
+    ins, outs = ([Ref(value(r.i)) for r in refs] for refs in (node.ins, node.outs))
+    module, inputs = (
         _renamed(node.module, old, new),
-        call,
-        node.flops,
-        node.mutates,
-        tuple(None if i is None else value(i) for i in node.call_inputs),
+        (None if i is None else value(i) for i in node.call_inputs),
+    )
+    return Node(
+        node.op, node.name, args, kwargs, ins, outs, module, call, node.flops, node.mutates, tuple(inputs)
     )
 
 
@@ -367,7 +328,3 @@ def _mapped(tree: Any, value: Callable[[int], int]) -> Any:
 
 def _renamed(name: str, old: str, new: str) -> str:
     return new + name[len(old) :] if name == old or name.startswith(f"{old}.") else name
-
-
-def _below(name: str, module: str) -> str:
-    return _renamed(name, module, "")

@@ -51,7 +51,11 @@ def _saved(recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> It
             continue
         # the overwritten tensor is saved before it
         writer = item.node if is_output else item.node + 1
-        if writer in kept and _was_copied(recorder, writer):
+        if writer not in kept or not recorder.nodes[writer].mutates:
+            continue
+        copy, written = recorder.nodes[writer - 1 : writer + 1]
+        # autograd saves a copy of the tensor (`mul_`)
+        if copy.op is torch.ops.aten.clone.default and copy.ins[0] == written.ins[0]:
             later = kept[writer]
             item = item._replace(root=None, value=None) if is_output else item
             yield item._replace(node=later, output=is_output, by=later), again
@@ -71,17 +75,6 @@ def _kept_by_policies(recorder: StorageRecorder, kept: Mapping[int, int], tape: 
             # inside a composite
             if not recorder.storage_of(tensor, []):
                 yield Saved(index, None, None, True, tensor.numel() * tensor.element_size(), index)
-
-
-def _was_copied(recorder: StorageRecorder, index: int) -> bool:
-    """Whether the node before copied the tensor that this one overwrites, because autograd saves it (`mul_`)."""
-    copy, written = recorder.nodes[index - 1], recorder.nodes[index] if index < len(recorder.nodes) else None
-    return (
-        written is not None
-        and written.mutates
-        and copy.op is torch.ops.aten.clone.default
-        and copy.ins[0] == written.ins[0]
-    )
 
 
 def _entries(

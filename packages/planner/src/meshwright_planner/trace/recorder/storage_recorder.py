@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,22 +40,17 @@ class StorageRecorder(Recorder):
         last node still runs, whether a checkpoint drops the tensor)."""
         self.notes: list[Note] = []
         """Per node, how it was run."""
-        self.checkpoints = Checkpoints(lambda tensor: self._pack(tensor, True))
+        self.checkpoints = Checkpoints(lambda tensor: self.pack(tensor, True))
         # the place of the last operation
         self._place: Place = ()
         super().__init__(composites)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor, is_dropped: bool = False) -> torch.Tensor:
         """Note that autograd saves a tensor: a hook of torch.autograd.graph.saved_tensors_hooks."""
-        self._pack(tensor, False)
-        return tensor
-
-    def _pack(self, tensor: torch.Tensor, is_dropped: bool) -> None:
         inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
-        count = len(self.nodes)
-        self.packed.append(
-            (count if is_dropped else self.checkpoints.keeper(count), tensor, inside, is_dropped)
-        )
+        count = len(self.nodes) if is_dropped else self.checkpoints.keeper(len(self.nodes))
+        self.packed.append((count, tensor, inside, is_dropped))
+        return tensor
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Recorder.on_function."""
@@ -62,20 +58,14 @@ class StorageRecorder(Recorder):
         self.checkpoints.open()
         return super().on_function(func, args, kwargs)
 
-    def _begins(self, func: Any) -> None:
-        """An operation begins. In a composite the last product counts: policies of checkpoints save products."""
-        place = self.checkpoints.place(func)
-        if place and self._silent and not is_product(func):
-            place = tuple(
-                spot._replace(op=was.op, number=was.number) for spot, was in zip(place, self._place)
-            )
-        self._place = place
-
     def added(self, tensors: list[torch.Tensor]) -> None:
         """See Recorder.added."""
-        self.notes.append(Note(torch.is_grad_enabled(), _torch.gradient_kinds(tensors), self._place))
-        for spot in self._place:
-            spot.checkpoint.add(len(self.notes) - 1)
+        self._add_note(Note(torch.is_grad_enabled(), _torch.gradient_kinds(tensors), self._place))
+
+    def _add_note(self, note: Note) -> None:
+        for spot in note.place:
+            spot.checkpoint.add(len(self.notes))
+        self.notes.append(note)
 
     def copy_notes(self, nodes: tuple[int, int], around: Sequence[Checkpoint]) -> None:
         """Repeat the notes of a range of nodes for a copied block; `around`: the checkpoints that the original ran in."""
@@ -86,9 +76,7 @@ class StorageRecorder(Recorder):
         here = self.checkpoints.again(around)
         for note in notes:
             place = tuple(spot._replace(checkpoint=here(spot.checkpoint)) for spot in note.place)
-            self.notes.append(Note(note.enabled, note.requires, place, note))
-            for spot in place:
-                spot.checkpoint.add(len(self.notes) - 1)
+            self._add_note(Note(note.enabled, note.requires, place, note))
 
     def find_functions(self) -> None:
         """Note which inputs of autograd.Functions receive gradients, after the run."""
@@ -132,12 +120,8 @@ class StorageRecorder(Recorder):
         """A new fake tensor with the geometry of `like`, as value `index`, whose storage is that of `storage`."""
         self._silent += 1
         try:
-            device = like.device
-            new = (
-                _torch.computed(lambda: _torch.fake_like(self.fake, like, device))
-                if like.requires_grad
-                else _torch.fake_like(self.fake, like, device)
-            )
+            make = partial(_torch.fake_like, self.fake, like, like.device)
+            new = _torch.computed(make) if like.requires_grad else make()
         finally:
             self._silent -= 1
         self._bind(new, index)
@@ -154,20 +138,29 @@ class StorageRecorder(Recorder):
         if func is DEVICE:
             return func(*args)
         kwargs = kwargs or {}
-        self._begins(func)
+        place = self.checkpoints.place(func)
+        if place and self._silent and not is_product(func):
+            # in a composite the last product counts: policies of checkpoints save products
+            spots = zip(place, self._place)
+            place = tuple(spot._replace(op=was.op, number=was.number) for spot, was in spots)
+        self._place = place
         if self.fake is not None and _result_elements(func, args, kwargs) > self._real_elements:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             with self.fake:
                 return super().__torch_dispatch__(func, types, args, kwargs)
         if self.fake is not None:
             tensors = leaves((args, kwargs), torch.Tensor)
-            written = {id(t) for t in tensors if _has_gradient(t)}
+            # real tensors require a gradient because fake tensors were written to them
+            written = {id(t) for t in tensors if t.requires_grad and not _torch.is_fake(t)}
             if func._schema.is_mutable and not _torch.is_fake(args[0]) and any(map(_torch.is_fake, tensors)):
                 written.add(id(args[0]))
             if written:
-                args, kwargs = pytree.tree_map_only(
-                    torch.Tensor, lambda t: self._known(t) if id(t) in written else t, (args, kwargs)
-                )
+
+                def change(t: torch.Tensor) -> torch.Tensor:
+                    """The same value in the same storage, fake where it is written."""
+                    return self.fake_copy(t, self.ref(t).i, self.storage_of(t, [])) if id(t) in written else t
+
+                args, kwargs = pytree.tree_map_only(torch.Tensor, change, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def composed(
@@ -190,14 +183,8 @@ class StorageRecorder(Recorder):
         """See Recorder.compute."""
         out = None if self.fake is None else _torch.meta_result(self.fake, func, args, kwargs)
         out = super().compute(func, args, kwargs) if out is None else out
-        if self.fake is not None and rnn_workspace.is_layer(func) and _torch.is_fake(args[0]):
-            return self._with_workspace(out, args)
-        return out
-
-    def _with_workspace(
-        self, out: tuple[torch.Tensor, ...], args: tuple[Any, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        """The results of a recurrent layer, with a workspace of the size that it has on a CPU."""
+        if self.fake is None or not rnn_workspace.is_layer(func) or not _torch.is_fake(args[0]):
+            return out
         x, *weights, hidden = *args[:5], args[10]
         place = rnn_workspace.WORKSPACE
         if out[place].numel() or x.device.type != "cpu":
@@ -206,10 +193,6 @@ class StorageRecorder(Recorder):
         with self.fake:
             kept = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
         return (*out[:place], kept, *out[place + 1 :])
-
-    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake copy of a real tensor, as the same value in the same storage."""
-        return self.fake_copy(tensor, self.ref(tensor).i, self.storage_of(tensor, []))
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_fake(tensor):
@@ -221,17 +204,12 @@ class StorageRecorder(Recorder):
         return fake
 
 
-def _has_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a real tensor requires a gradient, because a fake tensor was written to it."""
-    return tensor.requires_grad and not _torch.is_fake(tensor)
-
-
 def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """An estimate of the elements of a result: of the broadcast inputs, or of a size among the arguments."""
     if any(map(_torch.is_fake, args)):
         return 0
     tensors = leaves((args, kwargs), torch.Tensor)
-    if any(_torch.is_fake(t) for t in tensors):
+    if any(map(_torch.is_fake, tensors)):
         return 0
     shape: list[int] = []
     for size in (t.shape for t in tensors):
