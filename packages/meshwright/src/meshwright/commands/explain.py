@@ -52,6 +52,7 @@ NOT_CHECKED = "not checked against a model: give --model to check names, shapes 
 @click.pass_obj
 def command(
     state: State,
+    /,
     plan: Path,
     other: Path | None,
     world_size: int | None,
@@ -63,14 +64,12 @@ def command(
     model: str | None,
     batch_size: int | None,
     sequence_length: int | None,
-    optimizer: str | None,
-    memory_limit: str | None,
     cluster: str | None,
-    cost_model: str | None,
     as_json: bool,
+    # --optimizer, --memory-limit, --cost-model
+    **plan_again: str | None,
 ) -> None:
     """Say what a plan does and why; with --model, check that it fits. Neither takes any memory."""
-    plan_again = {"optimizer": optimizer, "memory_limit": memory_limit, "cost_model": cost_model}
     check_needs(
         "--model", model is not None, {"--batch-size": batch_size, "--sequence-length": sequence_length}
     )

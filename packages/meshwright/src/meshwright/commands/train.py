@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -34,24 +35,17 @@ MODELS = ("gpt2", "llama", "bert", "vit")
 @click.pass_obj
 def command(
     state: State,
+    /,
     model: str,
-    steps: int,
     world_size: int | None,
     dp: int | None,
     cp: int | None,
     tp: int | None,
-    zero: int | None,
-    zero_degree: int | None,
-    precision: str | None,
     plan: Path | None,
-    text: Path | None,
-    batch_size: int,
     sequence_length: int | None,
-    optimizer: str,
-    learning_rate: float | None,
-    seed: int,
     out: Path,
     as_json: bool,
+    **settings: Any,
 ) -> int:
     """Train an unmodified model in parallel and on one device, and compare the loss of every step.
 
@@ -75,21 +69,8 @@ def command(
 
     check_tokens(model, sequence_length)
     degrees = {axis: degree for axis, degree in (("dp", dp), ("cp", cp), ("tp", tp)) if degree is not None}
-    options = Options(
-        model=model,
-        steps=steps,
-        degrees=degrees,
-        zero=zero,
-        zero_degree=zero_degree,
-        precision=precision,
-        text=text,
-        plan=plan,
-        batch_size=batch_size,
-        sequence_length=TOKENS if sequence_length is None else sequence_length,
-        seed=seed,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-    )
+    tokens = TOKENS if sequence_length is None else sequence_length
+    options = Options(model=model, degrees=degrees, plan=plan, sequence_length=tokens, **settings)
     report = Report(out, as_json) if ranks.rank() == 0 else None
     try:
         outcome = run(options, report)

@@ -233,7 +233,7 @@ def _busy(load: Workload, outcome: Outcome) -> Iterable[Busy]:
             seconds[span.kind] += span.seconds
         # a rank that is done waits for the last
         seconds["wait"] += outcome.seconds - outcome.ends[actor]
-        yield Busy(tuple(load.ranks(actor)), load.standing_for(actor), seconds)
+        yield Busy(tuple(load.ranks(actor)), load.replicas.representatives[actor[0]], seconds)
 
 
 def _waits(spans: Sequence[Span]) -> dict[str, dict[Any, float]]:
@@ -255,7 +255,7 @@ def _waiting(load: Workload, outcome: Outcome, sound_load: Workload, sound: Outc
             if more > NOTICEABLE * outcome.seconds:
                 who: tuple[Place, int] = max(seconds_for, key=lambda a: (seconds_for[a], a))
                 ranks, culprits = tuple(load.ranks(actor)), tuple(load.ranks(who))
-                waits.append(Waiting(ranks, load.standing_for(actor), culprits, why, more))
+                waits.append(Waiting(ranks, load.replicas.representatives[place], culprits, why, more))
     return sorted(waits, key=lambda w: (-w.seconds, w.who))
 
 

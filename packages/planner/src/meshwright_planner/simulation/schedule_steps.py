@@ -1,9 +1,13 @@
-"""The order in which each rank of a pipeline runs its forwards and backwards, and the messages between stages."""
+"""The order in which each rank of a pipeline runs its forwards and backwards, and the messages between stages.
+
+Each forward and backward is cut where collectives between replicas are joined.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from meshwright_dtensor.errors import UsageError
@@ -11,6 +15,10 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Action, ForwardsFirst, Schedule, Shape
+from meshwright_planner.simulation.events import JoinCollective, Operation, WaitCollectives, Work
+
+SHARED = "zero"
+"""The axis whose ranks share parameters."""
 
 PARTS: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5})
 """Kind of action -> its part of a whole forward or backward pass."""
@@ -87,3 +95,113 @@ def _step(action: Action, schedule: Schedule, shape: Shape, parts: Mapping[str, 
         gives=(message, after, microbatch) if sends else None,
         local=sends and schedule.owner(after, shape) == schedule.owner(stage, shape),
     )
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """The all-gathers of parameters of one rank in a training step.
+
+    Args:
+        blocks: phase -> all-gathers of parameters in repeated blocks, in order, of all passes.
+        outside: all-gathers of the other parameters, in forward passes.
+        steps: of the rank.
+        last: the last stage.
+        every_pass: every pass gathers (ZeRO 3), not only the first of a stage.
+    """
+
+    blocks: Mapping[str, Sequence[JoinCollective]]
+    outside: Sequence[JoinCollective]
+    steps: Sequence[Step]
+    last: int
+    every_pass: bool
+
+    @cached_property
+    def _passes(self) -> dict[str, list[int]]:
+        """Phase -> the steps that gather."""
+        passes: dict[str, list[int]] = {}
+        for phase, kinds in (("forward", "F"), ("backward", "BI")):
+            indices = [i for i, step in enumerate(self.steps) if step.kind in kinds]
+            first = {self.steps[i].stage: i for i in reversed(indices)}
+            passes[phase] = indices if self.every_pass else sorted(first.values())
+        return passes
+
+    def of(self, index: int) -> list[tuple[float, JoinCollective]]:
+        """The all-gathers of one step, in order, each with its weight in the compute that follows it.
+
+        Parameters before the blocks have weight 0.
+        """
+        step = self.steps[index]
+        phase = "forward" if step.kind == "F" else "backward"
+        blocks = [(1.0, join) for join in _share(self.blocks[phase], self._passes[phase], index)]
+        if phase == "backward":
+            return blocks
+        # the embedding is needed before the blocks; a rank without it has the head, after the blocks
+        stage = 0 if any(step.stage == 0 for step in self.steps) else self.last
+        indices = [i for i in self._passes[phase] if self.steps[i].stage == stage]
+        outside = _share(self.outside, indices, index)
+        if stage == 0:
+            return [*((0.0, join) for join in outside), *blocks]
+        return [*blocks, *((1.0, join) for join in outside)]
+
+
+def _share(joins: Sequence[JoinCollective], steps: Sequence[int], index: int) -> Sequence[JoinCollective]:
+    """The collectives of step `index`, when all are spread evenly over `steps`."""
+    if index not in steps:
+        return ()
+    place, count = steps.index(index), len(steps)
+    return joins[place * len(joins) // count : (place + 1) * len(joins) // count]
+
+
+def wait_for(join: JoinCollective, slowdown: float) -> WaitCollectives:
+    """Wait for a collective and those before it on its stream; `slowdown`: see WaitCollectives."""
+    axis, _, kind = join.stream.partition(":")
+    what = f"the parameters that {axis} shares" if kind == "gather" else f"the sum of gradients over {axis}"
+    return WaitCollectives(join.group, join.stream, what, slowdown)
+
+
+def compute_pass(
+    step: Step,
+    seconds: float,
+    gathers: Sequence[tuple[float, JoinCollective]],
+    sums: Sequence[tuple[float, JoinCollective]],
+    overlaps: bool,
+    slowdown: float,
+) -> list[Operation]:
+    """One forward or backward of so many seconds.
+
+    The next all-gather is joined before the current piece computes, and each piece waits for its own. Sums of gradients are
+    joined as soon as the backward pass has produced the gradients.
+
+    Args:
+        gathers: see Gathers.of.
+        sums: each with the fraction of the pass after which it is joined.
+        overlaps: collectives overlap with compute. Without it a rank waits for each.
+        slowdown: see WaitCollectives.
+    """
+    total, joins = sum(weight for weight, _ in gathers) or 1.0, [join for _, join in gathers]
+    program: list[Operation] = list(joins[:1]) if overlaps else []
+    done, end, remaining = 0.0, 0.0, list(sums)
+
+    def compute_until(fraction: float) -> None:
+        nonlocal done
+        if fraction > done:
+            program.append(Work(seconds * (fraction - done), str(step)))
+            done = fraction
+
+    def add_sum(join: JoinCollective) -> None:
+        program.extend([join] if overlaps else [join, wait_for(join, slowdown)])
+
+    for place, (weight, join) in enumerate(gathers):
+        program += [] if overlaps else [join]
+        program.append(wait_for(join, slowdown))
+        program += joins[place + 1 : place + 2] if overlaps else []
+        end += weight / total
+        while remaining and remaining[0][0] <= end:
+            compute_until(remaining[0][0])
+            add_sum(remaining.pop(0)[1])
+        compute_until(min(1.0, end))
+    for fraction, join in remaining:
+        compute_until(fraction)
+        add_sum(join)
+    compute_until(1.0)
+    return program

@@ -24,8 +24,14 @@ from meshwright_planner.simulation.events import (
 )
 from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
 from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
-from meshwright_planner.simulation.passes import SHARED, Gathers, compute_pass, wait_for
-from meshwright_planner.simulation.schedule_steps import Step, steps_of
+from meshwright_planner.simulation.schedule_steps import (
+    SHARED,
+    Gathers,
+    Step,
+    compute_pass,
+    steps_of,
+    wait_for,
+)
 
 PASSES = ("forward", "backward")
 NOTHING = 1e-9
@@ -126,10 +132,6 @@ class Workload:
     def actors(self) -> list[tuple[Place, int]]:
         """(replica, rank along pp) of every actor; replicas that behave the same are one."""
         return [(place, rank) for place in self.replicas.representatives for rank in range(len(self.steps))]
-
-    def standing_for(self, actor: tuple[Place, int]) -> int:
-        """Number of replicas that an actor represents."""
-        return self.replicas.representatives[actor[0]]
 
     def ranks(self, actor: tuple[Place, int]) -> list[int]:
         """The ranks that an actor represents, of its first replica."""

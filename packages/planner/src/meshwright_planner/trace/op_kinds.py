@@ -20,31 +20,16 @@ ATTENTION = frozenset(
 )
 """Fused attention operations: query, key and value come first."""
 
-_BY_NAME = MappingProxyType(
-    {
-        "embedding": "embedding",
-        "embedding_bag": "embedding",
-        "dropout": "dropout",
-        "native_dropout": "dropout",
-        "bernoulli": "dropout",
-        "cross_entropy": "softmax",
-        "softmax": "softmax",
-        "_softmax": "softmax",
-        "_log_softmax": "softmax",
-        "log_softmax": "softmax",
-        "native_layer_norm": "norm",
-        "layer_norm": "norm",
-        "rms_norm": "norm",
-        "native_group_norm": "norm",
-        "native_batch_norm": "norm",
-        **dict.fromkeys(
-            "gelu silu tanh exp sigmoid pow rsqrt cos sin log erf softplus sqrt".split(), "function"
-        ),
-        **dict.fromkeys("clone copy cat _to_copy constant_pad_nd index gather scatter stack".split(), "copy"),
-        **dict.fromkeys("mean sum amax amin cumsum topk sort var norm".split(), "reduce"),
-    }
-)
-
+_NAMES = {
+    "embedding": "embedding embedding_bag",
+    "dropout": "dropout native_dropout bernoulli",
+    "softmax": "cross_entropy softmax _softmax _log_softmax log_softmax",
+    "norm": "native_layer_norm layer_norm rms_norm native_group_norm native_batch_norm",
+    "function": "gelu silu tanh exp sigmoid pow rsqrt cos sin log erf softplus sqrt",
+    "copy": "clone copy cat _to_copy constant_pad_nd index gather scatter stack",
+    "reduce": "mean sum amax amin cumsum topk sort var norm",
+}
+_BY_NAME = MappingProxyType({name: kind for kind, names in _NAMES.items() for name in names.split()})
 
 HEAD_WIDTHS = (16, 32, 64, 128)
 """Head widths at which attention is measured: narrow heads spend their time on exponentials, not on products."""

@@ -81,13 +81,7 @@ def _attribute(key: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class HookCall:
-    """One call of a hook.
-
-    Args:
-        module: name of the module below the block.
-        place: number of the hook on that module.
-        leaves, spec: the module's arguments and its output.
-    """
+    """One call of a hook: the module below the block, the number of the hook on it, and the flattened arguments and output."""
 
     module: str
     place: int
@@ -101,11 +95,7 @@ class HookCall:
 
 @dataclass
 class HookCalls:
-    """The hook calls of one run, in order.
-
-    Args:
-        passive: no hook computed anything or changed its module's output.
-    """
+    """The hook calls of one run, in order. passive: no hook computed anything or changed its module's output."""
 
     seen: list[HookCall] = field(default_factory=list)
     passive: bool = True
@@ -117,9 +107,21 @@ def recorded_hooks(block: nn.Module, recorder: StorageRecorder) -> Iterator[Hook
     hook_calls = HookCalls()
     tables = [(name, _torch.forward_hooks(m)) for name, m in block.named_modules() if name]
     before = [dict(table) for _, table in tables]
+
+    def noting(name: str, place: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, args: Any, output: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, output))
+            hook_calls.seen.append(HookCall(name, place, tuple(leaves), spec))
+            before = recorder.extent()
+            result = hook(module, args, output)
+            hook_calls.passive &= result is None and recorder.extent() == before
+            return result
+
+        return run
+
     for name, table in tables:
         for place, (key, hook) in enumerate(table.items()):
-            table[key] = _noting(hook_calls, recorder, name, place, hook)
+            table[key] = noting(name, place, hook)
     wrapped = [list(table) for _, table in tables]
     try:
         yield hook_calls
@@ -128,20 +130,6 @@ def recorded_hooks(block: nn.Module, recorder: StorageRecorder) -> Iterator[Hook
             # else hooks were added or removed during the run
             hook_calls.passive &= list(table) == keys
             table.update((key, hook) for key, hook in hooks.items() if key in table)
-
-
-def _noting(
-    hook_calls: HookCalls, recorder: StorageRecorder, name: str, place: int, hook: Callable[..., Any]
-) -> Callable[..., Any]:
-    def run(module: nn.Module, args: Any, output: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, output))
-        hook_calls.seen.append(HookCall(name, place, tuple(leaves), spec))
-        before = recorder.extent()
-        result = hook(module, args, output)
-        hook_calls.passive &= result is None and recorder.extent() == before
-        return result
-
-    return run
 
 
 def replay_hooks(
