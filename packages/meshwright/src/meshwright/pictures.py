@@ -26,11 +26,7 @@ _ACTIONS: Mapping[str, str] = MappingProxyType(
 
 
 def draw_plan(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Path) -> None:
-    """Where the step goes, where memory goes, and the timeline, which needs the cluster.
-
-    Raises:
-        UsageError: nothing is predicted of the plan.
-    """
+    """Where the step goes, where memory goes, and the timeline, which needs the cluster. Raises UsageError."""
     from meshwright_planner.evaluation.candidate import human_seconds
     from meshwright_planner.reports.drawings import timeline
     from meshwright_planner.reports.plan_view import COLOURS, memory_limit, view_of

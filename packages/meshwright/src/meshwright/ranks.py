@@ -38,11 +38,7 @@ def world_size() -> int:
 
 
 def check_world_size(requested: int | None, default: int = 1) -> int:
-    """The world size to run at: that of the job inside one, else what was requested.
-
-    Raises:
-        UsageError: the request is out of range, or differs from the job it was made in.
-    """
+    """The world size to run at: that of the job inside one, else what was requested. Raises UsageError where they differ."""
     if is_rank():
         if requested is not None and requested != world_size():
             raise UsageError(

@@ -18,6 +18,7 @@ from meshwright.commands.options import (
     check_needs,
     file,
     number,
+    option_name,
 )
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
@@ -73,7 +74,7 @@ def command(
     check_needs(
         "--model", model is not None, {"--batch-size": batch_size, "--sequence-length": sequence_length}
     )
-    check_needs("--why-not", bool(why_not), {f"--{k.replace('_', '-')}": v for k, v in plan_again.items()})
+    check_needs("--why-not", bool(why_not), {option_name(k): v for k, v in plan_again.items()})
     writes: dict[str, object] = {"--html": html, "--report": report}
     draws = {**writes, "--png": png, "--schedule": schedule}
     reads: dict[str, object] = {"--model": model, "--cluster": cluster}

@@ -252,11 +252,7 @@ class PlanOptions:
         return [option_name(n) for n, v in self.values.items() if v not in (None, ()) and n != "optimizer"]
 
     def request(self, host: PluginHost, *, world_size: int, top_k: int = 1) -> PlanRequest:
-        """The request to the planner.
-
-        Raises:
-            UsageError: a degree is not valid, or is given twice.
-        """
+        """The request to the planner. Raises UsageError where a degree is not valid, or is given twice."""
         values = {name: value for name, value in self.values.items() if value is not None}
         texts = [*values.pop("degrees", ())]
         texts += [f"{axis}={values.pop(axis)}" for axis in DEGREES if axis in values]
@@ -269,11 +265,7 @@ class PlanOptions:
 
 
 def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
-    """Mesh axis -> degree, from "tp=2".
-
-    Raises:
-        UsageError: not of that form, or no installed strategy works on that axis.
-    """
+    """Mesh axis -> degree, from "tp=2". Raises UsageError for another form, or an axis that no strategy works on."""
     axes = sorted({entry.record.axis for entry in host.strategies().values()})
     degrees: dict[str, int] = {}
     for text in texts:

@@ -30,11 +30,7 @@ class Recipe:
     rows: type[_Rows]
 
     def make(self, sequence_length: int) -> nn.Module:
-        """A new model, initialised from torch's default generator.
-
-        Raises:
-            UsageError: transformers is not installed.
-        """
+        """A new model, initialised from torch's default generator. Raises UsageError without transformers."""
         try:
             transformers = importlib.import_module("transformers")
         except ImportError as error:

@@ -23,16 +23,10 @@ class Report:
         self.out, self.as_json, self.tolerance = out, as_json, 0.0
         # One line of JSON must be the whole of stdout, so the rest moves over.
         self.console = Console(stderr=as_json, highlight=False)
-        self.progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-            # a log has no use for a bar
-            disable=not self.console.is_terminal,
-        )
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        # a log has no use for a bar
+        hidden = not self.console.is_terminal
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=hidden)
 
     def planned(self, plan: Any, outcome: Outcome, options: Options) -> None:
         """Explain the plan and head the table of steps."""

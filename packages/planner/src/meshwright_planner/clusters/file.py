@@ -171,11 +171,7 @@ class ClusterFile(_Part):
 
 
 def _check_nested(levels: Sequence[LinkLevel]) -> None:
-    """Check that every group of an outer level consists of whole groups of the inner level.
-
-    Raises:
-        ValueError: a group does not.
-    """
+    """Check that every group of an outer level consists of whole groups of the inner level. Raises ValueError."""
     for inner, outer in pairwise(levels):
         if not (outer.size or outer.sizes):
             continue

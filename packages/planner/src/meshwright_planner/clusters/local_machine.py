@@ -73,11 +73,7 @@ def _processors(ranks: int, like: Cluster) -> Cluster:
 
 
 def _devices(device: str, memory: int, count: int, named: Callable[[str], Cluster]) -> Cluster:
-    """Devices of this machine, at the rates of a profile.
-
-    Raises:
-        UsageError: there is no profile of such a device.
-    """
+    """Devices of this machine, at the rates of a profile. Raises UsageError where there is none of such a device."""
     same = next((p for end, p in SAME.items() if device.endswith(end)), None)
     near = next((p for word, p in NEAR.items() if re.search(rf"(?<!\w){word}(?!\w)", device)), None)
     if same is None and near is None:

@@ -51,13 +51,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Upgrade:
-    """One change of the cluster, and the step of the same plan on it.
+    """One change of the cluster, in words, and the replayed step of the same plan on it.
 
-    Args:
-        what: the change, in words.
-        seconds: of a step after the change, replayed.
-        saved: the part of today's step that it saves.
-        today: seconds of a step on the cluster as it is, also replayed.
+    saved: the part of today's step that it saves; today: seconds of a step on the cluster as it is, also replayed.
     """
 
     what: str

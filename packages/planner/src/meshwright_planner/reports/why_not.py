@@ -84,11 +84,7 @@ class WhyNot:
 
 
 def parse_pins(text: str) -> dict[str, Any]:
-    """The pins of "tp=4" or "tp=4,recompute=full".
-
-    Raises:
-        UsageError: the text has another form.
-    """
+    """The pins of "tp=4" or "tp=4,recompute=full". Raises UsageError where the text has another form."""
     pins: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -100,11 +96,7 @@ def parse_pins(text: str) -> dict[str, Any]:
 
 
 def check_names(pins: Mapping[str, Any], request: PlanRequest, host: PluginHost) -> None:
-    """Check that each pin is a known degree or option.
-
-    Raises:
-        UsageError: one is not.
-    """
+    """Check that each pin is a known degree or option. Raises UsageError."""
     axes = {*request.degrees, *(registered.record.axis for registered in host.strategies().values())}
     degrees = (*DEGREES, *sorted(axes - {*DEGREES, *OPTIONS}))
     for name, value in pins.items():
@@ -159,11 +151,7 @@ def why_not(
 
 
 def request_of(plan: ParallelPlan, **changes: Any) -> PlanRequest:
-    """The request of a plan; changes that are not None replace its keywords.
-
-    Raises:
-        PlanError: the request has a keyword that this release does not know.
-    """
+    """The request of a plan; changes that are not None replace its keywords. Raises PlanError for an unknown keyword."""
     names = {field.name for field in fields(PlanRequest)}
     given: dict[str, Any] = dict(plan.provenance.request)
     for name, value in given.items():

@@ -239,9 +239,5 @@ class _EventLoop:
 
 
 def run(programs: Mapping[Actor, Sequence[Operation]]) -> Outcome:
-    """Execute all programs from time 0.
-
-    Raises:
-        UsageError: some actors wait for each other for ever.
-    """
+    """Execute all programs from time 0. Raises UsageError where actors wait for each other for ever."""
     return _EventLoop(programs).run()

@@ -32,11 +32,7 @@ _NUMBER = r"\s*=\s*(?P<number>\d+\.?\d*|\.\d+)\s*"
 
 
 def parse_straggler(text: str, cluster: Cluster, world_size: int) -> list[Straggler]:
-    """Stragglers from "5=1.5" (rank 5) or "node1=1.2" (every rank of a node).
-
-    Raises:
-        UsageError: the text has another form, or there is no such rank.
-    """
+    """Stragglers from "5=1.5" (rank 5) or "node1=1.2" (every rank of a node). Raises UsageError."""
     match = re.fullmatch(rf"{_WHERE}{_NUMBER}x?\s*", text)
     slowdown = float(match["number"]) if match else 0.0
     if match is None or slowdown < 1.0:
@@ -47,11 +43,7 @@ def parse_straggler(text: str, cluster: Cluster, world_size: int) -> list[Stragg
 
 
 def parse_link_fault(text: str, cluster: Cluster, world_size: int) -> list[LinkFault]:
-    """Faults from "5:nvlink=0.5" (rank 5's link at half its bandwidth), "node1:infiniband=0" (gone).
-
-    Raises:
-        UsageError: the text has another form, or there is no such rank or level.
-    """
+    """Faults from "5:nvlink=0.5" (rank 5's link at half its bandwidth), "node1:infiniband=0" (gone). Raises UsageError."""
     match = re.fullmatch(rf"{_WHERE}:\s*(?P<level>[^=]+?){_NUMBER}", text)
     share = float(match["number"]) if match else 0.0
     if match is None or share > 1.0:

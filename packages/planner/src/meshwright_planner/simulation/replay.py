@@ -89,12 +89,9 @@ class Simulation:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
+        names = ("world_size", "cluster", "predicted_seconds", "sound_seconds", "seconds")
         return {
-            "world_size": self.world_size,
-            "cluster": self.cluster,
-            "predicted_seconds": self.predicted_seconds,
-            "sound_seconds": self.sound_seconds,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in names},
             "faults": list(self.faults),
             "busy": [vars(b) | {"ranks": list(b.ranks), "seconds": dict(b.seconds)} for b in self.busy],
             "waiting": [

@@ -19,12 +19,7 @@ from meshwright_planner._torch import is_fake, pytree
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of one forward call.
-
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
+    """Positional and keyword arguments of one forward call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -113,11 +108,7 @@ def scaled(batch: Batch, rows: int) -> Batch:
 
 
 def check_signature(model: nn.Module, batch: Batch) -> None:
-    """Refuse a batch that the model's forward does not take.
-
-    Raises:
-        UsageError: naming the model's class, the offending key and the accepted ones.
-    """
+    """Refuse a batch that the model's forward does not take: a UsageError names the offending key and the accepted ones."""
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):

@@ -87,13 +87,7 @@ def find_function_gradients(
 
 
 class Flows(NamedTuple):
-    """The gradients of a tape.
-
-    Args:
-        values: per value, whether it receives a gradient.
-        inputs: per node and tensor input, whether the input receives a gradient from the node.
-        reached: the checkpoints that the backward pass enters.
-    """
+    """The gradients of a tape: per value, and per node and tensor input; and the checkpoints that the backward pass enters."""
 
     values: list[bool]
     inputs: list[tuple[bool, ...]]

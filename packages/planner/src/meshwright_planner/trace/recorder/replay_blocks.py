@@ -236,18 +236,16 @@ class BlockReplayer:
             entries.append((node.name, module, call, tensors, rest, node.flops))
         values = [(v.shape, v.dtype, v.requires_grad) for v in self.recorder.values[slice(*run.values)]]
         ref = self.recorder.ref
-        outputs = [
-            (x[0], x[0] is None and ref(x[1]).i - run.values[0])
-            if _is_output(x)
-            else x
-            if isinstance(x, (tuple, int, str))
-            else id(x)
-            for x in run.outputs
-        ]
+
+        def shown(x: Any) -> Any:
+            if _is_output(x):
+                return x[0], x[0] is None and ref(x[1]).i - run.values[0]
+            return x if isinstance(x, (tuple, int, str)) else id(x)
+
         hooks = [
             (s.module, s.place, str(s.spec), [label(ref(t).i) for t in s.tensors()]) for s in run.hook_calls
         ]
-        return entries, values, hooks, str(run.spec), outputs
+        return entries, values, hooks, str(run.spec), list(map(shown, run.outputs))
 
     def _replay(self, run: _BlockRun, name: str, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
         """Copy the recording `run` for module `name`."""
