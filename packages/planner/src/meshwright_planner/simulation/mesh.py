@@ -31,7 +31,7 @@ class Mesh:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Axis -> difference of the ranks of two neighbours on it."""
+        """Axis -> difference of adjacent ranks on it."""
         axes = list(self.degrees)[::-1]
         return dict(zip(axes, accumulate((self.degrees[axis] for axis in axes), mul, initial=1)))
 

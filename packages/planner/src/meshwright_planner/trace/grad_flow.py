@@ -59,31 +59,37 @@ def find_function_gradients(
             # with gradients disabled, a view of a tensor that requires one looks like a leaf
             yield ref.i, None if kind == COMPUTED else maker.get(ref.i), kind
 
-    for value, last in maker.items():
-        made = None if notes[last].like is not None else tensor(value)
-        function = None if made is None or not made.requires_grad else _torch.function_of(made)
-        if function is None:
-            continue
-        # the nodes of the call, from its result back
-        inside, pending = {last}, [last]
-        while pending:
-            for _, before, _ in between(pending.pop()):
-                if before is not None and before not in inside:
-                    inside.add(before)
-                    pending.append(before)
+    def note_call(function: object, last: int) -> None:
+        """Note the inputs of the nodes of one call; `last`: the node of its result."""
         reached: set[int] = set()
-        for k in sorted(inside):
+        for k in _before(last, lambda k: (node for _, node, _ in between(k) if node is not None)):
             receives = []
-            for given, before, requirement in between(k):
+            for value, before, requirement in between(k):
                 if before is not None or not requirement:
-                    receives.append(given in reached)
+                    receives.append(value in reached)
                 else:
-                    input_tensor = tensor(given)
+                    input_tensor = tensor(value)
                     receives.append(input_tensor is None or _torch.receives_gradient(function, input_tensor))
             earlier = notes[k].function or (False,) * len(receives)
             notes[k].function = tuple(a or b for a, b in zip(earlier, receives, strict=True))
             if any(receives):
                 reached.update(ref.i for ref in nodes[k].outs)
+
+    for value, last in maker.items():
+        made = None if notes[last].like is not None else tensor(value)
+        function = None if made is None or not made.requires_grad else _torch.function_of(made)
+        if function is not None:
+            note_call(function, last)
+
+
+def _before(last: int, makers: Callable[[int], Iterable[int]]) -> list[int]:
+    """A node and all nodes that it depends on, in order; `makers`: node -> the nodes of its inputs."""
+    inside, pending = {last}, [last]
+    while pending:
+        new = set(makers(pending.pop())) - inside
+        inside |= new
+        pending += new
+    return sorted(inside)
 
 
 class Flows(NamedTuple):

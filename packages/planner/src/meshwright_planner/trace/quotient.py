@@ -195,8 +195,8 @@ class _Merger:
                 for x, y in zip(a.outs, b.outs):
                     self.result._value_of[y.i] = x.i
                 for x, y in zip(a.ins, b.ins):
-                    own = _is_own(values[y.i].name, block.name) and _is_own(values[x.i].name, base.name)
-                    if x.i != y.i and own:
+                    both = _is_own(values[y.i].name, block.name) and _is_own(values[x.i].name, base.name)
+                    if x.i != y.i and both:
                         self.result._value_of[y.i] = x.i
 
 

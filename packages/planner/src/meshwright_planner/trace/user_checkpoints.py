@@ -151,8 +151,10 @@ class Checkpoints:
                 frames = [_torch.checkpoint_of(hooks) for hooks in _torch.saving_hooks_above(self._own)]
                 if frames[0] is not None and id(frames[0]) not in self._by_frame:
                     self._top = _torch.observe_checkpoint(self.observe)
-                known = (self._by_frame.setdefault(id(f), Checkpoint(f)) for f in frames if f is not None)
-                self._open.extend(known)
+                checkpoints = (
+                    self._by_frame.setdefault(id(f), Checkpoint(f)) for f in frames if f is not None
+                )
+                self._open.extend(checkpoints)
         return [*self._reentrant, *self._open]
 
     def place(self, op: Any) -> Place:

@@ -172,11 +172,11 @@ class BlockReplayer:
         if [recorder.ref(t).i for t in tensors] != inputs or self._own_values(module) != own_values:
             # an input, parameter or buffer was written to
             return None, out
-        own = set(own_values.values())
+        weights = set(own_values.values())
         for tensor in (t for seen in hook_calls.seen for t in seen.tensors()):
             index = recorder.index_of(tensor)
             # it has no counterpart in a copied block
-            if index is None or index in own or not _torch.is_fake(tensor):
+            if index is None or index in weights or not _torch.is_fake(tensor):
                 return None, out
         outputs = self._outputs(out, tensors, values[0])
         if outputs is None or not hook_calls.passive:
