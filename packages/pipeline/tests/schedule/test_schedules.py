@@ -10,12 +10,9 @@ import pytest
 from meshwright_dtensor.errors import UsageError
 from meshwright_pipeline import Action, Schedule, Shape, timetable
 from meshwright_pipeline.schedule.dualpipe_v import DualPipeV
-from meshwright_pipeline.schedule.gpipe import GPipe
-from meshwright_pipeline.schedule.interleaved import Interleaved
-from meshwright_pipeline.schedule.looped_bfs import LoopedBFS
-from meshwright_pipeline.schedule.one_f_one_b import OneForwardOneBackward
+from meshwright_pipeline.schedule.gpipe import GPipe, LoopedBFS
+from meshwright_pipeline.schedule.one_f_one_b import Interleaved, OneForwardOneBackward, ZeroBubble
 from meshwright_pipeline.schedule.zbv import ZBV
-from meshwright_pipeline.schedule.zero_bubble import ZeroBubble
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

@@ -1,6 +1,7 @@
-"""All forwards, then all backwards.
+"""All forwards, then all backwards: GPipe, and looped BFS over several stages per rank.
 
-Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
+Sources: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019;
+Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
 """
 
 from __future__ import annotations
@@ -21,3 +22,18 @@ class GPipe(Schedule):
         stages, microbatches = self.own(rank, shape), range(shape.microbatches)
         forwards = [Action("F", stage, m) for stage in stages for m in microbatches]
         return [*forwards, *(Action("B", stage, m) for stage in reversed(stages) for m in microbatches)]
+
+
+class LoopedBFS(Schedule):
+    """All microbatches pass a stage before the next stage starts; backwards in the reverse order."""
+
+    name: ClassVar[str] = "looped-bfs"
+    stages_each: ClassVar[int] = 2
+    most_each: ClassVar[int] = 4
+
+    def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
+        """See Schedule."""
+        forwards = [
+            Action("F", stage, m) for stage in self.own(rank, shape) for m in range(shape.microbatches)
+        ]
+        return [*forwards, *(Action("B", action.stage, action.microbatch) for action in reversed(forwards))]

@@ -54,11 +54,8 @@ class ZBV(VShaped):
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
         ranks, down, up = shape.ranks, rank, shape.stages - 1 - rank
-        total = max(
-            2 * ranks - 1,
-            shape.microbatches,
-            # with fewer microbatches, those beyond are dropped at the end
-        )
+        # with fewer microbatches, those beyond are dropped at the end
+        total = max(2 * ranks - 1, shape.microbatches)
         writer = ActionWriter()
         for _ in range(2 * (ranks - rank) - 1):
             writer.add(down, "F")
