@@ -9,8 +9,8 @@ from torch import nn
 from meshwright_dtensor.plan import PipelineRule
 from meshwright_dtensor.strategy import ModuleWork, PipelineQuery, SearchRequest
 from meshwright_pipeline.partition.units import called_in_parts, find_units, ownership
-from meshwright_pipeline.planning.dataflow import flow_of
 from meshwright_pipeline.planning.survey import survey_of
+from meshwright_pipeline.planning.unit_costs import flow_of
 from meshwright_pipeline.strategy import Pipeline
 
 

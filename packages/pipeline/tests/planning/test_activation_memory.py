@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +17,19 @@ from meshwright_pipeline.planning.activation_memory import (
     WHOLE,
     MemoryPeak,
     RankActions,
-    StageBytes,
 )
 from meshwright_pipeline.planning.unit_costs import sum_work
+
+
+class StageBytes(NamedTuple):
+    """The arguments of RankActions.held."""
+
+    saved: tuple[float, ...]
+    over: tuple[float, ...]
+    deferred_bytes: tuple[float, ...]
+    gradients: tuple[float, ...]
+    split: bool
+    first: tuple[float, ...]
 
 
 def one_by_one(actions: list[int], stages: int, sizes: StageBytes) -> tuple[float, MemoryPeak]:
@@ -73,7 +84,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, StageBytes]:
 @given(cases())
 def test_vectorised_memory_matches_a_loop(case: tuple[list[list[int]], int, StageBytes]) -> None:
     ranks, stages, sizes = case
-    held, fullest = RankActions(ranks, stages).held(sizes)
+    held, fullest = RankActions(ranks, stages).held(*sizes)
     for stages_of_rank, most, full in zip(ranks, held, fullest, strict=True):
         expected, moment = one_by_one(stages_of_rank, stages, sizes)
         assert most == expected
@@ -83,7 +94,7 @@ def test_vectorised_memory_matches_a_loop(case: tuple[list[list[int]], int, Stag
 def test_gradients_stay_after_their_first_backward() -> None:
     sizes = StageBytes((4.0,), (1.0,), (0.0,), (10.0,), False, (1.0,))
     numbers = [FORWARD, WHOLE, FORWARD, WHOLE]
-    ((most,), (full,)) = RankActions([numbers], 1).held(sizes)
+    ((most,), (full,)) = RankActions([numbers], 1).held(*sizes)
     assert most == 4.0
     assert full == MemoryPeak(4.0, 1.0, 10.0)  # during the second backward the gradients of the first exist
 
@@ -91,7 +102,7 @@ def test_gradients_stay_after_their_first_backward() -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_a_rank_without_actions_holds_nothing(split: bool) -> None:
     sizes = StageBytes(*([(1.0, 1.0)] * 4), split, (1.0, 1.0))
-    held, fullest = RankActions([[FORWARD * 2, WHOLE * 2], []], 2).held(sizes)
+    held, fullest = RankActions([[FORWARD * 2, WHOLE * 2], []], 2).held(*sizes)
     assert list(itertools.chain(held[1:], fullest[1:])) == [0.0, MemoryPeak()]
 
 
@@ -106,5 +117,5 @@ def test_first_half_holds_deferred_bytes() -> None:
     assert run.over == 2  # whole backwards free 100 bytes with each module
     assert sum_work("m", parts[:1]).then(sum_work("m", parts[1:])).first == run.first
     sizes = StageBytes((300.0,), (run.over,), (run.deferred_bytes,), (0.0,), True, (run.first,))
-    (_,), (full,) = RankActions([[FORWARD, FIRST, LATE]], 1).held(sizes)
+    (_,), (full,) = RankActions([[FORWARD, FIRST, LATE]], 1).held(*sizes)
     assert full == MemoryPeak(300.0, run.first, 0.0)

@@ -26,7 +26,9 @@ from meshwright_pipeline.planning.simulate import (
     predict,
     straggler_delay,
 )
+from meshwright_pipeline.planning.stage_costs import StageDivision
 from meshwright_pipeline.planning.survey import ModelSurvey
+from meshwright_pipeline.planning.unit_costs import NO_WORK
 from meshwright_pipeline.strategy import Pipeline
 
 LINK = Link("test", 1e-6, 1e9)
@@ -392,9 +394,11 @@ def test_host_cost_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_adjacent_stages_on_one_rank_send_nothing(owners: tuple[int, ...], ends: tuple[int, ...]) -> None:
     stages = len(owners)
-    free = StageCosts((0.0,) * stages, (0.0,) * stages, gradients=(0.0,) * stages)
+    sizes, messages = [(0, 0)] * stages, [0] * (stages - 1)
+    free = StageDivision((), [], [NO_WORK] * stages, [], [0.0] * stages, sizes, messages, messages)
     query = replace(request(), step=replace(request().step, call_seconds=1.0))
-    predicted = cost_module._with_host(free, [(0, 0)] * stages, owners, query, Shape(2, stages, 4))
+    case = cost_module._Case(query, LINK, *[None] * 3, Shape(2, stages, 4))
+    predicted = case._stage_costs(free, owners, True)
     assert predicted.backward == tuple(MESSAGE_CALLS * n for n in ends)
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.strategy import Link, ModelSizes, SearchRequest, StepContext
 from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_pipeline.planning.cost import AGREEING_CALLS, tied_sums
 from meshwright_pipeline.planning.survey import ModelSurvey
-from meshwright_pipeline.planning.tied_sums import AGREEING_CALLS, tied_sums
 from meshwright_pipeline.runtime.tied_grads import Tie, TiedSum
 
 LINK = Link("link", latency_s=1e-5, bandwidth_Bps=1e9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,56 +26,47 @@ class MemoryPeak:
         return self.kept + self.over + self.gradients
 
 
-@dataclass(frozen=True)
-class StageBytes:
-    """The bytes of a microbatch on each stage, and `split`; see StageCosts."""
-
-    saved: Sequence[float]
-    over: Sequence[float]
-    deferred_bytes: Sequence[float]
-    gradients: Sequence[float]
-    split: bool
-    first: Sequence[float]
-
-
 class RankActions:
-    """The actions of each rank in its own order.
-
-    Args:
-        ranks: for each rank its action numbers: kind (index in KINDS) x stages + stage.
-        stages: number of stages.
-    """
+    """The actions of each rank in its own order, as numbers: kind (index in KINDS) x stages + stage."""
 
     def __init__(self, ranks: Sequence[Sequence[int]], stages: int) -> None:
         longest = max(1, *map(len, ranks))
         padding = len(KINDS) * stages
         numbers = np.array([[*row, *[padding] * (longest - len(row))] for row in ranks], dtype=np.int64)
         self._kinds, self._stages = np.divmod(numbers, stages)
+        self._first_backwards: dict[bool, Any] = {}
 
-    def held(self, sizes: StageBytes) -> tuple[tuple[float, ...], tuple[MemoryPeak, ...]]:
-        """For each rank, the largest bytes of activations held at once, and its memory peak."""
-        kinds, stages = self._kinds, self._stages
-        saved, over, waiting, gradients, first = (
-            np.asarray(values, dtype=float)[stages]
-            for values in (sizes.saved, sizes.over, sizes.deferred_bytes, sizes.gradients, sizes.first)
+    def held(
+        self,
+        saved: Sequence[float],
+        over: Sequence[float],
+        deferred_bytes: Sequence[float],
+        gradients: Sequence[float],
+        split: bool,
+        first: Sequence[float],
+    ) -> tuple[tuple[float, ...], tuple[MemoryPeak, ...]]:
+        """For each rank, the largest bytes of activations held at once, and its memory peak.
+
+        The arguments are bytes of a microbatch on each stage, and `split`; see StageCosts.
+        """
+        kinds = self._kinds
+        kept, alive, waiting, sums, in_first = (
+            np.asarray(values, dtype=float)[self._stages]
+            for values in (saved, over, deferred_bytes, gradients, first)
         )
-        if sizes.split:
-            over = np.where(kinds == FIRST, first, over)
-        zero = np.zeros_like(saved)
-        if sizes.split:
-            freed = {WHOLE: -saved, FIRST: waiting, LATE: -(saved + waiting)}
+        zero = np.zeros_like(kept)
+        if split:
+            alive = np.where(kinds == FIRST, in_first, alive)
+            change = np.choose(kinds, (kept, -kept, waiting, -(kept + waiting), zero))
         else:
             # the first half does all of it
-            freed = {WHOLE: -saved, FIRST: -saved, LATE: zero}
-        change = np.where(kinds == FORWARD, saved, zero)
-        for kind, bytes_of in freed.items():
-            change = np.where(kinds == kind, bytes_of, change)
-        after, gained = np.cumsum(change, axis=1), np.where(self._first(sizes.split), gradients, zero)
+            change = np.choose(kinds, (kept, -kept, -kept, zero, zero))
+        after, gained = np.cumsum(change, axis=1), np.where(self._ends(split), sums, zero)
         before, ready = _shifted(after), _shifted(np.cumsum(gained, axis=1))
         backward = (kinds == WHOLE) | (kinds == FIRST)
         # a forward peaks at its end; a backward while it runs, or after its first half with the bytes that wait
-        running = np.where(kinds == FORWARD, after + ready, np.where(backward, before + over + ready, 0.0))
-        left = np.where((kinds == FIRST) & sizes.split, after + ready, 0.0)
+        running = np.where(kinds == FORWARD, after + ready, np.where(backward, before + alive + ready, 0.0))
+        left = np.where((kinds == FIRST) & split, after + ready, 0.0)
         totals = np.stack([running, left], axis=2).reshape(len(kinds), -1)
         most = np.max(np.where(kinds == FORWARD, after, 0.0), axis=1, initial=0.0)
         fullest = []
@@ -88,30 +78,21 @@ class RankActions:
                 fullest.append(MemoryPeak(float(after[rank, at]), 0.0, float(ready[rank, at])))
             else:
                 fullest.append(
-                    MemoryPeak(float(before[rank, at]), float(over[rank, at]), float(ready[rank, at]))
+                    MemoryPeak(float(before[rank, at]), float(alive[rank, at]), float(ready[rank, at]))
                 )
         return tuple(most.tolist()), tuple(fullest)
 
-    def _first(self, split: bool) -> Any:
-        """The actions after which the gradients of a stage exist: its first backwards."""
-        return self._halved if split else self._whole
-
-    @cached_property
-    def _halved(self) -> Any:
-        return self._earliest((WHOLE, LATE))
-
-    @cached_property
-    def _whole(self) -> Any:
-        return self._earliest((WHOLE, FIRST))
-
-    def _earliest(self, kinds: tuple[int, ...]) -> Any:
-        earliest = np.zeros(self._kinds.shape, dtype=bool)
-        ends = np.isin(self._kinds, kinds)
-        for rank, stages in enumerate(self._stages):
-            places = np.flatnonzero(ends[rank])
-            _, first = np.unique(stages[places], return_index=True)
-            earliest[rank, places[first]] = True
-        return earliest
+    def _ends(self, split: bool) -> Any:
+        """The actions after which the gradients of a stage exist, the ends of its first backwards; cached."""
+        if split not in self._first_backwards:
+            earliest = np.zeros(self._kinds.shape, dtype=bool)
+            ends = np.isin(self._kinds, (WHOLE, LATE if split else FIRST))
+            for rank, stages in enumerate(self._stages):
+                places = np.flatnonzero(ends[rank])
+                _, first = np.unique(stages[places], return_index=True)
+                earliest[rank, places[first]] = True
+            self._first_backwards[split] = earliest
+        return self._first_backwards[split]
 
 
 def _shifted(values: Any) -> Any:

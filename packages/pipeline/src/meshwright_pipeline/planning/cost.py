@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.schedule.schedule import ForwardsFirst, Schedule, Shape
 from meshwright_dtensor.strategy import CollectiveUse, Link, Peak, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.cost import TIED
 from meshwright_pipeline.analysis.loss_preview import LossForecast
 from meshwright_pipeline.planning.activation_memory import MemoryPeak
 from meshwright_pipeline.planning.full_batch_loss import (
@@ -31,7 +33,6 @@ from meshwright_pipeline.planning.simulate import (
 )
 from meshwright_pipeline.planning.stage_costs import StageDivision, divide, even_cuts
 from meshwright_pipeline.planning.survey import ModelSurvey, survey_of
-from meshwright_pipeline.planning.tied_sums import tied_sums
 from meshwright_pipeline.planning.unit_costs import ModelCosts, UnitWork
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
@@ -42,6 +43,9 @@ split backward delays (measured: thread time of actions minus that of the same m
 MESSAGE_CALLS, STEP_CALLS = 200, 1700
 """The same for each end of a message (prefetch, post, wait), and for each step: splitting the batch, stand-in leaves for
 parameters, agreeing on the loss, passing on gradients (measured: thread time of a step minus that of its actions)."""
+
+AGREEING_CALLS = 400
+"""Host cost of the final agreement of the ranks, in operations: one message in each direction."""
 
 RECOMPUTE_TRIES = 3
 """How often stages are chosen again if they need more memory than estimated."""
@@ -69,7 +73,9 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     if outcome is None or outcome.step.seconds < request.pipeline.cutoff_seconds:
         forecast = _forecast(request, survey, degree, shape)
     if forecast is not None and not forecast.adds:
-        case, outcome = case.with_full_batch_loss(), None
+        # computed once, on the whole batch
+        model, schedule = without_tail(case.model), ForwardsFirst(schedule)
+        case, outcome = replace(case, model=model, schedule=schedule, tail=tail_of(case.model)), None
     outcome = outcome or case.run(case.even(), not request.step.recompute)
     outcome, policies = case.fitted(outcome)
     return _strategy_cost(case, outcome, policies, forecast)
@@ -97,6 +103,11 @@ def _strategy_cost(
 ) -> StrategyCost:
     request, model, shape, schedule, tail = case.request, case.model, case.shape, case.schedule, case.tail
     parts, step, fullest = outcome.parts, outcome.step, outcome.fullest
+    note = None
+    if shape.microbatches == 1:
+        note = single_microbatch_note(request)
+    elif forecast is not None and not forecast.adds:
+        note = forecast.note(shape.microbatches)
     whole = model.whole * shape.microbatches
     sum_seconds, sums = case.tied(parts)
     times = list(zip(outcome.costs.forward, outcome.costs.backward, strict=True))
@@ -120,7 +131,7 @@ def _strategy_cost(
         held_parameters=fullest.holds,
         peak=fullest.moment(request, 1 if tail is None else shape.microbatches),
         recompute=policies,
-        notes=_notes(request, shape, forecast),
+        notes=() if note is None else (note,),
         fields={"pipeline": _rule_fields(case, parts, forecast)},
     )
 
@@ -137,14 +148,6 @@ def _rule_fields(case: _Case, parts: StageDivision, forecast: LossForecast | Non
     if forecast is not None:
         fields["loss"] = "microbatches" if forecast.adds else "batch"
     return fields
-
-
-def _notes(request: SearchRequest, shape: Shape, forecast: LossForecast | None) -> tuple[str, ...]:
-    """Notes for the user: why there is one microbatch, or why the activations of all are held."""
-    if shape.microbatches == 1:
-        note = single_microbatch_note(request)
-        return () if note is None else (note,)
-    return () if forecast is None or forecast.adds else (forecast.note(shape.microbatches),)
 
 
 @dataclass(frozen=True)
@@ -169,11 +172,6 @@ class _Case:
     shape: Shape
     tail: UnitWork | None = None
 
-    def with_full_batch_loss(self) -> _Case:
-        """The same with the loss computed once on the whole batch."""
-        model, schedule = without_tail(self.model), ForwardsFirst(self.schedule)
-        return replace(self, model=model, schedule=schedule, tail=tail_of(self.model))
-
     def even(self) -> StageDivision:
         """Stages of equal time."""
         model, survey, shape = self.model, self.survey, self.shape
@@ -185,18 +183,49 @@ class _Case:
     def run(self, parts: StageDivision, split: bool) -> _Outcome:
         """Simulate a step with these stages. `split`: split backwards run in halves."""
         request, schedule, shape = self.request, self.schedule, self.shape
-        costs = _stage_costs(parts, self.link, request, shape)
         owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
-        costs = replace(_with_host(costs, parts.sizes, owners, request, shape), split=split)
+        costs = self._stage_costs(parts, owners, split)
         slowdown = request.pipeline.shared_cores
-        step = self.model.once(
-            (schedule.name, shape, costs, slowdown),
-            functools.partial(_predicted, schedule, shape, costs, slowdown),
-        )
+        key = (schedule.name, shape, costs, slowdown)
+        try:
+            step = self.model.once(key, lambda: predict(schedule, shape, costs, slowdown))
+        except UsageError as error:
+            raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
         if self.tail is not None:
             step = with_tail(step, self.tail, owners[-1], shape.microbatches)
         ranks = _rank_memory(step, self.owned(parts), parts.messages)
         return _Outcome(parts, costs, step, max(ranks, key=lambda rank: rank.total(request)))
+
+    def _stage_costs(self, parts: StageDivision, owners: Sequence[int], split: bool) -> StageCosts:
+        """The costs of a microbatch on each stage, with host time and gradient accumulation (two reads and a write).
+
+        A stage keeps its sent tensors until its backward. `owners`: the rank of each stage.
+        """
+        request, shape, loads, sent = self.request, self.shape, parts.loads, parts.messages
+        call = request.step.call_seconds
+        accumulation = 3 * request.step.byte_seconds if shape.microbatches > 1 else 0.0
+        crossed = [0, *(int(a != b) for a, b in pairwise(owners)), 0]
+        p2p = [call * MESSAGE_CALLS * (before + after) for before, after in pairwise(crossed)]
+        gradients = [share * request.sizes.gradient_bytes for share in parts.shares]
+        return StageCosts(
+            forward=tuple(
+                load.forward + call * (ACTION_CALLS + UNIT_CALLS * units) + messages
+                for load, (units, _), messages in zip(loads, parts.sizes, p2p, strict=True)
+            ),
+            backward=tuple(
+                load.seconds - load.forward + accumulation * nbytes + messages
+                for load, nbytes, messages in zip(loads, gradients, p2p, strict=True)
+            ),
+            saved=tuple(load.kept + nbytes for load, nbytes in zip(loads, [*sent, 0], strict=True)),
+            sending=tuple(self.link.seconds("send_recv", size, shape.ranks) for size in sent),
+            over=tuple(load.over for load in loads),
+            # the first stage has no input gradients: all of its backward is in the second half
+            deferred_bytes=tuple(load.deferred_bytes if i else 0.0 for i, load in enumerate(loads)),
+            gradients=tuple(gradients),
+            halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights in parts.sizes),
+            split=split,
+            first=tuple(load.first if i else load.over for i, load in enumerate(loads)),
+        )
 
     def fitted(self, outcome: _Outcome) -> tuple[_Outcome, Mapping[str, str]]:
         """The step with units recomputed to free the requested memory, and their policies; unchanged if none can."""
@@ -216,19 +245,24 @@ class _Case:
             )
             if chosen is None:
                 break
-            other = self.run(chosen.parts, not chosen.policies and not request.step.recompute)
+            parts, policies = chosen
+            other = self.run(parts, not policies and not request.step.recompute)
             excess = other.fullest.total(request)[0] - limit
             if excess <= 0:
-                return other, chosen.policies
+                return other, policies
             target -= excess
         return outcome, {}
 
     def owned(self, parts: StageDivision) -> list[_Owned]:
         """The parameters of every rank, with these stages."""
-        return self.model.once(
-            ("owned", self.schedule.name, self.shape, parts.cuts),
-            lambda: _owned(self.schedule, self.shape, parts.held, self.survey),
-        )
+
+        def owned() -> list[_Owned]:
+            empty: frozenset[str] = frozenset()
+            stages = [self.schedule.own(rank, self.shape) for rank in range(self.shape.ranks)]
+            names = [empty.union(*(parts.held[stage] for stage in of_rank)) for of_rank in stages]
+            return [(of_rank, n, self.survey.share(n)) for of_rank, n in zip(stages, names, strict=True)]
+
+        return self.model.once(("owned", self.schedule.name, self.shape, parts.cuts), owned)
 
     def tied(self, parts: StageDivision) -> tuple[float, tuple[CollectiveUse, ...]]:
         """The cost of gradient sums of tied parameters, with these stages."""
@@ -275,77 +309,12 @@ _Owned: TypeAlias = tuple[list[int], frozenset[str], float]
 """Of a rank: its stages, names of its parameters, and their share of all parameter bytes."""
 
 
-def _owned(
-    schedule: Schedule, shape: Shape, held: Sequence[frozenset[str]], survey: ModelSurvey
-) -> list[_Owned]:
-    stages: list[list[int]] = [[] for _ in range(shape.ranks)]
-    for stage in range(shape.stages):
-        stages[schedule.owner(stage, shape)].append(stage)
-    empty: frozenset[str] = frozenset()
-    names = [empty.union(*(held[stage] for stage in of_rank)) for of_rank in stages]
-    return [(of_rank, n, survey.share(n)) for of_rank, n in zip(stages, names, strict=True)]
-
-
 def _rank_memory(step: Prediction, owned: Sequence[_Owned], messages: Sequence[int]) -> Iterator[_RankMemory]:
     sizes = [0, *messages, 0]
     for (stages, holds, share), peak in zip(owned, step.fullest, strict=True):
         # messages in flight, in addition to what stages keep: one received, one sent, and one prefetched
         passing = max(sizes[i] + sizes[i + 1] + max(sizes[i], sizes[i + 1]) for i in stages)
         yield _RankMemory(holds, share, replace(peak, over=peak.over + passing))
-
-
-def _stage_costs(parts: StageDivision, link: Link, request: SearchRequest, shape: Shape) -> StageCosts:
-    """The costs of a microbatch on each stage. A stage keeps its sent tensors until its backward."""
-    loads, sent = parts.loads, parts.messages
-    return StageCosts(
-        tuple(load.forward for load in loads),
-        tuple(load.seconds - load.forward for load in loads),
-        tuple(load.kept + nbytes for load, nbytes in zip(loads, [*sent, 0], strict=True)),
-        tuple(link.seconds("send_recv", size, shape.ranks) for size in sent),
-        tuple(load.over for load in loads),
-        # the first stage has no input gradients: all of its backward is in the second half
-        tuple(load.deferred_bytes if i else 0.0 for i, load in enumerate(loads)),
-        tuple(share * request.sizes.gradient_bytes for share in parts.shares),
-        first=tuple(load.first if i else load.over for i, load in enumerate(loads)),
-    )
-
-
-def _with_host(
-    costs: StageCosts,
-    sizes: Sequence[tuple[int, int]],
-    owners: Sequence[int],
-    request: SearchRequest,
-    shape: Shape,
-) -> StageCosts:
-    """The costs with host time and gradient accumulation (two reads and a write).
-
-    `sizes`: number of units and parameters of each stage; `owners`: the rank of each stage.
-    """
-    call = request.step.call_seconds
-    accumulation = 3 * request.step.byte_seconds if shape.microbatches > 1 else 0.0
-    crossed = [0, *(int(a != b) for a, b in pairwise(owners)), 0]
-    p2p = [call * MESSAGE_CALLS * (before + after) for before, after in pairwise(crossed)]
-    return replace(
-        costs,
-        forward=tuple(
-            seconds + call * (ACTION_CALLS + UNIT_CALLS * units) + messages
-            for seconds, (units, _), messages in zip(costs.forward, sizes, p2p, strict=True)
-        ),
-        backward=tuple(
-            seconds + accumulation * nbytes + messages
-            for seconds, nbytes, messages in zip(costs.backward, costs.gradients, p2p, strict=True)
-        ),
-        halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights in sizes),
-    )
-
-
-def _predicted(
-    schedule: Schedule, shape: Shape, costs: StageCosts, slowdown: tuple[float, ...]
-) -> Prediction:
-    try:
-        return predict(schedule, shape, costs, slowdown)
-    except UsageError as error:
-        raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
 
 
 def _messages(parts: StageDivision, schedule: Schedule, shape: Shape) -> Iterator[CollectiveUse]:
@@ -356,3 +325,37 @@ def _messages(parts: StageDivision, schedule: Schedule, shape: Shape) -> Iterato
         count = shape.microbatches
         yield CollectiveUse("send_recv", sent, count, "forward", f"from stage {cut} to {cut + 1}")
         yield CollectiveUse("send_recv", returned, count, "backward", f"gradients to stage {cut}")
+
+
+def tied_sums(
+    held: Sequence[frozenset[str]], survey: ModelSurvey, request: SearchRequest, link: Link
+) -> tuple[float, tuple[CollectiveUse, ...]]:
+    """The sums of gradients of parameters that several ranks hold (see runtime.tied_grads): seconds after all backwards, and
+    messages.
+
+    Two ranks exchange their gradients. With more, the first rank sums them and sends the result back. Then all ranks
+    agree on success. If more than two ranks of a stage reduce, their sums may differ in order, and the first sends its own.
+
+    `held`: for each rank, first names of the parameters that it holds.
+    """
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, names in enumerate(held):
+        for name in names & survey.trained:
+            holders[name].append(rank)
+    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in sorted(name for name, ranks in holders.items() if len(ranks) > 1):
+        groups[tuple(holders[name])].append(name)
+    if not groups:
+        return 0.0, ()
+    count = len(held)
+    sends_sum = request.world_size // count > 2
+    seconds = [0.0] * count
+    uses = []
+    for ranks, tied in groups.items():
+        others = len(ranks) - 1
+        nbytes = math.ceil(survey.share(frozenset(tied)) * request.sizes.gradient_bytes)
+        times = (1 if others == 1 else 2 * others) + others * sends_sum
+        for rank in ranks:
+            seconds[rank] += times * link.seconds("send_recv", nbytes, count)
+        uses.append(CollectiveUse("send_recv", nbytes, times, "backward", TIED))
+    return max(seconds) + (1 + sends_sum) * AGREEING_CALLS * request.step.call_seconds, tuple(uses)

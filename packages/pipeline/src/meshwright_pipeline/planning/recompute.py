@@ -30,12 +30,8 @@ Picks: TypeAlias = "tuple[int, Picks] | None"
 
 
 class UnitOption(NamedTuple):
-    """One way to run a unit: without or with recomputation.
-
-    Args:
-        seconds: of a microbatch, forward and backward.
-        kept: bytes kept between the two.
-        over: peak bytes of the backward, beyond `kept`.
+    """One way to run a unit, without or with recomputation: seconds of forward and backward of a microbatch, bytes kept between the
+    two, and peak bytes of the backward beyond those.
     """
 
     seconds: float
@@ -191,10 +187,8 @@ def cheapest(
 ) -> tuple[RunChoice, ...] | None:
     """One choice for each stage of a rank, with the least total seconds that fit in memory; None if none fit.
 
-    Args:
-        stages: choices of each stage, the fastest first.
-        memory: (stage, choice) -> its bytes at each moment.
-        free: bytes free for all stages at the same moments.
+    `stages`: choices of each stage, the fastest first. `memory`: (stage, choice) -> its bytes at each moment.
+    `free`: bytes free for all stages at the same moments.
     """
     if len(stages) == 1:
         return next(((c,) for c in stages[0] if not any(map(operator.gt, memory(0, c), free))), None)

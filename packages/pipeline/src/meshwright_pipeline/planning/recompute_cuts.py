@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.strategy import ModuleWork, SearchRequest
 from meshwright_pipeline.planning.recompute import Choices, Moment, RunChoice, UnitOption, cheapest, moments
 from meshwright_pipeline.planning.stage_costs import StageDivision, divide, parameters_of
 from meshwright_pipeline.planning.survey import ModelSurvey
-from meshwright_pipeline.planning.unit_costs import ModelCosts, Shared, UnitWork, group_by_unit, shared_bytes
+from meshwright_pipeline.planning.unit_costs import ModelCosts, UnitWork, group_by_unit, shared_bytes
 
 RANGES = 256
 """Approximate number of candidate stages to evaluate when cuts are moved."""
-
-
-@dataclass(frozen=True)
-class StageRecompute:
-    """Stages with recomputation. `policies`: unit -> recompute policy."""
-
-    parts: StageDivision
-    policies: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -65,17 +57,11 @@ class RecomputeOptions:
         kinds: dict[tuple[UnitOption, ...], int] = {}
         numbers = []
         for place, options in enumerate(runs):
-            tail = model.tail if place == len(runs) - 1 else None
-            key = tuple(_unit_option(model.between[place], run, tail) for run in options)
+            tail = [model.tail] if place == len(runs) - 1 else []
+            wholes = [reduce(UnitWork.then, [run, *tail], model.between[place]) for run in options]
+            key = tuple(UnitOption(w.seconds, math.ceil(w.saved_bytes), math.ceil(w.over)) for w in wholes)
             numbers.append(kinds.setdefault(key, len(kinds)))
         return RecomputeOptions(tuple(variants.values()), runs, policies, numbers, Choices(list(kinds)))
-
-
-def _unit_option(before: UnitWork, run: UnitWork, tail: UnitWork | None) -> UnitOption:
-    whole = before.then(run)
-    if tail is not None:
-        whole = whole.then(tail)
-    return UnitOption(whole.seconds, math.ceil(whole.saved_bytes), math.ceil(whole.over))
 
 
 def recompute_to_fit(
@@ -87,15 +73,13 @@ def recompute_to_fit(
     even: StageDivision,
     limit: float,
     between: tuple[float, float] | None = None,
-) -> StageRecompute | None:
-    """Stages that use at most `limit` bytes on each rank, with the slowest stage as fast as possible; None if none fit.
+) -> tuple[StageDivision, Mapping[str, str]] | None:
+    """Stages that use at most `limit` bytes on each rank, with the slowest stage as fast as possible, and the recompute
+    policy of each unit that recomputes; None if none fit.
 
     Tensors that several units share count once on a stage, as if all units kept them.
 
     Args:
-        request: with the recorded work of recompute variants.
-        model, survey: the model.
-        schedule, shape: how the stages run.
         even: the stages without a memory limit.
         limit: bytes for parameters, gradients, optimizer states and everything that a step holds.
         between: on the rank of the last stage, bytes that the tail takes between forwards and backwards, and bytes that remain
@@ -110,10 +94,18 @@ def recompute_to_fit(
     by_rank = [schedule.own(rank, shape) for rank in range(shape.ranks)]
     best = fit.choose([[(ends[stage], ends[stage + 1]) for stage in stages] for stages in by_rank])
     if shape.each == 1 and all(stages == [rank] for rank, stages in enumerate(by_rank)):
-        other = fit.cut(ends, _reach(shape.ranks))
+        # by how many blocks each cut may be moved, in both directions
+        reach = max(0, (math.isqrt(RANGES // shape.ranks) - 1) // 2)
+        other = fit.cut(ends, reach)
         if other is not None and (best is None or other[0] < (1 - 1e-6) * fit.slowest(best)):
             best = fit.choose([[pair] for pair in zip(other[1], other[1][1:], strict=False)])
-    return None if best is None else _stage_recompute(model, survey, options, best)
+    if best is None:
+        return None
+    chosen = [option for _, choice in sorted(best.items()) for option in choice.options]
+    runs = [of_run[option] for of_run, option in zip(options.runs, chosen, strict=True)]
+    names = [of_run[option] for of_run, option in zip(options.policies, chosen, strict=True)]
+    policies = {run.unit: name for run, name in zip(runs, names, strict=True) if name}
+    return divide(replace(model, runs=runs), survey, sorted(a for a, _ in best if a)), policies
 
 
 def _moments(
@@ -127,11 +119,6 @@ def _moments(
         stages = len(last[0][0].kept)
         result[owner] = [*last, (Moment((shape.microbatches,) * stages, -1, (False,) * stages), tail_bytes)]
     return result
-
-
-def _reach(stages: int) -> int:
-    """By how many blocks each cut may be moved, in both directions."""
-    return max(0, (math.isqrt(RANGES // stages) - 1) // 2)
 
 
 Stages = dict[tuple[int, int], RunChoice]
@@ -227,14 +214,15 @@ class _MemoryFit:
 
     def _shared(self, a: int, b: int) -> float:
         """Bytes of the tensors that runs of a stage share, in any option."""
-        return self.model.once(("shared", a, b), lambda: shared_bytes(*self._common(a, b)))
 
-    def _common(self, a: int, b: int) -> Iterator[Shared]:
-        for place in range(a, b):
-            yield self.model.between[place].shared
-            yield from (run.shared for run in self.options.runs[place])
-        if b == len(self.model.runs):
-            yield self.model.tail.shared
+        def shared() -> float:
+            work = [
+                w for place in range(a, b) for w in (self.model.between[place], *self.options.runs[place])
+            ]
+            work += [self.model.tail] if b == len(self.model.runs) else []
+            return shared_bytes(*(part.shared for part in work))
+
+        return self.model.once(("shared", a, b), shared)
 
     @cached_property
     def _early(self) -> list[float]:
@@ -243,14 +231,3 @@ class _MemoryFit:
         for between in self.model.between:
             seconds.append(seconds[-1] + between.forward)
         return seconds
-
-
-def _stage_recompute(
-    model: ModelCosts, survey: ModelSurvey, options: RecomputeOptions, stages: Stages
-) -> StageRecompute:
-    chosen = [option for _, choice in sorted(stages.items()) for option in choice.options]
-    runs = [of_run[option] for of_run, option in zip(options.runs, chosen, strict=True)]
-    names = [of_run[option] for of_run, option in zip(options.policies, chosen, strict=True)]
-    cuts = sorted(a for a, _ in stages if a)
-    policies = {run.unit: name for run, name in zip(runs, names, strict=True) if name}
-    return StageRecompute(divide(replace(model, runs=runs), survey, cuts), policies)

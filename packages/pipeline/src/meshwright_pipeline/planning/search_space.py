@@ -116,9 +116,8 @@ def degree_refusal(request: SearchRequest, degree: int) -> str | None:
         )
     if degree > request.batch_size:
         return (
-            f"each stage needs a microbatch, and the batch of a pipeline has "
-            f"{count_of(request.batch_size, 'row')}. Use more rows, or a "
-            "smaller degree"
+            f"each stage needs a microbatch, and the batch of a pipeline has {count_of(request.batch_size, 'row')}. Use more rows, "
+            "or a smaller degree"
         )
     return None
 
@@ -133,22 +132,15 @@ def microbatches(request: SearchRequest, degree: int) -> int:
     reason = _cannot_split(request)
     if pinned is not None and int(pinned) > 1 and reason is not None:
         raise PlanError("pipeline.microbatches", int(pinned), str(reason), "1")
-    if pinned is not None:
-        return _checked(int(pinned), request)
-    if reason is not None:
-        return 1
-    return max(d for d in divisors(request.batch_size) if d <= PER_STAGE * degree)
-
-
-def _checked(count: int, request: SearchRequest) -> int:
     rows = request.batch_size
+    if pinned is None:
+        return 1 if reason is not None else max(d for d in divisors(rows) if d <= PER_STAGE * degree)
+    count = int(pinned)
     if count < 1 or rows % count:
         others = [f"{axis} {n}" for axis, n in request.step.degrees.items() if n > 1 and axis != "pp"]
         shares = f" with {' x '.join(others)}" if others else ""
-        row_count = count_of(rows, "row")
-        rule = (
-            f"the {row_count} of a pipeline in a step{shares} cannot be split into {count} equal microbatches"
-        )
+        whole = f"the {count_of(rows, 'row')} of a pipeline in a step{shares}"
+        rule = f"{whole} cannot be split into {count} equal microbatches"
         nearest = min(divisors(rows), key=lambda d: (abs(d - count), d))
         raise PlanError("pipeline.microbatches", count, rule, str(nearest))
     return count

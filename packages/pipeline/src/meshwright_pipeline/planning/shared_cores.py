@@ -37,60 +37,42 @@ def shared_core_time(
     """
     if not all(math.isfinite(a.seconds) and math.isfinite(a.sending) for actions in ranks for a in actions):
         raise ValueError("every action, and every message, must take a finite time")
-    return _Simulation(ranks, slowdown).run()
-
-
-class _Simulation:
-    def __init__(self, ranks: Sequence[Sequence[TimedAction]], slowdown: Sequence[float]) -> None:
-        self.slowdown = slowdown
-        self.now = 0.0
-        # number of a finished action -> its end
-        self.ends = {0: 0.0}
-        self.queues = [iter(actions) for actions in ranks]
-        self.following = [next(queue, None) for queue in self.queues]
-        # computing rank -> seconds left, if all ranks computed
-        self.remaining: dict[int, float] = {}
-        self.busy = [0.0] * len(ranks)
-
-    def run(self) -> tuple[float, list[float]]:
-        while True:
-            arrival = self._start_ready()
-            if not self.remaining and arrival == math.inf:
-                if any(action is not None for action in self.following):
-                    raise ValueError("the actions wait for each other")
-                return self.now, self.busy
-            self._advance(arrival)
-
-    def _start_ready(self) -> float:
-        """Start each action whose inputs are there; the time when the next input arrives."""
+    now, busy = 0.0, [0.0] * len(ranks)
+    # number of a finished action -> its end
+    ends = {0: 0.0}
+    queues = [iter(actions) for actions in ranks]
+    following = [next(queue, None) for queue in queues]
+    # computing rank -> seconds left, if all ranks computed
+    remaining: dict[int, float] = {}
+    while True:
+        # start each action whose inputs are there, and find when the next input arrives
         arrival = math.inf
-        for rank, action in enumerate(self.following):
-            if action is None or rank in self.remaining or action.after not in self.ends:
+        for rank, action in enumerate(following):
+            if action is None or rank in remaining or action.after not in ends:
                 continue
-            ready = self.ends[action.after] + action.sending if action.after else self.now
-            if ready <= self.now:
-                self.remaining[rank] = action.seconds
+            ready = ends[action.after] + action.sending if action.after else now
+            if ready <= now:
+                remaining[rank] = action.seconds
             else:
                 arrival = min(arrival, ready)
-        return arrival
-
-    def _advance(self, arrival: float) -> None:
-        """Go on to the next event: an action ends, or a message arrives."""
-        pace = self.slowdown[len(self.remaining) - 1] if self.remaining else 1.0
-        nearest = min(self.remaining, key=self.remaining.__getitem__) if self.remaining else -1
-        step = self.remaining[nearest] * pace if self.remaining else math.inf
-        done = step <= arrival - self.now
-        if done:
-            self.now += step
-        else:
-            step, self.now = arrival - self.now, arrival
-        for rank in self.remaining:
-            self.remaining[rank] = max(0.0, self.remaining[rank] - step / pace)
-            self.busy[rank] += step
+        if not remaining and arrival == math.inf:
+            if any(following):
+                raise ValueError("the actions wait for each other")
+            return now, busy
+        # go on to the next event: an action ends, or a message arrives
+        pace = slowdown[len(remaining) - 1]
+        nearest = min(remaining, key=remaining.__getitem__, default=-1)
+        length = remaining.get(nearest, math.inf) * pace
+        step = min(length, arrival - now)
+        for rank in remaining:
+            remaining[rank] = max(0.0, remaining[rank] - step / pace)
+            busy[rank] += step
+        if length > step:
+            now = arrival
+            continue
         # other actions that end now follow in steps of length zero
-        if done:
-            action = self.following[nearest]
-            assert action is not None
-            self.ends[action.place] = self.now
-            self.following[nearest] = next(self.queues[nearest], None)
-            del self.remaining[nearest]
+        now += step
+        action = following[nearest]
+        assert action is not None
+        ends[action.place], following[nearest] = now, next(queues[nearest], None)
+        del remaining[nearest]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import check_accepts, ordered
-from meshwright_pipeline.planning.activation_memory import KINDS, MemoryPeak, RankActions, StageBytes
+from meshwright_pipeline.planning.activation_memory import KINDS, MemoryPeak, RankActions
 from meshwright_pipeline.planning.shared_cores import TimedAction, shared_core_time
 
 MOST_ACTIONS = 6000
@@ -102,11 +101,7 @@ def predict(
         tuple(map(extrapolated, short.busy, longer.busy)),
         tuple(map(extrapolated, short.held, longer.held)),
         tuple(
-            MemoryPeak(
-                extrapolated(a.kept, b.kept),
-                extrapolated(a.over, b.over),
-                extrapolated(a.gradients, b.gradients),
-            )
+            MemoryPeak(*map(extrapolated, astuple(a), astuple(b)))
             for a, b in zip(short.fullest, longer.fullest, strict=True)
         ),
         extrapolated(short.silent, longer.silent),
@@ -195,11 +190,20 @@ def _simulate(schedule: Schedule, shape: Shape, costs: StageCosts, slowdown: tup
     # the last entry is for no message, -1
     sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)
     late = [sending[cut] for cut in steps.cuts]
-    held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
+    held: tuple[float, ...] = (0.0,) * shape.ranks
+    fullest: tuple[MemoryPeak, ...] = ()
+    if costs.saved:
+        zero = (0.0,) * shape.stages
+        over, waiting, gradients = costs.over or zero, costs.deferred_bytes or zero, costs.gradients or zero
+        first = costs.first or over
+        held, fullest = steps.actions.held(costs.saved, over, waiting, gradients, costs.split, first)
     if slowdown:
-        timed = _timed_actions(steps, lengths, late)
+        timed: list[list[TimedAction]] = [[] for _ in steps.by_rank]
+        actions = zip(steps.ranks, steps.numbers, steps.after, strict=True)
+        for place, (rank, number, after) in enumerate(actions, 1):
+            timed[rank].append(TimedAction(place, lengths[number], after, late[number]))
         seconds, _ = shared_core_time(timed, slowdown)
-        without_messages = [[replace(action, sending=0.0) for action in actions] for actions in timed]
+        without_messages = [[replace(action, sending=0.0) for action in of_rank] for of_rank in timed]
         silent_seconds, computing = shared_core_time(without_messages, slowdown)
         return Prediction(seconds, tuple(computing), held, fullest, silent_seconds)
     clock, silent = ([0.0] * shape.ranks for _ in range(2))
@@ -219,24 +223,6 @@ def _simulate(schedule: Schedule, shape: Shape, costs: StageCosts, slowdown: tup
         silent_ends.append(end)
     busy = tuple(sum(map(lengths.__getitem__, numbers), 0.0) for numbers in steps.by_rank)
     return Prediction(max(clock), busy, held, fullest, max(silent))
-
-
-def _timed_actions(steps: Steps, lengths: Sequence[float], late: Sequence[float]) -> list[list[TimedAction]]:
-    """The actions of each rank, in order."""
-    timed: list[list[TimedAction]] = [[] for _ in steps.by_rank]
-    actions = zip(steps.ranks, steps.numbers, steps.after, strict=True)
-    for place, (rank, number, after) in enumerate(actions, 1):
-        timed[rank].append(TimedAction(place, lengths[number], after, late[number]))
-    return timed
-
-
-def _held(steps: Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[MemoryPeak, ...]]:
-    """`held` and `fullest` of Prediction."""
-    zero = (0.0,) * shape.stages
-    over, waiting, gradients = costs.over or zero, costs.deferred_bytes or zero, costs.gradients or zero
-    return steps.actions.held(
-        StageBytes(costs.saved, over, waiting, gradients, costs.split, costs.first or over)
-    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -54,13 +54,10 @@ class StageDivision:
 
     Args:
         cuts: the first run of each stage but the first.
-        stages: units of each stage.
-        loads: work of each stage on a microbatch.
-        held: first names of the parameters of each stage.
-        shares: their share of all parameter bytes.
+        stages, loads: units of each stage, and their work on a microbatch.
+        held, shares: first names of the parameters of each stage, and their share of all parameter bytes.
         sizes: number of units and parameters of each stage.
-        messages: bytes that cross the boundary after each stage but the last.
-        returned: bytes of the gradients that cross it.
+        messages, returned: bytes that cross the boundary after each stage but the last, and bytes of their gradients.
     """
 
     cuts: tuple[int, ...]

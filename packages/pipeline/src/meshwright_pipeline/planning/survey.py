@@ -31,9 +31,7 @@ class ModelSurvey:
 
     Attributes:
         units: names of its units, in the order of registration.
-        names: first name of a parameter -> all its names.
-        sizes: first name of a parameter -> its bytes.
-        model: the model.
+        names, sizes: first name of a parameter -> all its names; -> its bytes.
         opened: modules whose children are units instead (see units.find_units).
     """
 
@@ -42,6 +40,13 @@ class ModelSurvey:
     sizes: Mapping[str, int]
     model: nn.Module | None = field(default=None, repr=False, compare=False)
     opened: frozenset[str] = frozenset()
+    _unit: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shares: dict[frozenset[str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _schedules: dict[str, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _forecasts: dict[bool, LossForecast] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cannot: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    _row_mixing: list[CannotSplit | None] = field(default_factory=list, init=False, repr=False, compare=False)
+    _costs: dict[int, ModelCosts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, calls: frozenset[tuple[str, str]] | None) -> ModelSurvey:
         """The same with the units for these module calls; see PipelineQuery.calls."""
@@ -49,16 +54,13 @@ class ModelSurvey:
             return self
         entry = self._at.get(id(calls))
         if entry is None or entry[0] is not calls:
-            entry = self._at[id(calls)] = calls, self._with_opened(calls)
+            survey = self
+            while more := called_in_parts(survey.units, calls):
+                opened = survey.opened | more
+                survey = replace(survey, units=find_units(self.model, opened).names, opened=opened)
+            survey = next((cached for _, cached in self._at.values() if cached == survey), survey)
+            entry = self._at[id(calls)] = calls, survey
         return entry[1]
-
-    def _with_opened(self, calls: frozenset[tuple[str, str]]) -> ModelSurvey:
-        assert self.model is not None
-        survey = self
-        while more := called_in_parts(survey.units, calls):
-            opened = survey.opened | more
-            survey = replace(survey, units=find_units(self.model, opened).names, opened=opened)
-        return next((cached for _, cached in self._at.values() if cached == survey), survey)
 
     @cached_property
     def _at(self) -> dict[int, tuple[frozenset[tuple[str, str]], ModelSurvey]]:
@@ -87,10 +89,6 @@ class ModelSurvey:
         return frozenset(self.units)
 
     @cached_property
-    def _unit(self) -> dict[str, str]:
-        return {}
-
-    @cached_property
     def inside(self) -> Mapping[str, frozenset[str]]:
         """Unit -> first names of its parameters; "" -> those outside of units."""
         inside: dict[str, set[str]] = {}
@@ -111,10 +109,6 @@ class ModelSurvey:
         if names not in self._shares:
             self._shares[names] = sum(map(self.sizes.__getitem__, names)) / self._bytes
         return self._shares[names]
-
-    @cached_property
-    def _shares(self) -> dict[frozenset[str], float]:
-        return {}
 
     @cached_property
     def _bytes(self) -> int:
@@ -142,10 +136,6 @@ class ModelSurvey:
         if name not in self._schedules:
             self._schedules[name] = schedule_named(name, self._host)
         return self._schedules[name]
-
-    @cached_property
-    def _schedules(self) -> dict[str, Schedule]:
-        return {}
 
     @cached_property
     def installed(self) -> tuple[str, ...]:
@@ -187,10 +177,6 @@ class ModelSurvey:
         return bool(self._forecasts or self._cannot)
 
     @cached_property
-    def _cannot(self) -> list[str]:
-        return []
-
-    @cached_property
     def batch_norm(self) -> str | None:
         """A module that normalises with batch statistics; None if there is none."""
         return None if self.model is None else batch_norm_module(self.model)
@@ -205,17 +191,9 @@ class ModelSurvey:
         return self._row_mixing[0]
 
     @cached_property
-    def _row_mixing(self) -> list[CannotSplit | None]:
-        return []
-
-    @cached_property
     def _loss_checker(self) -> LossChecker:
         assert self.model is not None
         return LossChecker(self.model, self.units)
-
-    @cached_property
-    def _forecasts(self) -> dict[bool, LossForecast]:
-        return {}
 
     def costs(self, work: tuple[ModuleWork, ...]) -> ModelCosts:
         """The costs of the model by unit, cached for the same work."""
@@ -223,10 +201,6 @@ class ModelSurvey:
         if costs is None or costs.work is not work:
             costs = self._costs[id(work)] = model_costs(work, self, self.holding)
         return costs
-
-    @cached_property
-    def _costs(self) -> dict[int, ModelCosts]:
-        return {}
 
 
 def survey_of(request: SearchRequest) -> ModelSurvey | None:

@@ -1,15 +1,18 @@
-"""The costs of a recorded model by unit: the work of its units in order, and the work between them."""
+"""The costs of a recorded model by unit: the work of its units in order, the work between them, and the bytes that cross a cut.
+
+Code between units runs on every stage. So its results are not sent; the unit results that it uses are. This dataflow is the
+planner's counterpart of `partition.boundaries.crossing`, which uses a profiled run.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from meshwright_dtensor.strategy import ModuleWork
-from meshwright_pipeline.planning.dataflow import flow_of
 
 T = TypeVar("T")
 Shared = frozenset[tuple[int, float]]
@@ -17,7 +20,7 @@ Shared = frozenset[tuple[int, float]]
 
 
 class UnitNames(Protocol):
-    """The units of a model."""
+    """The units of a model; see ModelSurvey."""
 
     @property
     def units(self) -> tuple[str, ...]: ...
@@ -78,9 +81,8 @@ NO_WORK = UnitWork("")
 
 def sum_work(unit: str, parts: Iterable[ModuleWork], before: UnitWork = NO_WORK) -> UnitWork:
     """The work of modules in order, after `before`. Same as `UnitWork.then` for each part, but faster."""
-    seconds, forward, saved = before.seconds, before.forward, before.saved_bytes
-    deferred = before.deferred_bytes
-    over, shared, inputs, first = before.over, before.shared, set(before.inputs), before.first
+    seconds, forward, saved, shared = before.seconds, before.forward, before.saved_bytes, before.shared
+    deferred, over, inputs, first = before.deferred_bytes, before.over, set(before.inputs), before.first
     for part in parts:
         seconds += part.seconds
         forward += part.seconds * part.forward
@@ -108,10 +110,8 @@ class ModelCosts:
         between: the work before each run. A stage does all of it up to its last run.
         tail: the work after all runs, on the last stage.
         blocks: runs that stay on one stage.
-        whole: total seconds.
-        kept: total bytes that autograd keeps.
-        crossing: for each run, the bytes that cross a cut before it.
-        returning: for each run, the bytes of gradients that cross that cut.
+        whole, kept: total seconds; total bytes that autograd keeps.
+        crossing, returning: for each run, the bytes that cross a cut before it, and bytes of gradients that cross it.
         cache: see `once`.
     """
 
@@ -155,21 +155,16 @@ def model_costs(work: tuple[ModuleWork, ...], units: UnitNames, holding: frozens
     parts = (*runs, *between, tail)
     kept = sum(part.saved_bytes for part in parts) + shared_bytes(*(part.shared for part in parts))
     whole = sum(part.seconds for part in work) or 1.0
-    blocks = _blocks(runs, holding)
+    # a run of a unit with parameters, and the following runs of units without (dropouts)
+    blocks = list[list[UnitWork]]()
+    for run in runs:
+        if blocks and (run.unit not in holding or all(r.unit not in holding for r in blocks[-1])):
+            blocks[-1].append(run)
+        else:
+            blocks.append([run])
     flow = flow_of(work, units, shared)
-    tail = replace(tail, inputs=flow.final)
-    return ModelCosts(
-        work,
-        shared,
-        runs,
-        between,
-        tail,
-        blocks,
-        whole,
-        kept or 1.0,
-        flow.crossing(False),
-        flow.crossing(True),
-    )
+    tail, values, gradients = replace(tail, inputs=flow.final), flow.crossing(False), flow.crossing(True)
+    return ModelCosts(work, shared, runs, between, tail, blocks, whole, kept or 1.0, values, gradients)
 
 
 def group_by_unit(
@@ -190,8 +185,14 @@ def group_by_unit(
             between.append(sum_work("", outside))
             runs.append(sum_work(unit, parts))
             outside = []
-    *both, tail = _folded([*runs, *between, sum_work("", outside)])
-    return both[: len(runs)], both[len(runs) :], tail
+    works = [*runs, *between, sum_work("", outside)]
+    # shared tensors that only one of them keeps count as its saved bytes
+    times = Counter(key for run in works for key, _ in run.shared)
+    for place, run in enumerate(works):
+        alone = sum(size for key, size in run.shared if times[key] == 1)
+        common = frozenset((key, size) for key, size in run.shared if times[key] > 1)
+        works[place] = replace(run, saved_bytes=run.saved_bytes + alone, shared=common)
+    return works[: len(runs)], works[len(runs) : -1], works[-1]
 
 
 def units_read_outside(work: Sequence[ModuleWork], units: UnitNames) -> list[str]:
@@ -212,23 +213,93 @@ def shared_bytes(*shared: Shared) -> float:
     return sum(size for _, size in empty.union(*shared))
 
 
-def _folded(runs: Sequence[UnitWork]) -> list[UnitWork]:
-    """Count shared tensors that only one run keeps as its saved bytes."""
-    times = Counter(key for run in runs for key, _ in run.shared)
-    folded = []
-    for run in runs:
-        alone = sum(size for key, size in run.shared if times[key] == 1)
-        shared = frozenset((key, size) for key, size in run.shared if times[key] > 1)
-        folded.append(replace(run, saved_bytes=run.saved_bytes + alone, shared=shared))
-    return folded
+# ---- dataflow
+Values = frozenset[int]
+_NONE: Values = frozenset()
 
 
-def _blocks(runs: Sequence[UnitWork], holding: frozenset[str]) -> list[list[UnitWork]]:
-    """Groups of a run of a unit with parameters and the following runs of units without (dropouts)."""
-    blocks = list[list[UnitWork]]()
-    for run in runs:
-        if blocks and (run.unit not in holding or all(r.unit not in holding for r in blocks[-1])):
-            blocks[-1].append(run)
-        else:
-            blocks.append([run])
-    return blocks
+@dataclass
+class Flow:
+    """The unit results, by value number.
+
+    Attributes:
+        runs: number of runs of units.
+        producer, modules: the run and the module that produce a result.
+        last_user: the last run that uses it; `runs` for the code after all units.
+        sizes: bytes on one rank.
+        trained: results that get a gradient.
+    """
+
+    runs: int = 0
+    producer: dict[int, int] = field(default_factory=dict)
+    last_user: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    trained: set[int] = field(default_factory=set)
+    modules: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def final(self) -> frozenset[tuple[int, str, int]]:
+        """(number, producing module, bytes) of the results that the code after the last unit uses."""
+        return frozenset(
+            (i, self.modules[i], self.sizes[i]) for i, run in self.last_user.items() if run == self.runs
+        )
+
+    def crossing(self, gradients: bool) -> list[int]:
+        """For each run, the bytes that cross a cut before it: values, or their `gradients`; 0 after the last run."""
+        change = [0] * (self.runs + 2)
+        for i, last in self.last_user.items():
+            if last > self.producer[i] and (i in self.trained or not gradients):
+                change[self.producer[i] + 1] += self.sizes[i]
+                change[last + 1] -= self.sizes[i]
+        return [*itertools.accumulate(change[: self.runs]), 0]
+
+
+def flow_of(work: Sequence[ModuleWork], owners: UnitNames, shared: Collection[str]) -> Flow:
+    """The dataflow of a recorded model. `shared`: units that all stages hold, which send nothing."""
+    flow = Flow()
+    # value -> the unit results that it depends on
+    sources_of: dict[int, Values] = {}
+    # unit -> its first run
+    first: dict[str, int] = {}
+    before, after = "", list[ModuleWork]()
+
+    def results(part: ModuleWork) -> Values:
+        """The unit results that a part of the work uses."""
+        used = set[int]()
+        for number, module, size in part.inputs:
+            # only the producing module is recorded
+            if number not in sources_of:
+                place = first.get(owners.unit(module))
+                sources_of[number] = _NONE if place is None else frozenset({number})
+                if place is not None:
+                    flow.producer[number], flow.modules[number] = place, module
+                    flow.trained.add(number)
+            if number in flow.producer:
+                flow.sizes[number] = size
+            used |= sources_of[number]
+        return frozenset(used)
+
+    for part in work:
+        unit = owners.unit(part.module)
+        used = results(part)
+        if not unit or unit in shared:
+            after.append(part)
+            for number, sources, _ in part.outputs:
+                sources_of[number] = _NONE.union(*(sources_of.get(source, _NONE) for source in sources))
+            continue
+        after.clear()
+        if unit != before:
+            flow.runs, before = flow.runs + 1, unit
+        place = flow.runs - 1
+        first.setdefault(unit, place)
+        for number in used:
+            if flow.producer[number] != place:
+                flow.last_user[number] = place
+        for number, _, trained in part.outputs:
+            sources_of[number] = frozenset({number})
+            flow.producer[number], flow.modules[number] = place, part.module
+            if trained:
+                flow.trained.add(number)
+    for part in after:
+        flow.last_user.update(dict.fromkeys(results(part), flow.runs))
+    return flow
