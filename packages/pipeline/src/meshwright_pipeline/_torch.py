@@ -130,17 +130,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def remove_parameter(module: nn.Module, name: str) -> None:
-    """Remove a parameter from a module."""
-    del module._parameters[name]
-
-
-def remove_buffer(module: nn.Module, name: str) -> None:
-    """Remove a buffer from a module."""
-    del module._buffers[name]
-    module._non_persistent_buffers_set.discard(name)
-
-
 def tensors_in(module: nn.Module) -> list[dict[str, Any]]:
     """The dicts in which a module holds its own parameters and buffers."""
     return [module._parameters, module._buffers]
@@ -161,13 +150,7 @@ def parameters_swapped(pairs: list[tuple[nn.Module, str, torch.Tensor]]) -> Iter
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of a parameter's gradient (the same memory)."""
-    gradient = parameter.grad
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-
-
-def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node:
-    """The autograd node of a tensor; of a leaf, its AccumulateGrad."""
-    return torch.autograd.graph.get_gradient_edge(tensor).node
+    return parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor | None:

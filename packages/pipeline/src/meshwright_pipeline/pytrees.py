@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 
 
@@ -66,13 +67,9 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
         fields = {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
     else:
         return None
-    return dict(fields) if _has_tensors(fields) else None
-
-
-def _has_tensors(tree: Any) -> bool:
-    return any(
-        isinstance(leaf, torch.Tensor) or _fields(leaf) is not None for leaf in pytree.tree_leaves(tree)
-    )
+    leaves = pytree.tree_leaves(fields)
+    has_tensors = any(isinstance(x, torch.Tensor) or _fields(x) is not None for x in leaves)
+    return dict(fields) if has_tensors else None
 
 
 def attribute_tensors(leaf: Any) -> list[torch.Tensor]:
@@ -80,6 +77,11 @@ def attribute_tensors(leaf: Any) -> list[torch.Tensor]:
     if issubclass(type(leaf), (torch.Tensor, torch.nn.Module, type)):
         return []
     return tensors_of(dict(getattr(leaf, "__dict__", {})))
+
+
+def full_value(value: Any) -> Any:
+    """A tensor of several ranks as an ordinary one; other values as they are."""
+    return value.full_tensor() if isinstance(value, GlobalTensor) else value
 
 
 def differing_dims(tensor: torch.Tensor, other: torch.Tensor) -> list[int]:

@@ -57,13 +57,8 @@ def text(table: Timetable, width: int = 110) -> str:
     split = any(action.kind == "I" for action in table.ends)
     kinds = [f"{kind}: {NAMES[kind]}" for kind in (("F", "I", "W") if split else ("F", "B"))]
     head = f"{', '.join(kinds)} of a microbatch" + (", / its stage" if several else "")
-    return "\n".join(
-        [
-            head,
-            *shown,
-            f"bubble: {100 * table.bubble:.1f}% of a step; microbatches whose activations a rank holds at most: {held}",
-        ]
-    )
+    most = f"microbatches whose activations a rank holds at most: {held}"
+    return "\n".join([head, *shown, f"bubble: {100 * table.bubble:.1f}% of a step; {most}"])
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
@@ -101,21 +96,15 @@ def _events(rank: int, spans: Sequence[Span]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"pp rank {rank}"}}
     ]
+
+    def add(name: str, start: float, length: float, args: dict[str, Any]) -> None:
+        times = {"ts": start * 1e6, "dur": length * 1e6}
+        events.append({"ph": "X", "pid": 0, "tid": rank, "name": name, **times, "args": args})
+
     for span in spans:
         action = span.action
         if span.waited > 0:
-            start = span.start - span.waited
-            events.append(_span(rank, "wait", start, span.waited, {"for": str(action)}))
+            add("wait", span.start - span.waited, span.waited, {"for": str(action)})
         details = {"stage": action.stage, "microbatch": action.microbatch}
-        events.append(
-            _span(
-                rank, f"{NAMES[action.kind]} {action.microbatch}", span.start, span.end - span.start, details
-            )
-        )
+        add(f"{NAMES[action.kind]} {action.microbatch}", span.start, span.end - span.start, details)
     return events
-
-
-def _span(rank: int, name: str, start: float, length: float, details: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "ph": "X", "pid": 0, "tid": rank, "name": name, "ts": start * 1e6, "dur": length * 1e6, "args": details,
-    }  # fmt: skip

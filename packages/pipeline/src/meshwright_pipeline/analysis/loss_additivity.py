@@ -6,14 +6,19 @@ is additive, the code after the units runs once on the whole batch (see runtime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 
-from meshwright_pipeline.analysis.hook_errors import hook_in
-from meshwright_pipeline.pytrees import differing_dims, leaves_of
+from meshwright_pipeline._torch import hooks_of, pre_hooks_of
+from meshwright_pipeline.pytrees import differing_dims, full_value, leaves_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.loss_denominators import Place
 from meshwright_pipeline.trace.microbatch import Call, microbatches, rows_of
@@ -55,6 +60,20 @@ class Leaf:
         return (sum(parts) * self.weight(len(parts))).to(parts[0].dtype)
 
 
+def join_leaves(joins: Sequence[Leaf | None], parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """The proven leaves for the whole batch, from those of microbatches; [] where there are other leaves than expected."""
+    if any(len(part) != len(joins) for part in parts):
+        return []
+    differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in parts[0]]
+    with torch.no_grad():
+        columns = zip(*([full_value(leaf) for leaf in part] for part in parts), strict=True)
+        leaves = [join.join(column) for join, column in zip(joins, columns, strict=True) if join is not None]
+    return [
+        leaf.detach().requires_grad_() if has and isinstance(leaf, Tensor) else leaf
+        for leaf, has in zip(leaves, differentiable, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class Additivity:
     """The proof that a loss is additive over microbatches.
@@ -79,13 +98,7 @@ class Additivity:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a loss is not proven additive.
-
-    Attributes:
-        text: the reason.
-        hook: the forward hook that prevents the proof; "" if none does.
-        reads: whether that hook reads values.
-    """
+    """Why a loss is not proven additive. `hook`: the forward hook that prevents the proof; `reads`: whether it reads values."""
 
     text: str
     hook: str = ""
@@ -116,13 +129,9 @@ def single_microbatch(result: Any) -> Additivity:
 
 
 def prove_additive(profiler: Profiler, profile: Profile, batch: Call, count: int) -> Additivity:
-    """Prove how the loss of a batch follows from those of its microbatches.
+    """Prove how the loss of a batch, whose rows can be divided equally, follows from those of its `count` (> 1) microbatches.
 
-    Args:
-        profiler: of the skeleton.
-        profile: of the batch.
-        batch: its rows can be divided equally.
-        count: number of microbatches, at least two.
+    `profiler`: of the skeleton; `profile`: of the batch.
 
     Raises:
         NotAdditive: there is no proof.
@@ -158,13 +167,36 @@ def _reason(profiler: Profiler, error: Exception) -> Reason:
     text = " ".join(str(error).split())
     if not isinstance(error, BatchSizeDependent):
         text = f"with its units skipped it raises {type(error).__name__}: {text[:200]}"
-    hook = hook_in(profiler.model, error)
+    hook = _hook_in(profiler.model, error)
     if not hook:
         return Reason(text)
     reads = isinstance(error, ReadsValues)
-    return Reason(
-        f"forward {hook} " + ("reads values" if reads else f"prevents the proof: {text}"), hook, reads
-    )
+    text = "reads values" if reads else f"prevents the proof: {text}"
+    return Reason(f"forward {hook} {text}", hook, reads)
+
+
+def _hook_in(model: nn.Module, error: BaseException) -> str:
+    """The hook of a module of `model` that was running when `error` was raised, in words; "" if none was."""
+    codes = {
+        code: f"{kind} {getattr(hook, '__name__', type(hook).__name__)!r} of module {name!r}"
+        for name, module in model.named_modules()
+        for kind, hooks in (("hook", hooks_of(module)), ("pre-hook", pre_hooks_of(module)))
+        for hook in hooks.values()
+        if (code := _code(hook)) is not None
+    }
+    running = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((codes[code] for code in running if code in codes), "")
+
+
+def _code(hook: Callable[..., Any]) -> CodeType | None:
+    """The code of a hook: of a function, a method, a partial of one, or a callable object."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    for function in (hook, inspect.getattr_static(type(hook), "__call__", None)):
+        function = getattr(function, "__func__", function)
+        if isinstance(code := getattr(function, "__code__", None), CodeType):
+            return code
+    return None
 
 
 def _leaf(leaf: Any, before: Any, tracer: RowTracer) -> Leaf | None:

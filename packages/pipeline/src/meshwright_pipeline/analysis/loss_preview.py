@@ -18,7 +18,7 @@ from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import pytree, tensors_in
 from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, NotAdditive, prove_additive
 from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
-from meshwright_pipeline.pytrees import tensors_of
+from meshwright_pipeline.pytrees import expanded_zeros, tensors_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import skeleton
 from meshwright_pipeline.trace.microbatch import Call
@@ -26,11 +26,17 @@ from meshwright_pipeline.trace.profile import Profile
 from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
+_CPU = torch.device("cpu")
 ROWS = 4
 """Rows of the reduced batch: two microbatches of two rows. For microbatches of one row, half of them."""
 
 TOKENS, LONGEST = 16, 4096
 """Tokens per row of the reduced batch; the second number is tried if the model does not run on so few."""
+
+
+def token_counts(size: BatchSize) -> list[int]:
+    """The numbers of tokens per row to try."""
+    return sorted({min(most, size.tokens or 0) for most in (TOKENS, LONGEST)})
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,7 @@ class LossForecast:
 
 
 class LossChecker:
-    """Predicts whether the loss of a model is additive.
-
-    Args:
-        model: it is not changed.
-        units: names of its units.
-    """
+    """Predicts whether the loss of a model with these units is additive. The model is not changed."""
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self._model, self._units = model, units
@@ -78,8 +79,7 @@ class LossChecker:
         if rows < 2 or (size.rows or 1) < 2:
             return LossForecast("the example batch has too few rows to split")
         error: Exception | None = None
-        long = size.tokens or 0
-        for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
+        for tokens in token_counts(size):
             try:
                 call = shrink_batch((args, dict(kwargs)), size, rows, tokens)
                 profiler = self._profiler or RepeatedUnitProfiler(
@@ -136,23 +136,20 @@ def shrink_batch(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
 def skeleton_with_values(model: nn.Module, units: tuple[str, ...]) -> nn.Module:
     """A skeleton on the CPU. Parameters and buffers outside of units without values become zeros."""
     copied = skeleton(model, units)
-    for part in copied.modules():
-        for table in tensors_in(part):
-            table.update({name: _with_values(tensor) for name, tensor in table.items() if tensor is not None})
+    for table in (table for part in copied.modules() for table in tensors_in(part)):
+        for name, tensor in table.items():
+            if tensor is None or (_has_values(tensor) and tensor.device.type == "cpu"):
+                continue
+            trained = isinstance(tensor, nn.Parameter)
+            if _has_values(tensor):
+                value = tensor.detach().cpu()
+            else:
+                # code may write to a buffer
+                value = (
+                    expanded_zeros(tensor, _CPU) if trained else torch.zeros(tensor.shape, dtype=tensor.dtype)
+                )
+            table[name] = nn.Parameter(value, tensor.requires_grad) if trained else value
     return copied
-
-
-def _with_values(tensor: torch.Tensor) -> torch.Tensor:
-    if _has_values(tensor):
-        if tensor.device.type == "cpu":
-            return tensor
-        value = tensor.detach().cpu()
-    elif isinstance(tensor, nn.Parameter):
-        value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-    else:
-        # code may write to a buffer
-        value = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

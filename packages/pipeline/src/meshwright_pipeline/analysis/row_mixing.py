@@ -25,13 +25,7 @@ from torch import nn
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import pytree, remove_hooks, tensors_in
 from meshwright_pipeline.analysis.half_batches import half_of, row_difference, written_from_rows
-from meshwright_pipeline.analysis.loss_preview import (
-    LONGEST,
-    ROWS,
-    TOKENS,
-    shrink_batch,
-    skeleton_with_values,
-)
+from meshwright_pipeline.analysis.loss_preview import ROWS, shrink_batch, skeleton_with_values, token_counts
 from meshwright_pipeline.analysis.module_state import LARGE, State, changed_places, module_state
 from meshwright_pipeline.analysis.stub_weights import StubMode, stub_tensor
 from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
@@ -42,7 +36,7 @@ from meshwright_pipeline.trace.microbatch import Call, microbatches, signature
 from meshwright_pipeline.trace.profile import Key, Label, Profile, Result
 from meshwright_pipeline.trace.profiler import snapshot
 from meshwright_pipeline.trace.rng_replay import DrawRecorder
-from meshwright_pipeline.trace.state_writes import Place
+from meshwright_pipeline.trace.state_writes import Place, modules_outside
 
 Tensor = torch.Tensor
 
@@ -80,8 +74,7 @@ def find_row_mixing(
     rows = min(ROWS, size.rows or 0) // 2 * 2
     if rows < 2:
         return None
-    long = size.tokens or 0
-    for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
+    for tokens in token_counts(size):
         try:
             with _isolated():
                 few = _distinct_rows(shrink_batch(call, size, rows, tokens), rows)
@@ -134,9 +127,8 @@ def _distinct_rows(call: Call, rows: int) -> Call:
 class _BetweenUnits(RepeatedUnitProfiler):
     """Runs the code between units with random numbers as unit results, and records the arguments of units.
 
-    Attributes:
-        given: (key shared by repeated units that are called alike, arguments) of each unit call, in order.
-        half: which half of the rows runs; None for all rows, which have to run first.
+    `given`: (key shared by repeated units that are called alike, arguments) of each unit call, in order.
+    `half`: which half of the rows runs; None for all rows, which have to run first.
     """
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
@@ -180,14 +172,9 @@ class _BetweenUnits(RepeatedUnitProfiler):
 
 
 class _Trial:
-    """Runs a model on a few rows.
+    """Runs a model on a few rows: the batch `call`, with plain tensors on the CPU.
 
-    Args:
-        model, units: see `find_row_mixing`.
-        call: the batch, with plain tensors on the CPU.
-
-    Attributes:
-        read: units whose parameters are used by code between units; set by `verdict`.
+    `read`: units whose parameters are used by code between units; set by `verdict`.
     """
 
     def __init__(self, model: nn.Module, units: tuple[str, ...], call: Call) -> None:
@@ -232,10 +219,9 @@ class _Trial:
             if differences != ["", ""]:
                 # its arguments depend on more than the rows
                 like = key
-            reason = None if like in self.tried else self._unit(key, entire, halves, used)
-            self.tried.add(like)
-            if reason is not None:
+            if like not in self.tried and (reason := self._unit(key, entire, halves, used)) is not None:
                 return reason
+            self.tried.add(like)
         return None
 
     def _run(self, call: Call, half: int | None) -> Profile:
@@ -245,12 +231,7 @@ class _Trial:
 
     def _state(self) -> State:
         """The state of the model outside of units."""
-        inside = tuple(f"{unit}." for unit in self.units)
-        return module_state(
-            (name, part)
-            for name, part in self.between.model.named_modules()
-            if name not in self.units and not name.startswith(inside)
-        )
+        return module_state(modules_outside(self.between.model, self.units))
 
     # ---- a unit
     def _unit(
@@ -261,44 +242,44 @@ class _Trial:
         if type(unit) in _BATCH_INDEPENDENT:
             return None
         try:
-            stub, large = _unit_stub(unit)
+            stub, generator = copy.deepcopy(unit), torch.Generator().manual_seed(1)
+            large: list[Tensor] = []
+            for part, name, tensor in meta_tensors(stub):
+                part.__dict__[name] = weight = stub_tensor(tensor.shape, tensor.dtype, generator)
+                large += [weight] if weight.numel() > LARGE else []
             copies = [copy.deepcopy(stub, {id(tensor): tensor for tensor in large}) for _ in range(3)]
+            scalars = frozenset(index for *call, path, index in used if tuple(call) == key and not path)
             with StubMode(large):
-                return self._tried(key, copies, entire, halves, used)
+                return _unit_mixing(key[0], copies, entire, halves, scalars)
         except Exception:
             # the unit may fail on random numbers: nothing is known of it
             return None
 
-    def _tried(
-        self,
-        key: Key,
-        copies: Sequence[nn.Module],
-        entire: Call,
-        halves: Sequence[Call],
-        used: frozenset[Label],
-    ) -> CannotSplit | None:
-        unit, (first, *others) = key[0], copies
-        before = module_state(first.named_modules())
-        whole = _called(first, entire)
-        after = module_state(first.named_modules())
-        if changed_places(before, after):
-            _called(first, entire)
-            again = changed_places(after, module_state(first.named_modules()))
-            if again:
-                return _writes(unit, again[0])
-        for half, (other, part) in enumerate(zip(others, halves, strict=True)):
-            result = _called(other, part)
-            at = written_from_rows(before, after, module_state(other.named_modules()))
-            if at is not None:
-                return _writes(unit, at)
-            scalars = frozenset(index for *call, path, index in used if tuple(call) == key and not path)
-            if row_difference(whole, result, half, scalars) == "rows":
-                return CannotSplit(
-                    f"module {unit!r} computes a row differently when other rows of the batch are present: microbatches would "
-                    "change the result",
-                    "compute each row independently, or use one microbatch",
-                )
-        return None
+
+def _unit_mixing(
+    unit: str, copies: Sequence[nn.Module], entire: Call, halves: Sequence[Call], scalars: frozenset[int]
+) -> CannotSplit | None:
+    first, *others = copies
+    before = module_state(first.named_modules())
+    whole = _called(first, entire)
+    after = module_state(first.named_modules())
+    if changed_places(before, after):
+        _called(first, entire)
+        again = changed_places(after, module_state(first.named_modules()))
+        if again:
+            return _writes(unit, again[0])
+    for half, (other, part) in enumerate(zip(others, halves, strict=True)):
+        result = _called(other, part)
+        at = written_from_rows(before, after, module_state(other.named_modules()))
+        if at is not None:
+            return _writes(unit, at)
+        if row_difference(whole, result, half, scalars) == "rows":
+            return CannotSplit(
+                f"module {unit!r} computes a row differently when other rows of the batch are present: microbatches would "
+                "change the result",
+                "compute each row independently, or use one microbatch",
+            )
+    return None
 
 
 def _called(unit: nn.Module, call: Call) -> Any:
@@ -335,17 +316,6 @@ def _with_stubs(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list
 
 def _full_precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALVED else dtype
-
-
-def _unit_stub(unit: nn.Module) -> tuple[nn.Module, list[Tensor]]:
-    """A copy of a unit with stubs in place of meta tensors, and its large tensors."""
-    copied, large = copy.deepcopy(unit), list[Tensor]()
-    generator = torch.Generator().manual_seed(1)
-    for part, name, tensor in meta_tensors(copied):
-        part.__dict__[name] = stub = stub_tensor(tensor.shape, tensor.dtype, generator)
-        if stub.numel() > LARGE:
-            large.append(stub)
-    return copied, large
 
 
 def _writes(unit: str, at: Place) -> CannotSplit:

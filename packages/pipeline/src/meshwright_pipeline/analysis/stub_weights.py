@@ -50,11 +50,7 @@ def stub_tensor(shape: torch.Size, dtype: torch.dtype, generator: torch.Generato
 
 
 class StubMode(TorchDispatchMode):
-    """Inside, random operations give the same values for every row.
-
-    Args:
-        large: large stubs.
-    """
+    """Inside, random operations give the same values for every row, and products read only a part of the `large` stubs."""
 
     def __init__(self, large: Collection[Tensor] = ()) -> None:
         super().__init__()
@@ -65,7 +61,8 @@ class StubMode(TorchDispatchMode):
         name = op_name(func)
         if draws(func, args, kwargs):
             return _constant_draw(func, name, args, kwargs)
-        if name == "convolution" and _is_wide(args):
+        # a convolution with so many channel pairs that it would dominate the trial
+        if name == "convolution" and args[8] == 1 and math.prod(args[1].shape[:2]) > CHANNELS:
             return _convolution(func, *args)
         if self._large and not func.is_view:
             sizes = [t.numel() for t in tensors_of((args, kwargs)) if self._is_large(t)]
@@ -79,11 +76,8 @@ class StubMode(TorchDispatchMode):
         return result
 
     def _is_large(self, tensor: Any) -> bool:
-        return (
-            isinstance(tensor, Tensor)
-            and not tensor.is_meta
-            and tensor.untyped_storage().data_ptr() in self._large
-        )
+        has_memory = isinstance(tensor, Tensor) and not tensor.is_meta
+        return has_memory and tensor.untyped_storage().data_ptr() in self._large
 
 
 def _constant_draw(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -123,40 +117,15 @@ def _product(name: str, args: Any, kwargs: Any) -> Tensor:
     return result if bias is None else result + bias
 
 
-def _is_wide(args: Any) -> bool:
-    """Whether a convolution has so many channel pairs that it would dominate the trial."""
-    outer, inner = args[1].shape[:2]
-    return args[8] == 1 and outer * inner > CHANNELS
-
-
-def _convolution(
-    func: Any,
-    value: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Tensor:
+def _convolution(func: Any, value: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """A convolution in which every input channel and every output channel takes part at least once."""
+    *options_but_groups, _ = options
+    transposed = options[3]
     inner, outer = weight.shape[:2] if transposed else reversed(weight.shape[:2])
     count = max(inner, outer)
     pairs = torch.arange(count, device=value.device)
     into, out = pairs % inner, pairs % outer
     kernels = (weight[into, out] if transposed else weight[out, into]) * math.sqrt(inner * outer / count)
-    parts = func(
-        value[:, into],
-        kernels.unsqueeze(1),
-        None,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        count,
-    )
+    parts = func(value[:, into], kernels.unsqueeze(1), None, *options_but_groups, count)
     summed = parts.new_zeros((parts.shape[0], outer, *parts.shape[2:])).index_add_(1, out, parts)
     return summed if bias is None else summed + bias.view(-1, *[1] * (parts.dim() - 2))

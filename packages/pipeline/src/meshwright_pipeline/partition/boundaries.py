@@ -53,11 +53,8 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
     for index in range(len(owned.stages)):
         calls = [key for key in profile.order if stage[key] == index]
         if not calls:
-            raise PlanError(
-                f"pipeline.stages[{index}]",
-                listing(owned.stages[index], 4),
-                _empty_stage(profile, owned, index),
-            )
+            names, rule = listing(owned.stages[index], 4), _empty_stage(profile, owned, index)
+            raise PlanError(f"pipeline.stages[{index}]", names, rule)
         last.append(calls[-1])
     _check_read_parameters(profile, owned)
     *between, final = crossing(profile, stage, len(owned.stages) + 1)
@@ -66,10 +63,8 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
 
 def _empty_stage(profile: Profile, owned: Ownership, index: int) -> str:
     """Why a stage has nothing to run."""
-    text = (
-        f"none of its modules is called after those of stage {index - 1}; the order of calls is "
-        + listing(dict.fromkeys(unit for unit, _ in profile.order), 8)
-    )
+    order = listing(dict.fromkeys(unit for unit, _ in profile.order), 8)
+    text = f"none of its modules is called after those of stage {index - 1}; the order of calls is {order}"
     earlier = {unit for units in owned.stages[:index] for unit in units}
     if any(call for _, call in profile.order) and earlier.issuperset(owned.stages[index]):
         text += (

@@ -6,9 +6,10 @@ Integers that number the units (`layer_idx`) may differ if a unit only passes th
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -27,6 +28,15 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dty
 
 _ALLOWED_READERS = frozenset({"transformers.cache_utils", "meshwright_pipeline.trace.meta_model"})
 """Modules that may read an IntProxy: caches, which index keys and values by layer, and the search for tensors in a unit."""
+
+_PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
+    tuple: iter,
+    list: iter,
+    dict: lambda value: itertools.chain.from_iterable(value.items()),
+    MethodType: lambda value: (value.__func__, value.__self__),
+    functools.partial: lambda value: (value.func, value.args, value.keywords),
+}
+"""Types of attributes that are compared by their parts."""
 
 _DEEP = 4
 """Nesting depth up to which containers are compared."""
@@ -92,7 +102,10 @@ class RepeatedUnitProfiler(Profiler):
         mark, before = drawn.mark(), dict(_attributes(module))
         places = [(module.get_submodule(path).__dict__, name) for path, name in self._numbers.get(unit, ())]
         values = [attributes[name] for attributes, name in places]
-        proxies = [_put_proxy(attributes, name, seen) for attributes, name in places]
+        proxies: list[weakref.ref[IntProxy]] = []
+        for attributes, name in places:
+            attributes[name] = IntProxy(attributes[name], seen)
+            proxies.append(weakref.ref(attributes[name]))
         try:
             result = super().shape(unit, forward, call, device, drawn)
         except Exception:
@@ -109,12 +122,6 @@ class RepeatedUnitProfiler(Profiler):
             attributes.update(old)
         drawn.back_to(mark)
         return None
-
-
-def _put_proxy(attributes: dict[str, Any], name: str, seen: list[str]) -> weakref.ref[IntProxy]:
-    """Replace an integer by a proxy."""
-    proxy = attributes[name] = IntProxy(attributes[name], seen)
-    return weakref.ref(proxy)
 
 
 def _recorded_method(name: str) -> Callable[..., Any]:
@@ -189,11 +196,8 @@ def _attributes(unit: nn.Module) -> Iterator[tuple[Place, Hashable]]:
             if name not in MODULE_ATTRIBUTES:
                 # tensors of a skeleton have no values
                 is_tensor = isinstance(value, torch.Tensor)
-                yield (path, name), _tensor_key(value) if is_tensor else _key(value, paths)
-
-
-def _tensor_key(tensor: torch.Tensor) -> Hashable:
-    return torch.Tensor, tensor.shape, tensor.dtype
+                like: Hashable = (torch.Tensor, value.shape, value.dtype) if is_tensor else _key(value, paths)
+                yield (path, name), like
 
 
 def _key(value: Any, paths: Mapping[int, str], depth: int = 0) -> Hashable:
@@ -203,17 +207,6 @@ def _key(value: Any, paths: Mapping[int, str], depth: int = 0) -> Hashable:
         return kind, value
     if id(value) in paths:
         return kind, paths[id(value)]
-    items: list[Any] | None = None
-    if depth == _DEEP:
-        pass
-    elif kind in (tuple, list):
-        items = list(value)
-    elif kind is dict:
-        items = [item for pair in value.items() for item in pair]
-    elif kind is MethodType:
-        items = [value.__func__, value.__self__]
-    elif kind is functools.partial:
-        items = [value.func, value.args, value.keywords]
-    if items is None:
+    if depth == _DEEP or kind not in _PARTS:
         return kind, id(value)
-    return kind, *(_key(item, paths, depth + 1) for item in items)
+    return kind, *(_key(item, paths, depth + 1) for item in _PARTS[kind](value))

@@ -25,12 +25,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model.
-
-    Attributes:
-        names: in the order of registration.
-        free: names of parameters outside of units; code between units reads them.
-    """
+    """The units of a model by name, in the order of registration, and the `free` parameters, which code between units reads."""
 
     names: tuple[str, ...]
     free: tuple[str, ...]
@@ -46,7 +41,8 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
         """`member`: of a repeated list; it is a unit whatever lists it contains."""
         listed = not member and (name in containers or (not name and _repeats(module)))
         holds = not member and (not name or any(c.startswith(f"{name}.") for c in containers))
-        loose = not has_forward(module) or (not member and _only_calls(module))
+        in_order = "forward" not in module.__dict__ and type(module).forward is nn.Sequential.forward
+        loose = not has_forward(module) or (not member and in_order)
         if listed or holds or loose or name in opened:
             free.extend(_join(name, key) for key, _ in module.named_parameters(recurse=False))
             for key, child in module.named_children():
@@ -58,17 +54,8 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
     return Units(tuple(names), tuple(free))
 
 
-def _only_calls(module: nn.Module) -> bool:
-    """Whether its forward only calls its children."""
-    return "forward" not in module.__dict__ and type(module).forward is nn.Sequential.forward
-
-
 def called_in_parts(units: Iterable[str], calls: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The units whose submodules are called from outside of the unit.
-
-    Args:
-        calls: (calling module, called module).
-    """
+    """The units whose submodules are called from outside of the unit. `calls`: (calling module, called module)."""
     names, result = frozenset(units), set[str]()
     for caller, called in calls:
         parts = called.split(".")

@@ -18,17 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.mesh.mesh import group_over
 from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
-from meshwright_dtensor.schedule.schedule import NAMES, Action
-from meshwright_dtensor.schedule.timetable import Timetable
-from meshwright_pipeline.runtime.p2p import PendingBytes, packets, receive_bytes, send_to_each
-from meshwright_pipeline.runtime.p2p_step import Failure
-from meshwright_pipeline.trace.loss import plain_or_none
+from meshwright_dtensor.schedule.schedule import Action
+from meshwright_pipeline.runtime.p2p import packets, receive_bytes, send_to_each
 
 Tensor = torch.Tensor
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _VOTES = (1 << 30) + (1 << 22)
 _BROADCAST = (1 << 30) + (3 << 20)
 
@@ -53,11 +48,8 @@ def extremes(values: Sequence[int], group: dist.ProcessGroup, device: torch.devi
 class StageRanks:
     """The ranks of one stage: before each step they agree, with one small all-reduce, that all can begin.
 
-    A rank that cannot begin would leave the others waiting in its collectives.
-
-    Args:
-        mesh: the mesh of the stage; with None or one rank there is nothing to agree on.
-        device: where tensors of its collectives are.
+    A rank that cannot begin would leave the others waiting in its collectives. With no mesh, or one rank, there is nothing to
+    agree on.
     """
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
@@ -116,12 +108,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Vote:
-    """The message of one rank at the end of a step.
-
-    Attributes:
-        value: summed over the ranks.
-        report: its failure.
-        batch: what the model was given, in words; must be that of every rank.
+    """The message of one rank at the end of a step: a value that is summed over the ranks, its failure, and what the model was
+    given, in words, which must be that of every rank.
     """
 
     value: tuple[float, float]
@@ -132,10 +120,7 @@ class Vote:
 class Agreement:
     """Agreement between all ranks of a run.
 
-    Args:
-        group: all of them.
-        device: where messages are.
-        last_action: rank -> the action that ends its steps, for a rank of which nothing else is known.
+    `last_action`: rank -> the action that ends its steps, for a rank of which nothing else is known.
     """
 
     def __init__(
@@ -150,14 +135,14 @@ class Agreement:
             return self._lead(vote)
         try:
             self._send(vote, [0])
-            verdict: Report | tuple[float, float] = pickle.loads(self._receive(0).wait())
+            verdict: Report | tuple[float, float] = pickle.loads(self._receive(0)())
         except RuntimeError as error:
             return vote.report or self._missing(0, error)
         return verdict
 
     def _lead(self, vote: Vote) -> Report | tuple[float, float]:
         votes, reports = {0: vote}, [] if vote.report is None else [vote.report]
-        pending: dict[int, PendingBytes] = {}
+        pending: dict[int, Callable[[], bytes]] = {}
         for rank in range(1, self.size):
             try:
                 pending[rank] = self._receive(rank)
@@ -165,7 +150,7 @@ class Agreement:
                 reports.append(self._missing(rank, error))
         for rank, message in pending.items():
             try:
-                votes[rank] = pickle.loads(message.wait())
+                votes[rank] = pickle.loads(message())
             except RuntimeError as error:
                 reports.append(self._missing(rank, error))
                 continue
@@ -178,10 +163,8 @@ class Agreement:
                 reports.append(Report(self.last_action(rank), rank, reason, 1))
         sums = [sum(values) for values in zip(*(each.value for each in votes.values()), strict=True)]
         verdict = min(reports, key=lambda r: (r.doubt, r.when)) if reports else (sums[0], sums[1])
-        with contextlib.suppress(
-            RuntimeError
-            # the next step notices a rank that dies before the answer comes
-        ):
+        # the next step notices a rank that dies before the answer comes
+        with contextlib.suppress(RuntimeError):
             self._send(verdict, [*votes][1:])
         return verdict
 
@@ -190,7 +173,7 @@ class Agreement:
         for error in lost.values():
             raise error
 
-    def _receive(self, rank: int) -> PendingBytes:
+    def _receive(self, rank: int) -> Callable[[], bytes]:
         return receive_bytes(self.group, rank, _VOTES, self.device)
 
     def _missing(self, rank: int, error: RuntimeError) -> Report:
@@ -200,12 +183,7 @@ class Agreement:
 
 # ---- from the last stage
 class Broadcast:
-    """Results from one rank of the axis to all others; one message to each, so that a death is noticed at once.
-
-    Args:
-        group: the ranks of the axis.
-        device: where tensors are.
-    """
+    """Results from one rank of the axis to all others; one message to each, so that a death is noticed at once."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -225,16 +203,13 @@ class Broadcast:
             raise RankLost(rank, _result_lost(error))
 
     def receive(self, source: int, buffers: Callable[[Any], list[Tensor]]) -> tuple[Any, list[Tensor]]:
-        """(header, tensors).
-
-        Args:
-            buffers: header -> empty tensors for those that follow.
+        """(header, tensors). `buffers`: header -> empty tensors for those that follow.
 
         Raises:
             RankLost: the source is gone.
         """
         try:
-            header = pickle.loads(receive_bytes(self.group, source, _BROADCAST, self.device).wait())
+            header = pickle.loads(receive_bytes(self.group, source, _BROADCAST, self.device)())
             tensors = buffers(header)
             for place, tensor in enumerate(tensors):
                 dist.recv(tensor, group=self.group, group_src=source, tag=_BROADCAST + 2 + place)
@@ -251,7 +226,7 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0][:200]
 
 
-# ---- both, for one rank of a pipeline
+# ---- the ranks
 @dataclass(frozen=True)
 class RankContext:
     """The position of a rank.
@@ -273,101 +248,3 @@ class RankContext:
     device: torch.device
     reports_loss: bool
     dtype: torch.dtype = torch.float32
-
-
-class StepEnd:
-    """The end of a step on one rank.
-
-    Args:
-        context: the position of this rank.
-        table: the schedule.
-    """
-
-    def __init__(self, context: RankContext, table: Timetable) -> None:
-        self.context, self.table = context, table
-        self.rank = dist.get_rank(context.group)
-        self.agreement = Agreement(context.world, context.device, self._last_action)
-        self.results = Broadcast(context.group, context.device)
-
-    @property
-    def last_stage_rank(self) -> int:
-        """The rank of the axis that holds the last stage."""
-        return self.table.owner(self.table.shape.stages - 1)
-
-    def agree(self, failure: Failure | None, loss: Tensor | None = None, batch: str = "") -> Tensor:
-        """The loss, the same on every rank.
-
-        Args:
-            failure: the failure of this rank.
-            loss: on a rank of the last stage; None where there is none.
-            batch: what this rank was given, in words.
-
-        Raises:
-            StageError: a rank failed; on every rank.
-        """
-        report, value = None, (0.0, 0.0)
-        if failure is not None:
-            stage = failure.action.stage
-            rank = self._rank_of_run(self.table.owner(stage) if failure.lost else self.rank)
-            reason = f"{type(failure.error).__name__}: {failure.error}"
-            when = self.table.ends[failure.action]
-            report = Report(failure.action, rank, reason, int(failure.lost), when)
-        elif loss is not None and self.context.reports_loss:
-            value = float(loss.double()), float(_DTYPES.index(loss.dtype))
-        verdict = self.agreement.settle(Vote(value, report, batch))
-        if isinstance(verdict, Report):
-            action, cause = verdict.action, None if failure is None else failure.error
-            raise StageError(
-                action.stage, action.microbatch, NAMES[action.kind], verdict.rank, verdict.reason
-            ) from cause
-        return torch.tensor(verdict[0], dtype=_DTYPES[int(verdict[1])], device=self.context.device)
-
-    def failure_of(self, lost: RankLost) -> Failure:
-        """The failure for a rank of the axis that was lost after the last action."""
-        return Failure(self.table.ranks[lost.rank][-1], ConnectionError(lost.reason), lost=True)
-
-    def broadcast(
-        self, expected: Sequence[Any], values: Sequence[Any] | None
-    ) -> tuple[list[Any], list[bool]] | None:
-        """The values of the last stage on all ranks of the axis, and which of them have a gradient.
-
-        Args:
-            expected: values of the same structure, from the profile.
-            values: on the rank of the last stage: ordinary tensors, which require a gradient where they have one.
-
-        Returns: None where the last stage has other values than expected.
-
-        Raises:
-            RankLost: a rank of the axis is gone.
-        """
-        if self.rank == self.last_stage_rank:
-            given, header = list(values or ()), None
-            if len(given) == len(expected):
-                expected, header = given, [_sketch(value) for value in given]
-            tensors = [value.detach().contiguous() for value in given if isinstance(value, Tensor)]
-            self.results.send(header, tensors if header is not None else ())
-        else:
-            header, tensors = self.results.receive(self.last_stage_rank, self._buffers)
-        if header is None:
-            return None
-        received = iter(tensors)
-        shared = [
-            plain_or_none(value) if sketch is None else next(received)
-            for value, sketch in zip(expected, header, strict=True)
-        ]
-        return shared, [sketch is not None and sketch[2] for sketch in header]
-
-    def _buffers(self, header: list[Any] | None) -> list[Tensor]:
-        sketches = [sketch for sketch in header or () if sketch is not None]
-        return [torch.empty(shape, dtype=dtype, device=self.context.device) for shape, dtype, _ in sketches]
-
-    def _rank_of_run(self, rank: int) -> int:
-        return dist.get_global_rank(self.context.group, rank)
-
-    def _last_action(self, rank: int) -> Action:
-        """The action that ends a step on a rank of the run: the pipeline axis is the outermost."""
-        return self.table.ranks[rank * self.table.shape.ranks // dist.get_world_size()][-1]
-
-
-def _sketch(value: Any) -> tuple[tuple[int, ...], torch.dtype, bool] | None:
-    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -15,34 +15,34 @@ from torch import nn
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts
-from meshwright_dtensor.random import without_pieces
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
-from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
+from meshwright_pipeline._torch import hooks_of, pytree
 from meshwright_pipeline.analysis.loss_additivity import (
     INPUT_GRADIENT,
     OUTPUTS_UNPROVEN,
-    Additivity,
     Leaf,
     Reason,
+    join_leaves,
 )
 from meshwright_pipeline.partition.units import Ownership
-from meshwright_pipeline.pytrees import leaves_of
-from meshwright_pipeline.runtime.agreement import RankContext, RankLost, StageRanks, StepEnd
+from meshwright_pipeline.pytrees import full_value, leaves_of
+from meshwright_pipeline.runtime.agreement import RankContext, StageRanks
 from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
-from meshwright_pipeline.runtime.full_batch_tail import TailRun
+from meshwright_pipeline.runtime.full_batch_tail import TailLeaves, tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
 from meshwright_pipeline.runtime.input_grads import InputGradients
 from meshwright_pipeline.runtime.p2p import Transport
 from meshwright_pipeline.runtime.p2p_step import Failure
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
+from meshwright_pipeline.runtime.step_end import StepEnd
 from meshwright_pipeline.runtime.tied_grads import TiedSum
-from meshwright_pipeline.trace.loss import loss_of, need_loss, with_loss
-from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
+from meshwright_pipeline.trace.loss import check_loss_path, loss_of, need_loss, with_loss
+from meshwright_pipeline.trace.loss_denominators import Denominators
 from meshwright_pipeline.trace.microbatch import Call, microbatches
-from meshwright_pipeline.trace.rng_replay import ReplayMode, RngReplay, StepDraws
+from meshwright_pipeline.trace.rng_replay import RngReplay, StepDraws
 from meshwright_pipeline.trace.state_writes import WrittenState
 
 Tensor = torch.Tensor
@@ -57,10 +57,8 @@ class StepPlan:
 
     Attributes:
         calls: the microbatches. `whole`: the batch. `batch`: the same in words.
-        prepared: profile, stages and random numbers for its shapes.
-        training: gradients are on.
-        loss_mode: where the loss is computed.
-        returns: the caller gets the loss alone, or all outputs.
+        prepared: profile, stages and random numbers for its shapes. `training`: gradients are on.
+        loss_mode: where the loss is computed. `returns`: the caller gets the loss alone, or all outputs.
         weight, leaves: in "per_microbatch", how the loss and all outputs follow from those of microbatches.
         numbers: loss denominators of the whole batch, where microbatches need them.
         inputs: inputs that require a gradient; None where there are none.
@@ -93,7 +91,7 @@ class StepResult:
         failure: the first error on this rank.
         loss: the loss of the batch, in "per_microbatch".
         outputs: the leaves to return: ordinary tensors, which require a gradient where they have one.
-        tail: the code after the last unit, which has run, in "full_batch".
+        tail: what the code after the last unit took, once it has run, in "full_batch".
         drawn: the random numbers of the step.
     """
 
@@ -102,7 +100,7 @@ class StepResult:
     failure: Failure | None = None
     loss: Tensor | None = None
     outputs: list[Any] = field(default_factory=list)
-    tail: TailRun | None = None
+    tail: TailLeaves | None = None
     drawn: StepDraws | None = None
 
 
@@ -110,14 +108,9 @@ class PipelinedCall:
     """Takes the place of the call of a model: prepare, execute, finish.
 
     Args:
-        model: the model, without the memory of other stages.
-        skeleton: its structure on the meta device.
-        owned: which stage holds which units.
-        table: the schedule.
+        model: without the memory of other stages. `skeleton`: its structure on the meta device.
         tied: parameters that several ranks hold.
-        context: the position of this rank.
         keep_outputs: a training step returns all outputs on every rank, not the loss alone.
-        warning: warns where the schedule cannot be followed.
         split: see RankStages.
     """
 
@@ -136,13 +129,13 @@ class PipelinedCall:
         # the model holds this object
         self._model = weakref.ref(model)
         self.owned, self.table = owned, table
-        self.tied, self.context, self.keep_outputs, self.warning = tied, context, keep_outputs, warning
+        self.context, self.keep_outputs, self.warning = context, keep_outputs, warning
         transport = Transport(context.group, context.device)
         mesh = None if context.plain else context.mesh
         self.preparation = Preparation(skeleton, owned, table, transport, mesh, context.dtype, split)
-        self.end = StepEnd(context, table)
         self.stage_ranks = StageRanks(mesh, context.device)
         self.sinks = Sinks(model, context.plain)
+        self.end = StepEnd(context, table, tied, [self.sinks.forget, self.preparation.forget])
         self.rank = transport.rank
         self.last: StepOutcome | None = None
         self.texts = BatchTexts()
@@ -187,15 +180,13 @@ class PipelinedCall:
         mode = "" if plan.training else " without gradients"
         refusal = self.stage_ranks.refusal(f"{plan.batch}{mode}", plan.loss_mode == "per_microbatch")
         if refusal is not None:
-            reason = refusal or "another rank of this stage cannot begin"
-            self._stand_by(UsageError(reason), report=bool(refusal))
+            refused = UsageError(refusal or "another rank of this stage cannot begin")
+            self._stand_by(refused, report=bool(refusal))
         return self.finish(self.execute(plan))
 
     def _stand_by(self, error: Exception, report: bool = True) -> None:
-        """Only exchange messages in this step, since this rank cannot begin.
-
-        Args:
-            report: tell the other ranks about `error`; False where a rank of the stage does.
+        """Only exchange messages in this step, since this rank cannot begin. `report`: tell the other ranks about `error`; False
+        where a rank of the stage does.
 
         Raises:
             StageError: the first failure, on whichever rank.
@@ -226,37 +217,23 @@ class PipelinedCall:
         prepared = self.preparation.prepared(self.model, calls[0], batch, training)
         has_loss = loss_of(prepared.profile.output) is not None
         returns: Literal["loss", "all"] = "loss" if training and has_loss and not self.keep_outputs else "all"
+        plan = StepPlan(calls, batch, text, prepared, training, "full_batch", returns, inputs=inputs)
         if training:
-            additivity = self._additivity(prepared, batch, inputs)
-            if isinstance(additivity, Additivity):
-                numbers = self._numbers(prepared, additivity, calls)
-                weight = additivity.loss.weight(count)
-                return StepPlan(
-                    calls, batch, text, prepared, True, "per_microbatch", returns,
-                    weight, additivity.leaves, numbers,
-                )  # fmt: skip
-            self.warning.warn(additivity)
+            additivity = self.preparation.additivity(prepared, batch)
+            if isinstance(additivity, Reason):
+                reason = additivity
+            elif inputs is not None:
+                reason = INPUT_GRADIENT
+            elif self.keep_outputs and not additivity.whole:
+                reason = OUTPUTS_UNPROVEN
+            else:
+                leaves, weight = additivity.leaves, additivity.loss.weight(count)
+                numbers = self.preparation.denominators(prepared, additivity, calls)
+                plan = replace(plan, weight=weight, leaves=leaves, numbers=numbers)
+                return replace(plan, loss_mode="per_microbatch")
+            self.warning.warn(reason)
         self.preparation.tail(self.model, prepared, batch)
-        return StepPlan(calls, batch, text, prepared, training, "full_batch", returns, inputs=inputs)
-
-    def _additivity(
-        self, prepared: Prepared, batch: Call, inputs: InputGradients | None
-    ) -> Additivity | Reason:
-        """How the results follow from those of microbatches, or why the step needs the full batch."""
-        additivity = self.preparation.additivity(prepared, batch)
-        if isinstance(additivity, Reason):
-            return additivity
-        if inputs is not None:
-            return INPUT_GRADIENT
-        return OUTPUTS_UNPROVEN if self.keep_outputs and not additivity.whole else additivity
-
-    def _numbers(self, prepared: Prepared, additivity: Additivity, calls: list[Call]) -> Denominators | None:
-        """Loss denominators of the whole batch, on the rank of the last stage; None where microbatches need none."""
-        last = prepared.stages.stages.get(self.table.shape.stages - 1)
-        if last is None or len(calls) == 1 or not (additivity.averaging or additivity.fixed):
-            return None
-        parts = [last.count(*call, additivity.fixed) for call in calls]
-        return sum_denominators(parts, additivity.averaging, additivity.fixed)
+        return plan
 
     # ---- execute
     def execute(self, plan: StepPlan) -> StepResult:
@@ -267,8 +244,8 @@ class PipelinedCall:
         def start_backward(microbatch: int, result: Any) -> list[Tensor]:
             loss = need_loss(result)
             if microbatch == 0 and len(plan.calls) > 1:
-                plan.prepared.sameness.check(self.model, loss)
-            weighted: Tensor = _full(loss) * plan.weight
+                check_loss_path(plan.prepared.loss_paths, self.model, loss)
+            weighted: Tensor = full_value(loss) * plan.weight
             losses[microbatch] = weighted.detach()
             if plan.returns == "all":
                 results[microbatch] = result
@@ -286,11 +263,16 @@ class PipelinedCall:
                 try:
                     if per_microbatch:
                         step.loss = functools.reduce(torch.add, [losses[m] for m in sorted(losses)])
-                        step.outputs = _joined(plan.leaves, results) if plan.returns == "all" else []
+                        if plan.returns == "all":
+                            parts = [leaves_of(results[m]) for m in sorted(results)]
+                            step.outputs = join_leaves(plan.leaves, parts)
                     else:
                         # the tail writes again what the forwards wrote
                         state.put(self.model, before)
-                        step.tail, step.outputs = self._run_tail(plan, self.last)
+                        tail = self.preparation.tail(self.model, plan.prepared, plan.whole)
+                        step.tail, result = tail.run(plan.whole, self.last)
+                        returned = need_loss(result) if plan.returns == "loss" else result
+                        step.outputs = [full_value(leaf) for leaf in leaves_of(returned)]
                 except Exception as error:
                     # of any kind: the other ranks must come to the end of the step
                     self.last.failure = Failure(self._last_stage_action("F"), error)
@@ -298,35 +280,14 @@ class PipelinedCall:
         step.failure = self.last.failure
         return step
 
-    def _run_tail(self, plan: StepPlan, outcome: StepOutcome) -> tuple[TailRun, list[Any]]:
-        """Run the code after the last unit on the whole batch. Returns also the leaves that the caller gets."""
-        tail = self.preparation.tail(self.model, plan.prepared, plan.whole)
-        tail_run, result = tail.run(plan.whole, outcome)
-        returned = need_loss(result) if plan.returns == "loss" else result
-        return tail_run, [_full(leaf) for leaf in leaves_of(returned)]
-
-    @contextlib.contextmanager
     def _random_numbers(
         self, streams: RngReplay | None, drawn: StepDraws | None = None
-    ) -> Iterator[StepDraws | None]:
+    ) -> contextlib.AbstractContextManager[StepDraws | None]:
         """Inside, random numbers are those of one device: of a new step, or of the backwards of the step `drawn`."""
         if streams is None:
-            yield None
-            return
-        before = torch.get_rng_state()
-        if drawn is None:
-            stages = self.table.schedule.own(self.rank, self.table.shape)
-            current = streams.begin({unit for stage in stages for unit in self.owned.stages[stage]})
-        else:
-            current = streams.back_to(drawn)
-        try:
-            with ReplayMode(streams), without_pieces():
-                yield current
-        finally:
-            streams.forward(None)
-            after = current.end if drawn is None else before
-            if after is not None:
-                torch.set_rng_state(after)
+            return contextlib.nullcontext()
+        stages = self.table.schedule.own(self.rank, self.table.shape)
+        return streams.step({unit for stage in stages for unit in self.owned.stages[stage]}, drawn)
 
     @property
     def _has_last_stage(self) -> bool:
@@ -346,13 +307,13 @@ class PipelinedCall:
             UnsupportedError: the model returned something else than in the profile; on every rank.
         """
         plan, per_microbatch = step.plan, step.plan.loss_mode == "per_microbatch"
-        loss = self._agree(step.failure, step.loss, plan.batch)
+        loss = self.end.agree(step.failure, step.loss, plan.batch)
         state = plan.prepared.profile.kept
         written = [x if x is None else x.to(self.context.device) for x in state.held(self.model)]
         returned = loss_of(plan.output) if plan.returns == "loss" else plan.output
         expected = [] if per_microbatch and plan.returns == "loss" else pytree.tree_leaves(returned)
         sinks = self.sinks.trainable() if plan.training else {}
-        gradients, values, differentiable = self._share(
+        gradients, values, differentiable = self.end.share(
             sinks if per_microbatch else None, None, [*written, *expected], [*written, *step.outputs]
         )
         self._write_state(state, values[: len(written)])
@@ -362,7 +323,7 @@ class PipelinedCall:
         if per_microbatch:
             backward = functools.partial(_scaled, gradients)
             targets = [sink.leaf for sink in sinks.values()]
-            (loss,) = map(self._shown, connected([loss], [True], targets, backward, self._equalize_later))
+            (loss,) = map(self._shown, connected([loss], [True], targets, backward, self._after_backward))
             if plan.returns == "loss":
                 return with_loss(plan.output, loss, keep=False)
             pairs = zip(leaves, differentiable, strict=True)
@@ -389,24 +350,20 @@ class PipelinedCall:
                 unit_gradients: Mapping[int, Sequence[Tensor | None]] = {}
                 if step.tail is not None:
                     try:
-                        unit_gradients = step.tail.backward([step.outputs[i] for i in places], gradients)
-                    except (
-                        Exception
+                        results = [step.outputs[i] for i in places]
+                        unit_gradients = tail_backward(step.tail, results, gradients)
+                    except Exception as error:
                         # of any kind: the other ranks must come to the end of the step
-                    ) as error:
                         step.run.fail(Failure(self._last_stage_action("BI"), error))
                 self.last = step.run.run_backward(unit_gradients)
-            return self._share(sinks, plan.inputs, failure=self.last.failure, agree=True)[0]
+            return self.end.share(sinks, plan.inputs, failure=self.last.failure, agree=True)[0]
 
-        results = connected(
-            [leaves[i] for i in places],
-            [differentiable[i] for i in places],
-            [*(sink.leaf for sink in sinks.values()), *(plan.inputs.given if plan.inputs else ())],
-            backward,
-            self._equalize_later,
-        )
+        targets = [*(sink.leaf for sink in sinks.values()), *(plan.inputs.given if plan.inputs else ())]
+        given, flags = [leaves[i] for i in places], [differentiable[i] for i in places]
         outputs = list(leaves)
-        for place, result in zip(places, results, strict=True):
+        for place, result in zip(
+            places, connected(given, flags, targets, backward, self._after_backward), strict=True
+        ):
             outputs[place] = self._shown(result)
         return outputs
 
@@ -415,83 +372,8 @@ class PipelinedCall:
         if state and not self._has_last_stage:
             state.put(self.model, values)
 
-    def _share(
-        self,
-        sinks: dict[str, Sink] | None,
-        inputs: InputGradients | None,
-        expected: Sequence[Any] = (),
-        values: Sequence[Any] = (),
-        failure: Failure | None = None,
-        agree: bool = False,
-    ) -> tuple[list[Tensor | None], list[Any], list[bool]]:
-        """Sum the gradients that several ranks hold and broadcast values of the last stage, with one agreement at the end.
-
-        Each part runs even where an earlier one failed, since other ranks wait for this one.
-
-        Args:
-            sinks, inputs: whose gradients to sum; None for none.
-            expected, values: see StepEnd.broadcast.
-            failure: of this rank in the actions before; then `agree` on it even where nothing is shared.
-
-        Returns: the gradients, of parameters and then of inputs; the broadcast values; which of them have a gradient.
-        """
-        gradients = {name: sink.take() for name, sink in (sinks or {}).items()}
-        of_inputs: list[Tensor | None] = []
-        received: tuple[list[Any], list[bool]] | None = ([], [])
-        if sinks is not None and self.tied.any:
-            agree = True
-            try:
-                dtypes = {name: sink.dtype for name, sink in sinks.items()}
-                self.tied.sum(gradients, {name: sink.leaf for name, sink in sinks.items()}, dtypes)
-            except RankLost as lost:
-                failure = failure or self.end.failure_of(lost)
-        if inputs is not None:
-            agree = True
-            try:
-                of_inputs = inputs.gradients()
-            except RankLost as lost:
-                failure = failure or self.end.failure_of(lost)
-        if expected:
-            agree = True
-            try:
-                received = self.end.broadcast(expected, values)
-            except RankLost as lost:
-                failure = failure or self.end.failure_of(lost)
-        if agree:
-            self._agree(failure)
-        if received is None:
-            raise UnsupportedError(
-                "the model returned something else than when it was profiled; return tensors only (use_cache=False, say)"
-            )
-        return [*gradients.values(), *of_inputs], *received
-
-    def _agree(self, failure: Failure | None, loss: Tensor | None = None, batch: str = "") -> Tensor:
-        """See StepEnd.agree. After a failure nothing of the step is kept."""
-        try:
-            return self.end.agree(failure, loss, batch)
-        except StageError:
-            self.sinks.forget()
-            self.preparation.forget()
-            raise
-
-    def _equalize_later(self) -> None:
-        """After this backward pass and its gradient reductions, make the gradients of tied parameters equal.
-
-        Not needed for reductions over at most two ranks, which have only one order.
-        """
-        if self.context.mesh is None or self.context.mesh.size() <= 2 or not self.tied.any:
-            return
-
-        def equalize() -> None:
-            failure = None
-            try:
-                self.tied.equalize(dict(self.model.named_parameters()))
-            except RankLost as lost:
-                failure = self.end.failure_of(lost)
-            self.end.agree(failure)
-
-        # queued from inside a callback, so that it runs after the callbacks that gradients have queued meanwhile
-        at_end_of_backward(lambda: at_end_of_backward(equalize))
+    def _after_backward(self) -> None:
+        self.end.equalize_later(self.model)
 
     def _shown(self, value: Any) -> Any:
         """A result as the caller sees it: replicated over the mesh of the stage, where there is one."""
@@ -504,28 +386,7 @@ class PipelinedCall:
 def _scaled(gradients: list[Tensor | None], of_loss: list[Tensor | None]) -> list[Tensor | None]:
     """The gradients of a step, scaled in place by the gradient of its loss."""
     (scale,) = of_loss
-    if scale is None:
-        return [None] * len(gradients)
-    return [None if gradient is None else gradient.mul_(scale.to(gradient.dtype)) for gradient in gradients]
-
-
-def _joined(joins: Sequence[Leaf | None], results: Mapping[int, Any]) -> list[Any]:
-    """The leaves of the result for the whole batch, from those of microbatches; [] where they are not as expected."""
-    parts = [leaves_of(results[m]) for m in sorted(results)]
-    if any(len(part) != len(joins) for part in parts):
-        return []
-    differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in parts[0]]
-    with torch.no_grad():
-        columns = zip(*([_full(leaf) for leaf in part] for part in parts), strict=True)
-        leaves = [join.join(column) for join, column in zip(joins, columns, strict=True) if join is not None]
-    return [
-        leaf.detach().requires_grad_() if has and isinstance(leaf, Tensor) else leaf
-        for leaf, has in zip(leaves, differentiable, strict=True)
-    ]
-
-
-def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, GlobalTensor) else value
+    return [None if g is None or scale is None else g.mul_(scale.to(g.dtype)) for g in gradients]
 
 
 def _like(tree: Any, leaves: Iterable[Any]) -> Any:

@@ -93,8 +93,6 @@ class StepRun:
     """One step while it runs.
 
     Args:
-        stages: the stages of this rank.
-        calls: the microbatches.
         start_backward: where backward passes start. None: forwards end after the last unit, and backwards run later
             (`run_backward`), from gradients of the unit outputs.
         numbers: loss denominators of the whole batch.
@@ -139,8 +137,7 @@ class StepRun:
     def run_backward(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> StepOutcome:
         """Run the backwards of a step whose forwards have been run.
 
-        Args:
-            gradients: microbatch -> gradients of the unit outputs, on the rank of the last stage.
+        `gradients`: microbatch -> gradients of the unit outputs, on the rank of the last stage.
         """
         self.gradients = dict(gradients)
         self.messages.begin_backward()
@@ -165,7 +162,15 @@ class StepRun:
         self.input_missing = self.input_missing or inputs is None
         if inputs is not None and not self.input_missing and self.outcome.failure is None:
             try:
-                outputs = self._compute(action, inputs)
+                if action.kind == "F":
+                    outputs = self._forward(action, inputs)
+                elif action.kind == "W":
+                    split = self.saved.pop((action.stage, action.microbatch)).split
+                    if split is not None:
+                        split.weight_gradients()
+                    outputs = []
+                else:
+                    outputs = self._backward(action, inputs)
             except Exception as error:
                 # of any kind: the other ranks must come to the end of the step
                 self.fail(Failure(action, error))
@@ -174,11 +179,6 @@ class StepRun:
         self.outcome.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
 
     # ---- compute
-    def _compute(self, action: Action, inputs: list[Tensor]) -> list[Tensor]:
-        if action.kind == "F":
-            return self._forward(action, inputs)
-        return self._weight_gradients(action) if action.kind == "W" else self._backward(action, inputs)
-
     def _forward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
         stage, index, microbatch = self.stages.stages[action.stage], action.stage, action.microbatch
         values, leaves = self._inputs(index, stage.cut, received)
@@ -190,7 +190,14 @@ class StepRun:
             starts = self.start_backward(microbatch, result)
         else:
             sent = [results[label] for label in (stage.cut.final if stop else stage.cut.sent(index))]
-            self._check_specs(index, tuple(TensorSpec.of(value) for value in sent))
+            specs = tuple(TensorSpec.of(value) for value in sent)
+            before = self.stages.peers.specs.setdefault(index, specs)
+            if before != specs:
+                change = f"from {_shown(before)} to {_shown(specs)}"
+                raise UnsupportedError(
+                    f"the tensors that cross the cut after stage {index} have changed {change}; every microbatch of the same "
+                    "shapes must send the same"
+                )
             outputs = [value.to_local() if isinstance(value, GlobalTensor) else value for value in sent]
             starts = [local for local in outputs if local.requires_grad]
         if torch.is_grad_enabled():
@@ -218,14 +225,6 @@ class StepRun:
             values[label] = spec.value(writable(leaf) if leaf.requires_grad else leaf, self.stages.mesh)
         return values, leaves
 
-    def _check_specs(self, cut: int, specs: Specs) -> None:
-        before = self.stages.peers.specs.setdefault(cut, specs)
-        if before != specs:
-            raise UnsupportedError(
-                f"the tensors that cross the cut after stage {cut} have changed from {_shown(before)} to {_shown(specs)}; every "
-                "microbatch of the same shapes must send the same"
-            )
-
     def _backward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
         key = (action.stage, action.microbatch)
         saved = self.saved.pop(key) if action.kind == "B" else self.saved[key]
@@ -248,12 +247,6 @@ class StepRun:
             else:
                 torch.autograd.backward(saved.outputs, gradients)
         return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in saved.inputs]
-
-    def _weight_gradients(self, action: Action) -> list[Tensor]:
-        split = self.saved.pop((action.stage, action.microbatch)).split
-        if split is not None:
-            split.weight_gradients()
-        return []
 
 
 def _fail(outcome: StepOutcome, saved: dict[tuple[int, int], _Saved], failure: Failure) -> None:

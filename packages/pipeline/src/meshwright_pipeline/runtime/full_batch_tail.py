@@ -23,39 +23,17 @@ from meshwright_pipeline.trace.profile import Label, Profile
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class Joint:
-    """How one value is joined.
-
-    Attributes:
-        rows: the dim along which microbatches are concatenated; None where all have the same value.
-    """
-
-    rows: int | None = None
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The value for the whole batch."""
-        if self.rows is None or len(parts) == 1:
-            # the code may write to it in place, and autograd may have saved it
-            return parts[-1].clone()
-        return torch.cat(list(parts), self.rows)
-
-
-def joint_of(label: Label, part: Profile, whole: Profile, count: int) -> Joint:
-    """How a unit output is joined, from the profiles of one of `count` microbatches and of the batch.
-
-    Raises:
-        UnsupportedError: the value for the whole batch does not follow from those of microbatches.
-    """
+def _row_dim(label: Label, part: Profile, whole: Profile, count: int) -> int | None:
+    """See `row_dims`, of one unit output."""
     if count == 1:
-        return Joint()
+        return None
     of_part, of_whole = part.leaf(label), whole.leaf(label)
     if isinstance(of_part, Tensor) and isinstance(of_whole, Tensor) and of_part.dim() == of_whole.dim():
         grown = differing_dims(of_part, of_whole)
         if len(grown) == 1 and of_whole.shape[grown[0]] == count * of_part.shape[grown[0]]:
-            return Joint(rows=grown[0])
+            return grown[0]
         if not grown and label[:2] not in whole.of_batch:
-            return Joint()
+            return None
     unit, _, path, place = label
     where = f"{unit}.{path}" if path else unit
     is_tensor = isinstance(of_part, Tensor)
@@ -67,68 +45,63 @@ def joint_of(label: Label, part: Profile, whole: Profile, count: int) -> Joint:
     )
 
 
-@dataclass
-class TailRun:
-    """A tail that has run.
-
-    Attributes:
-        leaves: microbatch -> this rank's parts of the unit outputs that the tail took.
-    """
-
-    leaves: dict[int, list[Tensor]]
-
-    def backward(
-        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> dict[int, list[Tensor | None]]:
-        """Microbatch -> gradients of the leaves that require one, from those of `outputs`."""
-        pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None and t.requires_grad]
-        if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        leaf_gradients: dict[int, list[Tensor | None]] = {}
-        for microbatch, leaves in self.leaves.items():
-            leaf_gradients[microbatch] = [leaf.grad for leaf in leaves if leaf.requires_grad]
-            for leaf in leaves:
-                leaf.grad = None
-        return leaf_gradients
+TailLeaves = dict[int, list[Tensor]]
+"""Microbatch -> this rank's parts of the unit outputs that the code took."""
 
 
+@dataclass(frozen=True)
 class Tail:
-    """Runs the code after the last unit.
+    """The code after the last unit.
 
-    Args:
-        stage: an index after the last stage: a forward in which all units are skipped.
-        joints: how each unit output is joined, in the order of `stage.cut.final`.
-        mesh: of the last stage; None where values are ordinary tensors.
+    `stage`: an index after the last stage, a forward in which all units are skipped. `row_dims`: how each unit output is joined,
+    in the order of `stage.cut.final`. `mesh`: of the last stage; None where values are ordinary tensors.
     """
 
-    def __init__(self, stage: Stage, joints: Sequence[Joint], mesh: DeviceMesh | None) -> None:
-        self.stage, self.joints, self.mesh = stage, tuple(joints), mesh
+    stage: Stage
+    row_dims: Sequence[int | None]
+    mesh: DeviceMesh | None
 
-    def run(self, whole: Call, outcome: StepOutcome) -> tuple[TailRun, Any]:
+    def run(self, whole: Call, outcome: StepOutcome) -> tuple[TailLeaves, Any]:
         """Run it on the batch `whole`, after the forwards of a step. Returns also the result of the model.
 
         Its gradients stop at leaves of its own, where gradients are on.
         """
         training = torch.is_grad_enabled()
-        leaves: dict[int, list[Tensor]] = {}
+        leaves: TailLeaves = {}
         for microbatch in sorted(outcome.unit_outputs):
             leaves[microbatch] = [local.detach() for local in outcome.unit_outputs[microbatch]]
             for leaf, spec in zip(leaves[microbatch], outcome.specs, strict=True):
                 leaf.requires_grad_(training and spec.differentiable)
         received: dict[Label, Tensor] = {}
-        for place, (label, spec, joint) in enumerate(
-            zip(self.stage.cut.final, outcome.specs, self.joints, strict=True)
-        ):
-            parts = [of_microbatch[place] for of_microbatch in leaves.values()]
-            received[label] = joint.join(
-                [spec.value(writable(leaf) if leaf.requires_grad else leaf, self.mesh) for leaf in parts]
+        joined = zip(self.stage.cut.final, outcome.specs, self.row_dims, zip(*leaves.values()), strict=True)
+        for label, spec, dim, parts in joined:
+            values = [spec.value(writable(p) if p.requires_grad else p, self.mesh) for p in parts]
+            # not the part itself: the code may write to it in place, and autograd may have saved it
+            received[label] = (
+                values[-1].clone() if dim is None or len(values) == 1 else torch.cat(values, dim)
             )
         _, result = self.stage.run(*whole, received)
-        return TailRun(leaves), result
+        return leaves, result
 
 
-def joints_of(labels: Sequence[Label], part: Profile, whole: Profile, count: int) -> list[Joint]:
-    """How the unit outputs that the tail takes are joined.
+def tail_backward(
+    tail_leaves: TailLeaves, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> dict[int, list[Tensor | None]]:
+    """Microbatch -> gradients of the leaves that require one, from those of `outputs`."""
+    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None and t.requires_grad]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+    leaf_gradients: dict[int, list[Tensor | None]] = {}
+    for microbatch, leaves in tail_leaves.items():
+        leaf_gradients[microbatch] = [leaf.grad for leaf in leaves if leaf.requires_grad]
+        for leaf in leaves:
+            leaf.grad = None
+    return leaf_gradients
+
+
+def row_dims(labels: Sequence[Label], part: Profile, whole: Profile, count: int) -> list[int | None]:
+    """For each unit output that the code takes, the dim along which those of microbatches are concatenated; None where all
+    have the same value. From the profiles of one of `count` microbatches and of the batch.
 
     Raises:
         UnsupportedError: one cannot be joined, or a microbatch is computed in another way than the batch.
@@ -138,4 +111,4 @@ def joints_of(labels: Sequence[Label], part: Profile, whole: Profile, count: int
             f"the model calls other modules for the whole batch than for one of {count} microbatches, or uses other results of "
             "them; set pipeline.microbatches to 1, or make the model call the same modules for any number of rows"
         )
-    return [joint_of(label, part, whole, count) for label in labels]
+    return [_row_dim(label, part, whole, count) for label in labels]

@@ -27,7 +27,6 @@ class Sink:
     """Accumulates the gradient of one parameter during a step.
 
     Attributes:
-        parameter: the parameter.
         leaf: the tensor at which autograd accumulates its gradient outside of a step.
         anchor: makes autograd visit a use of the parameter whose memory is no leaf.
         added: the sum of the gradients of such uses, in the dtype that the parameter is stored in.
@@ -120,11 +119,9 @@ class _ToSink(torch.autograd.Function):
 
 
 class Sinks:
-    """The sinks of all trainable parameters of this rank.
+    """The sinks of all trainable parameters of this rank, ordinary ones or mesh parameters.
 
-    Args:
-        model: the model; its parameters may be ordinary ones or mesh parameters.
-        plain: compute with ordinary tensors although parameters are on a mesh (of one rank).
+    `plain`: compute with ordinary tensors although parameters are on a mesh (of one rank).
     """
 
     def __init__(self, model: nn.Module, plain: bool) -> None:
@@ -174,20 +171,6 @@ class Sinks:
             sink.take()
 
 
-def _refuse_create_graph() -> None:
-    """Refuse a backward pass that is to be differentiated: gradients are enabled only in such a one.
-
-    Raises:
-        UnsupportedError: it is one.
-    """
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "a backward pass with create_graph=True through a pipelined model: the backward passes of its stages have no "
-            "derivative, so a loss of these gradients (a gradient penalty, a Hessian) would train nothing; leave create_graph "
-            "out, or plan without pp"
-        )
-
-
 class _Connected(torch.autograd.Function):
     """Results of a step, connected to the leaves that get gradients when the results are differentiated."""
 
@@ -208,7 +191,13 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_create_graph()
+        # gradients are enabled only in a backward pass that is to be differentiated
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a backward pass with create_graph=True through a pipelined model: the backward passes of its stages have no "
+                "derivative, so a loss of these gradients (a gradient penalty, a Hessian) would train nothing; leave create_graph "
+                "out, or plan without pp"
+            )
         backward, ctx.backward_of_step = ctx.backward_of_step, None
         if backward is None:
             raise UsageError(
@@ -227,12 +216,9 @@ def connected(
     backward: Callable[[list[Tensor | None]], Sequence[Tensor | None]],
     after: Callable[[], None],
 ) -> tuple[Tensor, ...]:
-    """`results`, connected to `leaves`.
+    """`results`, connected to `leaves`. `differentiable`: which results have a gradient.
 
-    Args:
-        differentiable: which results have a gradient.
-        backward: called once, with the gradients of the results; returns those of the leaves.
-        after: called after it.
+    `backward` is called once, with the gradients of the results, and returns those of the leaves; `after` is called after it.
     """
     with torch.enable_grad():
         # results have a gradient also where all parameters of the stage are frozen, as on one device

@@ -19,12 +19,7 @@ Tensor = torch.Tensor
 
 
 class InputGradients:
-    """One call of a model with inputs that require a gradient.
-
-    Args:
-        call: the arguments.
-        count: microbatches.
-        group: the ranks of the axis.
+    """One call of a model with inputs that require a gradient, in `count` microbatches.
 
     Attributes:
         given: the tensors that require a gradient, as whole values, connected to the graph outside.

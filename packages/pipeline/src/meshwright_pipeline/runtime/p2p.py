@@ -6,7 +6,7 @@ any description, in buffers of known shape.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,33 +80,23 @@ def packets(content: bytes, tag: int, device: torch.device) -> list[tuple[int, T
     return [(tag + i, torch.frombuffer(part, dtype=torch.uint8).to(device)) for i, part in enumerate(parts)]
 
 
-@dataclass
-class PendingBytes:
-    """A byte message whose first packet is being received."""
-
-    group: dist.ProcessGroup
-    peer: int
-    tag: int
-    head: Tensor
-    work: dist.Work | None
-
-    def wait(self) -> bytes:
-        """The content, once all of it is here."""
-        if self.work is not None:
-            self.work.wait()
-        content = _bytes_of(self.head)
-        length = int.from_bytes(content[:8], "little")
-        if length > _PACKET - 8:
-            rest = torch.empty(length - _PACKET + 8, dtype=torch.uint8, device=self.head.device)
-            dist.recv(rest, group=self.group, group_src=self.peer, tag=self.tag + 1)
-            content += _bytes_of(rest)
-        return content[8 : 8 + length]
-
-
-def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int, device: torch.device) -> PendingBytes:
-    """Start to receive a byte message."""
+def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int, device: torch.device) -> Callable[[], bytes]:
+    """Start to receive a byte message. The function that is returned waits for its content."""
     head = torch.empty(_PACKET, dtype=torch.uint8, device=device)
-    return PendingBytes(group, peer, tag, head, dist.irecv(head, group=group, group_src=peer, tag=tag))
+    work = dist.irecv(head, group=group, group_src=peer, tag=tag)
+
+    def content() -> bytes:
+        if work is not None:
+            work.wait()
+        data = _bytes_of(head)
+        length = int.from_bytes(data[:8], "little")
+        if length > _PACKET - 8:
+            rest = torch.empty(length - _PACKET + 8, dtype=torch.uint8, device=device)
+            dist.recv(rest, group=group, group_src=peer, tag=tag + 1)
+            data += _bytes_of(rest)
+        return data[8 : 8 + length]
+
+    return content
 
 
 def send_to_each(
@@ -140,12 +130,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 # ---- messages of actions
 class Transport:
-    """Messages of the actions of a step, along the pipeline axis.
-
-    Args:
-        group: the ranks of the axis.
-        device: where tensors are.
-    """
+    """Messages of the actions of a step, along the pipeline axis."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -163,7 +148,7 @@ class Transport:
         Raises:
             NothingComes: nothing will come over it.
         """
-        content = receive_bytes(self.group, peer, _HEADERS + 2 * cut, self.device).wait()
+        content = receive_bytes(self.group, peer, _HEADERS + 2 * cut, self.device)()
         if not content:
             raise NothingComes
         return content
@@ -171,8 +156,7 @@ class Transport:
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, phase: Any, place: int) -> None:
         """Send tensors, which must not be written to any more.
 
-        Args:
-            place: index, among the peer's actions, of the action that takes them.
+        `place`: index, among the peer's actions, of the action that takes them.
         """
         for number, tensor in enumerate(tensors):
             contiguous = tensor.detach().contiguous()
@@ -180,14 +164,21 @@ class Transport:
             record("send_recv", "pp", nbytes, phase, function="pipeline")
             self._isend(contiguous, peer, tag + number, place)
 
-    def receive(self, specs: Specs, peer: int, tag: int) -> PendingTensors:
-        """Start to receive tensors of these descriptions."""
+    def receive(self, specs: Specs, peer: int, tag: int) -> Callable[[], list[Tensor]]:
+        """Start to receive tensors of these descriptions. The function that is returned waits for them."""
         buffers = [spec.empty(self.device) for spec in specs]
         works = [
             dist.irecv(buffer, group=self.group, group_src=peer, tag=tag + number)
             for number, buffer in enumerate(buffers)
         ]
-        return PendingTensors(buffers, works)
+
+        def tensors() -> list[Tensor]:
+            for work in works:
+                if work is not None:
+                    work.wait()
+            return buffers
+
+        return tensors
 
     def release_sent(self, peer: int, place: int) -> None:
         """Free what was sent for the peer's actions up to `place`: the peer has run them, so it has arrived.
@@ -231,18 +222,3 @@ class Sent:
     place: int
     work: dist.Work | None
     tensor: Tensor
-
-
-@dataclass
-class PendingTensors:
-    """Tensors that are being received."""
-
-    buffers: list[Tensor]
-    works: Sequence[dist.Work | None]
-
-    def wait(self) -> list[Tensor]:
-        """The tensors, once they are here."""
-        for work in self.works:
-            if work is not None:
-                work.wait()
-        return self.buffers

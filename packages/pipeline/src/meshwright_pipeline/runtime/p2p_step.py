@@ -18,7 +18,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
-from meshwright_pipeline.runtime.p2p import NothingComes, PendingTensors, Specs, Transport
+from meshwright_pipeline.runtime.p2p import NothingComes, Specs, Transport
 
 Tensor = torch.Tensor
 _MAX_TENSORS = 1024
@@ -27,13 +27,7 @@ _MAX_TENSORS = 1024
 
 @dataclass(frozen=True)
 class Failure:
-    """An error in a step.
-
-    Attributes:
-        action: where.
-        error: what.
-        lost: no message came from or went to the rank of this action: the error is that rank's.
-    """
+    """An error in an action. `lost`: no message came from or went to the rank of this action: the error is that rank's."""
 
     action: Action
     error: Exception
@@ -42,12 +36,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Header:
-    """First message over a cut in a step.
-
-    Attributes:
-        specs: the tensors of one microbatch.
-        batch: what the sender was given, in words.
-        backward: whether the sender waits for gradients.
+    """First message over a cut in a step: the tensors of one microbatch, what the sender was given, in words, and whether it waits
+    for gradients.
     """
 
     specs: Specs
@@ -57,10 +47,6 @@ class Header:
 
 class Peers:
     """The stages next to those of this rank, and what was exchanged with them in earlier steps.
-
-    Args:
-        transport: messages along the axis.
-        table: the schedule.
 
     Attributes:
         specs: cut -> description of the tensors that this rank sends over it, once sent.
@@ -89,7 +75,6 @@ class StepMessages:
     """The messages of one step.
 
     Args:
-        peers: the stages next to those of this rank.
         batch: what this rank was given, in words; None where it has already failed.
         backward: whether this rank runs backward passes in the step.
         fail: called with each failure.
@@ -107,7 +92,7 @@ class StepMessages:
         self.failed_cuts: set[int] = set()
         self.lost_ranks: set[int] = set()
         # (cut, microbatch, backward) -> tensors from another rank; tensors for another stage of this rank
-        self._pending: dict[tuple[int, int, bool], PendingTensors] = {}
+        self._pending: dict[tuple[int, int, bool], Callable[[], list[Tensor]]] = {}
         self._local: dict[tuple[int, int, bool], list[Tensor]] = {}
 
     def begin_backward(self) -> None:
@@ -162,7 +147,7 @@ class StepMessages:
         elif action.kind != "F" and cut not in self.gradient_cuts:
             raise NothingComes
         self._start_receive(action)
-        received = self._pending.pop(key).wait()
+        received = self._pending.pop(key)()
         self.peers.transport.release_sent(peer, self.peers.places[self._counterpart(action, sends=False)])
         return received
 
@@ -198,12 +183,8 @@ class StepMessages:
         cut, backward = source[0], action.kind != "F"
         key, specs = (cut, action.microbatch, backward), self._specs(cut, backward)
         nothing_comes = cut in self.failed_cuts or (backward and cut not in self.gradient_cuts)
-        if (
-            specs is not None
-            and key not in self._pending
-            and not nothing_comes
-            and peer not in self.lost_ranks
-        ):
+        nothing_comes = nothing_comes or peer in self.lost_ranks or key in self._pending
+        if specs is not None and not nothing_comes:
             self._pending[key] = self.peers.transport.receive(specs, peer, self._tag(*key))
         return True
 
@@ -245,10 +226,8 @@ class StepMessages:
             specs = self._specs(cut, backward)
             assert specs is not None
             outputs = [spec.empty(self.peers.transport.device) for spec in specs]
-        phase, place = (
-            "backward" if backward else "forward",
-            self.peers.places[self._counterpart(action, sends=True)],
-        )
+        phase = "backward" if backward else "forward"
+        place = self.peers.places[self._counterpart(action, sends=True)]
         self.peers.transport.send(outputs, peer, self._tag(*key), phase, place)
 
     def _send_header(self, action: Action, cut: int, peer: int | None, succeeded: bool) -> None:

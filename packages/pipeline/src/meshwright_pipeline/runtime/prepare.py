@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.schedule.timetable import Timetable
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis.loss_additivity import (
     NO_LOSS,
@@ -25,13 +24,14 @@ from meshwright_pipeline.analysis.loss_additivity import (
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.boundaries import Cut, cut
 from meshwright_pipeline.partition.units import DROPOUTS, Ownership
+from meshwright_pipeline.pytrees import full_value
 from meshwright_pipeline.runtime.executor import RankStages
-from meshwright_pipeline.runtime.full_batch_tail import Tail, joints_of
+from meshwright_pipeline.runtime.full_batch_tail import Tail, row_dims
 from meshwright_pipeline.runtime.p2p import Transport
 from meshwright_pipeline.runtime.p2p_step import Peers
 from meshwright_pipeline.runtime.stage import Stage
-from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.loss_path import LossPathCheck
+from meshwright_pipeline.trace.loss import LossPath, loss_of
+from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
 from meshwright_pipeline.trace.microbatch import Call, outline, signature
 from meshwright_pipeline.trace.profile import Profile
 from meshwright_pipeline.trace.profiler import Profiler
@@ -45,13 +45,12 @@ class Prepared:
     """Everything that batches of one signature need.
 
     Attributes:
-        stages: the stages of this rank.
         profile: of a microbatch; `batch_profile`: of the whole batch, once it has been needed.
         streams: the random numbers of a step; None where the model draws none.
         cut: which unit runs on which stage, and what crosses.
         tail: the code after the last unit, once it has been needed.
         additivity: how the loss follows from those of microbatches, or why that is not proven, once asked for.
-        sameness: how the loss is computed in each step.
+        loss_paths: how the first step computed the loss; see `check_loss_path`.
     """
 
     stages: RankStages
@@ -62,7 +61,7 @@ class Prepared:
     cut: Cut
     tail: Tail | None = None
     additivity: Additivity | Reason | None = None
-    sameness: LossPathCheck = field(default_factory=LossPathCheck)
+    loss_paths: dict[tuple[bool, ...], LossPath] = field(default_factory=dict)
 
 
 class Preparation:
@@ -70,9 +69,6 @@ class Preparation:
 
     Args:
         skeleton: the structure of the model on the meta device.
-        owned: which stage holds which units.
-        table: the schedule.
-        transport: messages along the axis.
         mesh: the mesh of a stage, None where values are ordinary tensors.
         dtype: what a float32 model is computed in.
         split: see RankStages.
@@ -157,24 +153,34 @@ class Preparation:
 
     def additivity(self, prepared: Prepared, whole: Call) -> Additivity | Reason:
         """How the loss of the batch `whole` follows from those of microbatches, or why that is not proven."""
-        if prepared.additivity is None:
-            prepared.additivity = self._prove_additivity(prepared, whole)
+        output = prepared.profile.output
+        if prepared.additivity is not None:
+            return prepared.additivity
+        if loss_of(output) is None:
+            prepared.additivity = NO_LOSS
+        elif self.microbatches == 1:
+            prepared.additivity = single_microbatch(output)
+        else:
+            plain = self._plain(whole)
+            batch_profile = prepared.batch_profile or prepared.profiler.run(*plain)
+            try:
+                prepared.additivity = prove_additive(
+                    prepared.profiler, batch_profile, plain, self.microbatches
+                )
+            except NotAdditive as unproven:
+                # the tail will need the profile
+                prepared.batch_profile, prepared.additivity = batch_profile, unproven.why
         return prepared.additivity
 
-    def _prove_additivity(self, prepared: Prepared, whole: Call) -> Additivity | Reason:
-        output = prepared.profile.output
-        if loss_of(output) is None:
-            return NO_LOSS
-        if self.microbatches == 1:
-            return single_microbatch(output)
-        plain = self._plain(whole)
-        batch_profile = prepared.batch_profile or prepared.profiler.run(*plain)
-        try:
-            return prove_additive(prepared.profiler, batch_profile, plain, self.microbatches)
-        except NotAdditive as unproven:
-            # the tail will need it
-            prepared.batch_profile = batch_profile
-            return unproven.why
+    def denominators(
+        self, prepared: Prepared, additivity: Additivity, calls: Sequence[Call]
+    ) -> Denominators | None:
+        """Loss denominators of the whole batch, on the rank of the last stage; None where microbatches need none."""
+        last = prepared.stages.stages.get(len(self.owned.stages) - 1)
+        if last is None or len(calls) == 1 or not (additivity.averaging or additivity.fixed):
+            return None
+        parts = [last.count(*call, additivity.fixed) for call in calls]
+        return sum_denominators(parts, additivity.averaging, additivity.fixed)
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call) -> Tail:
         """The code after the last unit, to run on the batch `whole`.
@@ -187,20 +193,18 @@ class Preparation:
                 prepared.batch_profile = prepared.profile
             elif prepared.batch_profile is None:
                 prepared.batch_profile = prepared.profiler.run(*self._plain(whole))
-            profile = prepared.batch_profile
-            joints = joints_of(prepared.cut.final, prepared.profile, profile, self.microbatches)
-            index = len(self.owned.stages)
-            stage = Stage(
-                model, self.owned.units, index, prepared.cut, profile, self.own_hooks, prepared.streams
-            )
-            prepared.tail = Tail(stage, joints, self.mesh)
+            profile, boundaries = prepared.batch_profile, prepared.cut
+            dims = row_dims(boundaries.final, prepared.profile, profile, self.microbatches)
+            units, index = self.owned.units, len(self.owned.stages)
+            stage = Stage(model, units, index, boundaries, profile, self.own_hooks, prepared.streams)
+            prepared.tail = Tail(stage, dims, self.mesh)
         return prepared.tail
 
     def _plain(self, call: Call) -> Call:
         """`call` with ordinary tensors in place of global ones, in the dtype that they are computed in."""
 
         def plain(tensor: torch.Tensor) -> torch.Tensor:
-            full = tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
+            full = full_value(tensor)
             return full.to(self.dtype) if full.dtype == torch.float32 else full
 
         changed: Call = pytree.tree_map_only(torch.Tensor, plain, call)

@@ -12,21 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from meshwright_pipeline._torch import leaf_variable, node_of
+from meshwright_pipeline._torch import leaf_variable
 
 Tensor = torch.Tensor
 
 
 @dataclass
 class _WeightNode:
-    """A node on the path to the inputs where weights come in.
-
-    Attributes:
-        node: the node.
-        weights: the leaves that only this node leads to.
-        gradients: gradients of its results, once the first half has passed it.
+    """A node on the path to the inputs where weights come in: the leaves that only this node leads to, and gradients of its
+    results, once the first half has passed it.
     """
 
     node: Node
@@ -40,11 +36,9 @@ class _WeightNode:
 
 @dataclass
 class SplitBackward:
-    """The two halves of one backward pass.
+    """The two halves of the backward pass of `outputs`.
 
-    Args:
-        outputs: tensors to differentiate.
-        inputs: leaves whose gradients the first half computes; without any, the second half does all.
+    `inputs`: leaves whose gradients the first half computes; without any, the second half does all.
     """
 
     outputs: Sequence[Tensor]
@@ -53,11 +47,7 @@ class SplitBackward:
     _nodes: list[_WeightNode] = field(default_factory=list)
 
     def input_gradients(self, gradients: Sequence[Tensor] | None) -> None:
-        """Accumulate gradients of the inputs, and of weights that cannot be deferred.
-
-        Args:
-            gradients: of the outputs; None for 1.
-        """
+        """Accumulate gradients of the inputs, and of weights that cannot be deferred. `gradients`: of the outputs; None for 1."""
         self._gradients = gradients
         if not self.inputs:
             return
@@ -87,13 +77,11 @@ def _weight_nodes(
     outputs: Iterable[Tensor], inputs: Iterable[Tensor]
 ) -> tuple[list[_WeightNode], list[Tensor]]:
     """The nodes where weights come in, in the order of the graph, and the leaves that cannot be deferred."""
-    roots = list(dict.fromkeys(node_of(output) for output in outputs))
-    ends = {node_of(leaf) for leaf in inputs}
+    roots = list(dict.fromkeys(get_gradient_edge(output).node for output in outputs))
+    ends = {get_gradient_edge(leaf).node for leaf in inputs}
     path = _nodes_leading_to(roots, ends)
-    sources: dict[
-        Node, list[Node]
-        # leaf -> the nodes of the path that lead to it by edges off the path
-    ] = {}
+    # leaf -> the nodes of the path that lead to it by edges off the path
+    sources: dict[Node, list[Node]] = {}
     at_once: dict[Node, None] = {}
     for node in path:
         for following in _next(node):

@@ -21,8 +21,8 @@ from meshwright_pipeline._torch import hooks_of, ordinary_call
 from meshwright_pipeline.partition.boundaries import Cut
 from meshwright_pipeline.pytrees import leaves_of, map_leaves
 from meshwright_pipeline.trace.forward_hooks import intercepted
+from meshwright_pipeline.trace.loss import mark_unit_output
 from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
-from meshwright_pipeline.trace.loss_path import mark_unit_output
 from meshwright_pipeline.trace.profile import Key, Label, Profile
 from meshwright_pipeline.trace.profiler import call_hooks
 from meshwright_pipeline.trace.rng_replay import RngReplay
@@ -35,13 +35,10 @@ class _EndOfStage(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage.
+    """One stage of a model, in which modules of other stages hold no memory.
 
     Args:
-        model: the model; modules of other stages hold no memory.
         units: names of all units that belong to stages.
-        index: of the stage.
-        cut: which unit runs on which stage, and what crosses.
         profile: of a microbatch of the same shapes.
         own_hooks: module -> ids of the forward hooks that meshwright has registered.
         streams: the random numbers of the step; None where the model draws none.
@@ -99,10 +96,7 @@ class Stage:
         result, ended = None, False
         if self.streams is not None:
             self.streams.forward(microbatch, self.index)
-        with (
-            intercepted(self.model, self.units, forward.call_unit),
-            glue or contextlib.nullcontext(),
-        ):
+        with intercepted(self.model, self.units, forward.call_unit), glue or contextlib.nullcontext():
             try:
                 result = ordinary_call(self.model, args, kwargs)
                 ended = forward.is_end
@@ -121,10 +115,8 @@ class Stage:
             def value(place: int, zeros: torch.Tensor) -> torch.Tensor:
                 label = (*key, path, place)
                 if label in self.profile.written and label not in received:
-                    return zeros.clone(
-                        memory_format=torch.contiguous_format
-                        # code between units writes to it
-                    )
+                    # code between units writes to it
+                    return zeros.clone(memory_format=torch.contiguous_format)
                 return received.get(label, zeros)
 
             return value
@@ -196,11 +188,8 @@ class _StageForward:
         """
         missing = [label for label in self.wanted if label not in self.values]
         if not ended or missing:
-            cause = (
-                f"{missing[0][0]!r} was not called"
-                if missing
-                else "code of the model catches every Exception"
-            )
+            caught = "code of the model catches every Exception"
+            cause = f"{missing[0][0]!r} was not called" if missing else caught
             raise UnsupportedError(
                 f"stage {self.stage.index} did not end at its cut: {cause}; a pipeline needs the same calls for every microbatch "
                 "of the same shapes"
@@ -227,16 +216,11 @@ class _StageForward:
         def collect(path: str) -> Callable[[nn.Module, Any, Any], None]:
             return lambda module, args, output: self._collect_outputs(key, path, output)
 
-        handles = [
-            unit.get_submodule(path).register_forward_hook(collect(path))
-            for path in paths
-            if path and not is_attribute(path)
-        ]
-        try:
+        with contextlib.ExitStack() as handles:
+            for path in paths:
+                if path and not is_attribute(path):
+                    handles.enter_context(unit.get_submodule(path).register_forward_hook(collect(path)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextlib.contextmanager
     def _random_numbers(self, key: Key) -> Iterator[None]:

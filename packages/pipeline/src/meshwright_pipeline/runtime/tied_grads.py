@@ -6,7 +6,7 @@ numbers does not depend on their order. Of more ranks, the first one sums and se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,23 +24,14 @@ _TAG = (1 << 30) + (1 << 20)
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter that several ranks hold.
-
-    Attributes:
-        names: its names in the whole model, the first one first.
-        ranks: ranks of the axis that hold it, ascending.
-    """
+    """One parameter that several ranks hold: its names in the whole model, and these ranks of the axis, ascending."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
 
 
 def ties(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> list[Tie]:
-    """The parameters of a whole model that more than one rank holds.
-
-    Args:
-        holders: parameter name -> ranks that hold it under that name.
-    """
+    """The parameters of a whole model that more than one rank holds. `holders`: name of a parameter -> ranks that hold it."""
     shared = []
     for names, _ in all_names(model):
         ranks = sorted({rank for name in names for rank in holders[name]})
@@ -51,12 +42,9 @@ def ties(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> list[Tie]:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Gradients of one dtype that the same ranks hold, as one message: all elements, then a flag each for its presence.
+    """Gradients of one dtype that the same ranks hold, as one message (`content`): all elements, then a flag each for its presence.
 
-    Attributes:
-        tag: of its messages.
-        ties: the parameters. `names`: their names on this rank.
-        content: the message.
+    `ties`: the parameters; `names`: their names on this rank.
     """
 
     tag: int
@@ -69,23 +57,12 @@ class _Packed:
         """The ranks that hold them."""
         return self.ties[0].ranks
 
-    def unpacked(self, like: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """(name on this rank, gradient); None where no rank has one."""
-        parts = self.content.split([*(like[name].numel() for name in self.names), len(self.names)])
-        for name, part, present in zip(self.names, parts[:-1], parts[-1].tolist(), strict=True):
-            yield name, part.view(like[name].shape) if present else None
-
 
 class TiedSum:
     """Sums gradients over the ranks that hold a parameter.
 
-    Args:
-        shared: all ties, the same on every rank.
-        group: the ranks of the axis.
-        what: name of the tensors in the communication log.
-
-    Attributes:
-        any: whether any ranks share a parameter.
+    `shared`: all ties, the same on every rank. `what`: name of the tensors in the communication log.
+    `any`: whether any ranks share a parameter.
     """
 
     def __init__(
@@ -123,7 +100,11 @@ class TiedSum:
                 self._reduce(packed, lost)
         _raise_first(lost)
         for packed in messages:
-            gradients.update(packed.unpacked(like))
+            *parts, present = packed.content.split(
+                [*(like[n].numel() for n in packed.names), len(packed.names)]
+            )
+            for name, part, has in zip(packed.names, parts, present.tolist(), strict=True):
+                gradients[name] = part.view(like[name].shape) if has else None
         return gradients
 
     def _packed(

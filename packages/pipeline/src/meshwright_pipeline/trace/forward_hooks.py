@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -21,16 +20,14 @@ Handler = Callable[[Key, Forward, tuple[Any, ...], dict[str, Any]], Any]
 def signature_of(forward: Forward) -> inspect.Signature | None:
     """The signature of a forward; None if it cannot be determined."""
     try:
-        if inspect.ismethod(forward) and _is_class_method(forward):
-            return _without_self(forward.__func__)
+        if inspect.ismethod(forward):
+            # only functions of a class are cached: the cache keeps them alive, and others may hold much
+            function = forward.__func__
+            if getattr(type(forward.__self__), forward.__name__, None) is function:
+                return _without_self(function)
         return inspect.signature(forward)
     except (TypeError, ValueError):
         return None
-
-
-def _is_class_method(method: MethodType) -> bool:
-    """Whether a method's function belongs to the class. The cache keeps it alive; one bound to a module may hold much."""
-    return getattr(type(method.__self__), method.__name__, None) is method.__func__
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_pipeline.pytrees import full_value
 
 Tensor = torch.Tensor
 Site = tuple[str, str, int]
@@ -34,12 +34,8 @@ SUMS: Mapping[Any, int] = MappingProxyType(
 """Functions that may compute a number which only inputs determine: 1 if that of the batch is the sum over microbatches, 0
 if it is their mean."""
 _OF_TORCH = os.path.dirname(torch.__file__)
-_SIGNATURES = {
-    F.cross_entropy: (
-        "input target weight size_average ignore_index reduce reduction label_smoothing".split()
-    ),
-    F.nll_loss: "input target weight size_average ignore_index reduce reduction".split(),
-}
+_OF_NLL_LOSS = "input target weight size_average ignore_index reduce reduction".split()
+_SIGNATURES = {F.nll_loss: _OF_NLL_LOSS, F.cross_entropy: [*_OF_NLL_LOSS, "label_smoothing"]}
 
 
 def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -59,22 +55,10 @@ def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _count(arguments: dict[str, Any]) -> float:
     target, ignored = arguments["target"], arguments.get("ignore_index", -100)
-    counts = target != ignored
-    weight = arguments.get("weight")
-    number: Tensor
-    if weight is None:
-        number = counts.sum()
-    else:
-        number = (weight[torch.where(counts, target, torch.zeros_like(target))] * counts).sum()
-    return float(_whole(number).item())
-
-
-def site_of(func: Any, frame: FrameType | None) -> Site:
-    """The line outside of torch that makes a call."""
-    while frame is not None and frame.f_code.co_filename.startswith(_OF_TORCH):
-        frame = frame.f_back
-    name = getattr(func, "__name__", str(func))
-    return (name, "", 0) if frame is None else (name, frame.f_code.co_filename, frame.f_lineno)
+    counts, weight = target != ignored, arguments.get("weight")
+    if weight is not None:
+        counts = weight[torch.where(counts, target, torch.zeros_like(target))] * counts
+    return float(full_value(counts.sum()).item())
 
 
 class GlueMode(TorchFunctionMode):
@@ -105,10 +89,13 @@ class GlueMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def place(self, func: Any, frame: FrameType | None) -> Place | None:
-        """The place of a call of a sum or mean; None for other functions."""
+        """The place of a call of a sum or mean, the line outside of torch that makes it; None for other functions."""
         if func not in SUMS:
             return None
-        site = site_of(func, frame)
+        while frame is not None and frame.f_code.co_filename.startswith(_OF_TORCH):
+            frame = frame.f_back
+        name = getattr(func, "__name__", str(func))
+        site = (name, "", 0) if frame is None else (name, frame.f_code.co_filename, frame.f_lineno)
         self._sites[site] += 1
         return site, self._sites[site] - 1
 
@@ -127,11 +114,7 @@ class Denominators:
 
 
 class DenominatorCounter(GlueMode):
-    """Records the numbers of one microbatch. Losses that average are not computed.
-
-    Args:
-        wanted: the places of the numbers that only inputs determine.
-    """
+    """Records the numbers of one microbatch, at the `wanted` places. Losses that average are not computed."""
 
     def __init__(self, wanted: Collection[Place]) -> None:
         super().__init__()
@@ -150,16 +133,12 @@ class DenominatorCounter(GlueMode):
         result = func(*args, **kwargs)
         if place in self.wanted:
             assert place is not None
-            self.sums[place] = (_whole(result), SUMS[func])
+            self.sums[place] = (full_value(result), SUMS[func])
         return result
 
 
 class BatchDenominatorMode(GlueMode):
-    """Inside, a microbatch uses the numbers of the whole batch.
-
-    Args:
-        denominators: of the batch, see `sum_denominators`.
-    """
+    """Inside, a microbatch uses the numbers of the whole batch (see `sum_denominators`)."""
 
     def __init__(self, denominators: Denominators) -> None:
         super().__init__()
@@ -203,7 +182,3 @@ def sum_denominators(
         total, adds = torch.stack(values).sum(0), parts[0].sums[place][1]
         sums[place] = ((total if adds else total / len(parts)).to(values[0].dtype), adds)
     return Denominators(tuple(counts), sums)
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, GlobalTensor) else value

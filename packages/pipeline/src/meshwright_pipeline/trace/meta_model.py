@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.model.precision import cast_buffers
-from meshwright_pipeline._torch import remove_buffer, remove_parameter
+from meshwright_pipeline.pytrees import expanded_zeros
+
+Attribute = tuple[nn.Module, str, torch.Tensor]
+"""(submodule, attribute, tensor)."""
 
 LARGE = 1 << 20
 """Tensors of at least this many bytes are allocated as untouched zero pages."""
@@ -32,10 +36,10 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in memo:
                 keep.append(tensor)
-                casts = tensor.dtype == torch.float32 and (
-                    isinstance(tensor, nn.Parameter) or id(tensor) in cast
-                )
-                memo[id(tensor)] = _as_meta(tensor, dtype if casts else tensor.dtype)
+                trained = isinstance(tensor, nn.Parameter)
+                casts = tensor.dtype == torch.float32 and (trained or id(tensor) in cast)
+                meta = torch.empty_like(tensor, dtype=dtype if casts else tensor.dtype, device="meta")
+                memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if trained else meta
     copied = copy.deepcopy(model, memo)
     if dtype != torch.float32:
         # outside of units
@@ -47,39 +51,35 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
     return copied
 
 
-def _as_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    meta = torch.empty_like(tensor, dtype=dtype, device="meta")
-    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-
-
 def move_to_meta(
     module: nn.Module, replacement: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, t: t
 ) -> None:
     """Replace the parameters and buffers of a module and its submodules by attributes on the meta device.
 
     They are no longer part of `parameters()` or `state_dict()`, but code may still read their shape and dtype.
-
-    Args:
-        replacement: (name in `module`, meta tensor) -> the attribute to set.
+    `replacement`: (name in `module`, meta tensor) -> the attribute to set.
     """
     for path, part in module.named_modules():
         dot = f"{path}." if path else ""
-        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            remove_parameter(part, name)
-            part.__dict__[name] = replacement(dot + name, parameter.detach().to("meta"))
-        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
-            remove_buffer(part, name)
-            part.__dict__[name] = replacement(dot + name, buffer.detach().to("meta"))
+        for named in (part.named_parameters, part.named_buffers):
+            for name, tensor in list(named(recurse=False, remove_duplicate=False)):
+                nn.Module.__delattr__(part, name)
+                part.__dict__[name] = replacement(dot + name, tensor.detach().to("meta"))
 
 
-def meta_tensors(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """(submodule, attribute, tensor) of the meta tensors in a module."""
+def _attributes(module: nn.Module) -> list[Attribute]:
+    """The tensors in the attributes of a module and its submodules."""
     return [
         (part, name, value)
         for part in module.modules()
         for name, value in part.__dict__.items()
-        if isinstance(value, torch.Tensor) and value.is_meta
+        if isinstance(value, torch.Tensor)
     ]
+
+
+def meta_tensors(module: nn.Module) -> list[Attribute]:
+    """The meta tensors in a module."""
+    return [attribute for attribute in _attributes(module) if attribute[2].is_meta]
 
 
 def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -92,42 +92,33 @@ def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def with_zeros(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the meta tensors of a module are zeros on `device`, for code that does not run on the meta device."""
-    held = meta_tensors(module)
+def _replaced(held: Sequence[Attribute], change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     for part, name, value in held:
-        part.__dict__[name] = _zeros(value, device)
+        part.__dict__[name] = change(value)
     try:
         yield
     finally:
         for part, name, value in held:
             part.__dict__[name] = value
+
+
+def with_zeros(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+    """Inside, the meta tensors of a module are zeros on `device`, for code that does not run on the meta device."""
+    return _replaced(meta_tensors(module), lambda meta: _zeros(meta, device))
 
 
 def put_expanded_zeros(module: nn.Module, device: torch.device) -> None:
     """Replace the meta tensors of a module by zeros without memory on `device`, for code between units that reads them."""
     for part, name, value in meta_tensors(module):
-        part.__dict__[name] = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+        part.__dict__[name] = expanded_zeros(value, device)
 
 
-@contextlib.contextmanager
-def back_on_meta(module: nn.Module) -> Iterator[None]:
+def back_on_meta(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, the tensors of `put_expanded_zeros` are on the meta device again."""
-    held = [
-        (part, name, value)
-        for part in module.modules()
-        for name, value in part.__dict__.items()
-        if isinstance(value, torch.Tensor) and not value.is_meta
-    ]
-    for part, name, value in held:
-        part.__dict__[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    try:
-        yield
-    finally:
-        for part, name, value in held:
-            part.__dict__[name] = value
+    held = [attribute for attribute in _attributes(module) if not attribute[2].is_meta]
+    return _replaced(held, lambda value: torch.empty(value.shape, dtype=value.dtype, device="meta"))
 
 
 def unit_tensors(module: nn.Module) -> list[torch.Tensor]:
     """The tensors in the attributes of a module and its submodules."""
-    return [v for part in module.modules() for v in part.__dict__.values() if isinstance(v, torch.Tensor)]
+    return [tensor for *_, tensor in _attributes(module)]

@@ -37,12 +37,7 @@ from meshwright_pipeline.pytrees import (
 )
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.meta_model import (
-    back_on_meta,
-    put_expanded_zeros,
-    unit_tensors,
-    with_zeros,
-)
+from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
 from meshwright_pipeline.trace.microbatch import Call, rows_of
 from meshwright_pipeline.trace.profile import (
     BETWEEN,
@@ -55,7 +50,7 @@ from meshwright_pipeline.trace.profile import (
     Result,
 )
 from meshwright_pipeline.trace.rng_replay import DrawRecorder, check_generator
-from meshwright_pipeline.trace.row_tracer import RowTracer, TracedFunctions
+from meshwright_pipeline.trace.row_tracer import RowTracer
 from meshwright_pipeline.trace.side_outputs import (
     attribute_leaves,
     check_grown,
@@ -145,12 +140,7 @@ class _LabelMode(TorchDispatchMode):
 
 
 class Profiler:
-    """Profiles runs of a skeleton.
-
-    Args:
-        model: the skeleton.
-        units: names of its units.
-    """
+    """Profiles runs of a skeleton with these units."""
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self.model, self.units = model, units
@@ -222,7 +212,6 @@ class _ProfiledRun:
         self.profiler, self.device, self.tracer = profiler, device, tracer
         self.model, self.units = profiler.model, profiler.units
         self.mode = _LabelMode(tracer)
-        self.functions = contextlib.nullcontext() if tracer is None else TracedFunctions(tracer)
         # in the order of the calls
         self.consumes: dict[Key, Labels] = {}
         self.results: dict[Key, Result] = {}
@@ -234,7 +223,8 @@ class _ProfiledRun:
         self._label_inputs(args, kwargs)
         writes = StateWrites(self.model, self.units)
         try:
-            with intercepted(self.model, self.units, self._unit_call), self.functions, self.mode:
+            functions = self.tracer or contextlib.nullcontext()
+            with intercepted(self.model, self.units, self._unit_call), functions, self.mode:
                 output = self.model(*args, **kwargs)
         finally:
             for part, name, value in reversed(self._old_attributes):
@@ -268,11 +258,7 @@ class _ProfiledRun:
         self.consumes[key] = labels - {_BATCH}
         if _BATCH in labels or any(label[:2] in self.of_batch for label in labels):
             self.of_batch.add(key)
-        paused = (
-            self.functions.paused()
-            if isinstance(self.functions, TracedFunctions)
-            else contextlib.nullcontext()
-        )
+        paused = contextlib.nullcontext() if self.tracer is None else self.tracer.paused()
         with self.mode.unit(key), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
         self.results[key] = result

@@ -11,8 +11,9 @@ how many random operations the microbatch had run on the stage, and so which one
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from meshwright_dtensor._torch.core import is_fake
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.random import without_pieces
 from meshwright_pipeline._torch import TorchDispatchMode, draws, op_name, uses_other_generator
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.profile import BETWEEN, Draw, FillOp, Key
@@ -95,25 +97,20 @@ class StepDraws:
 
     Attributes:
         states: operation -> generator state before it.
-        end: generator state after all operations.
         order: (microbatch, stage) -> the operations that its forward has run, in order.
-        marks: marker number -> (microbatch, stage, operations run so far).
-        numbers: the inverse of `marks`.
+        marks, numbers: marker number -> (microbatch, stage, operations run so far); and the inverse.
     """
 
     states: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
-    end: torch.Tensor | None = None
     order: dict[tuple[int, int], list[tuple[Key, int]]] = field(default_factory=dict)
     marks: list[tuple[int, int, int]] = field(default_factory=list)
     numbers: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
 
 class RngReplay:
-    """Replays random numbers in steps whose batches have one signature.
+    """Replays random numbers in steps of `count` microbatches whose batches have one signature.
 
-    Args:
-        recorded: the random operations on the whole batch, in order.
-        count: number of microbatches.
+    `recorded`: the random operations on the whole batch, in order.
     """
 
     def __init__(self, recorded: Sequence[Draw], count: int) -> None:
@@ -127,20 +124,29 @@ class RngReplay:
         self._place: tuple[int, int, int] | None = None
         self._places: Counter[Key] = Counter()
 
-    def begin(self, units: Collection[str]) -> StepDraws:
-        """Begin a step: draw everything once, and store the states before the operations of `units` and between units."""
-        self._drawn = StepDraws()
-        for draw in self.draws:
-            if draw.key == BETWEEN or draw.key[0] in units:
-                self._drawn.states[draw.name] = torch.get_rng_state()
-            draw.run(1 if self._is_short(draw) else None)
-        self._drawn.end = torch.get_rng_state()
-        return self._drawn
+    @contextlib.contextmanager
+    def step(self, units: Collection[str], drawn: StepDraws | None = None) -> Iterator[StepDraws]:
+        """Inside, random numbers are those of one device.
 
-    def back_to(self, drawn: StepDraws) -> StepDraws:
-        """Run the backward pass of the step that `drawn` belongs to."""
-        self._drawn = drawn
-        return drawn
+        Args:
+            units: of this rank.
+            drawn: of a step whose backwards run. None for a new step: everything is drawn once, and the states before the
+                operations of `units` and between units are stored.
+        """
+        after = torch.get_rng_state()
+        self._drawn = StepDraws() if drawn is None else drawn
+        if drawn is None:
+            for draw in self.draws:
+                if draw.key == BETWEEN or draw.key[0] in units:
+                    self._drawn.states[draw.name] = torch.get_rng_state()
+                draw.run(1 if self._is_short(draw) else None)
+            after = torch.get_rng_state()
+        try:
+            with ReplayMode(self), without_pieces():
+                yield self._drawn
+        finally:
+            self.forward(None)
+            torch.set_rng_state(after)
 
     def forward(self, microbatch: int | None, stage: int = 0) -> None:
         """Begin the forward of a microbatch; None when it has ended."""
@@ -182,9 +188,7 @@ class RngReplay:
         return microbatch, name
 
     def take(self, op: Any, like: torch.Tensor, fill: FillOp | None) -> torch.Tensor:
-        """The numbers of the next random operation, for a tensor with the shape of `like`.
-
-        `fill`: see Draw.run.
+        """The numbers of the next random operation, for a tensor with the shape of `like`. `fill`: see Draw.run.
 
         Raises:
             UnsupportedError: the operation was not recorded, or runs in a backward pass.
@@ -205,7 +209,16 @@ class RngReplay:
             )
         torch.set_rng_state(state)
         same = fill is not None and fill[0] is draw.op
-        return self._rows(draw.run(None, fill if same else None), draw, microbatch, tuple(like.shape))
+        full, shape = draw.run(None, fill if same else None), tuple(like.shape)
+        for dim, size in enumerate(shape if len(shape) == full.dim() else ()):
+            if full.shape[dim] == size * self.count and self.count > 1:
+                full = full.narrow(dim, microbatch * size, size)
+        if tuple(full.shape) != shape:
+            raise UnsupportedError(
+                f"a random operation of {draw.key[0] or 'the model'!r} fills {list(draw.shape)} for the whole batch and "
+                f"{list(shape)} for a microbatch. These are not rows of the batch; use microbatches=1"
+            )
+        return full
 
     def check(self, key: Key) -> None:
         """Check that the unit call that has just ended ran as many random operations as in the profiled run.
@@ -219,18 +232,6 @@ class RngReplay:
                 f"{self._expected[key]}. A pipeline needs the same random operations for every batch of the same shapes: do not "
                 "skip layers at random, and do not set a probability to 0 later"
             )
-
-    def _rows(self, full: torch.Tensor, draw: Draw, microbatch: int, shape: tuple[int, ...]) -> torch.Tensor:
-        fits = len(shape) == full.dim()
-        for dim, size in enumerate(shape if fits else ()):
-            if full.shape[dim] == size * self.count and self.count > 1:
-                full = full.narrow(dim, microbatch * size, size)
-        if tuple(full.shape) != shape:
-            raise UnsupportedError(
-                f"a random operation of {draw.key[0] or 'the model'!r} fills {list(draw.shape)} for the whole batch and "
-                f"{list(shape)} for a microbatch. These are not rows of the batch; use microbatches=1"
-            )
-        return full
 
     def _is_short(self, draw: Draw) -> bool:
         """Whether drawing one element advances the generator as far as drawing all: tried once for each kind."""

@@ -137,8 +137,16 @@ _REDUCTIONS = (
 )
 _ALONG_A_DIM = "softmax _softmax log_softmax _log_softmax cumsum sort".split()
 _LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy".split()
-_PRODUCTS = MappingProxyType({"mm": "self", "addmm": "mat1", "linear": "input"})
-"""Matrix product -> the argument that may have rows."""
+_LAST_DIMS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "tril": ("self", 2),
+        "triu": ("self", 2),
+        "mm": ("self", 1),
+        "addmm": ("mat1", 1),
+        "linear": ("input", 1),
+    }
+)
+"""Operation -> the only argument that may have rows, and how many of its last dims belong to one row."""
 
 
 def result_provenance(op: Operation, pointwise: bool) -> Provenance:
@@ -154,30 +162,23 @@ def result_provenance(op: Operation, pointwise: bool) -> Provenance:
     row_inputs, live = op.row_inputs, any(value.live for value in inputs)
     if not row_inputs and not live:
         return FIXED
-    result = _rule(op.name, pointwise)(op, row_inputs)
+    result, rule = UNKNOWN, _loss if op.name.startswith("nll_loss") else _RULES.get(op.name)
+    if pointwise or op.name in _LIKE:
+        result = Provenance(combine_rows(list(row_inputs.values()), op.out.shape))
+    elif rule is not None:
+        result = rule(op, row_inputs)
     if not result.known:
         return UNKNOWN
     return replace(result, live=live, fixed=any(value.fixed for value in inputs))
 
 
-def _rule(name: str, pointwise: bool) -> Rule:
-    if pointwise or name in _LIKE:
-        return _elementwise
-    return _loss if name.startswith("nll_loss") else _RULES.get(name, _no_rule)
-
-
-def _no_rule(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
-    return UNKNOWN
-
-
-def _elementwise(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
-    return Provenance(combine_rows(list(row_inputs.values()), op.out.shape))
-
-
-def _triangle(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
-    if set(row_inputs) != {"self"}:
+def _within_rows(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    """Rows times a constant matrix, or the triangle of a matrix of one row."""
+    arg, count = _LAST_DIMS[op.name]
+    if set(row_inputs) != {arg}:
         return UNKNOWN
-    return _expanded(rows_without(row_inputs["self"], _last_dims(row_inputs["self"], 2)), op)
+    rows = row_inputs[arg]
+    return _expanded(rows_without(rows, range(rows.dim() - count, rows.dim())), op)
 
 
 def _gather(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
@@ -194,10 +195,12 @@ def _reduction(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
     if len(row_inputs) != 1:
         return UNKNOWN
     (rows,) = row_inputs.values()
-    dims = _reduced_dims(op, rows.dim())
+    rank, given = rows.dim(), op.arguments.get("dim")
+    given = [given] if isinstance(given, int) else given
+    dims = [dim % rank for dim in given] if given else list(range(rank))
     same = rows_without(rows, dims)
     if same is not None:
-        keeps_dims = op.out.dim() == rows.dim()
+        keeps_dims = op.out.dim() == rank
         for dim in () if keeps_dims else sorted(dims, reverse=True):
             same = same.squeeze(dim)
         return _expanded(same, op)
@@ -234,46 +237,24 @@ def _loss(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
     return _over_all_rows(rows, 1 if reduction == 2 else 0)
 
 
-def _product(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
-    """Rows times a constant matrix."""
-    left = _PRODUCTS[op.name]
-    if set(row_inputs) != {left}:
-        return UNKNOWN
-    return _expanded(rows_without(row_inputs[left], _last_dims(row_inputs[left], 1)), op)
-
-
 def _batched_product(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
     """Products of matrices that belong to one row each."""
     operands = [rows_without(rows, [1, 2]) for rows in row_inputs.values()]
     proven = [rows for rows in operands if rows is not None]
-    if len(proven) < len(operands):
-        return UNKNOWN
-    return Provenance(combine_rows(proven, op.out.shape))
+    return UNKNOWN if len(proven) < len(operands) else Provenance(combine_rows(proven, op.out.shape))
 
 
 _RULES: Mapping[str, Rule] = MappingProxyType(
-    dict.fromkeys(("tril", "triu"), _triangle)
+    dict.fromkeys(_LAST_DIMS, _within_rows)
     | dict.fromkeys(_LOSSES, _loss)
     | dict.fromkeys(_REDUCTIONS, _reduction)
     | dict.fromkeys(_ALONG_A_DIM, _along_a_dim)
-    | dict.fromkeys(_PRODUCTS, _product)
     | {"gather": _gather, "bmm": _batched_product}
 )
 
 
 def _expanded(rows: Tensor | None, op: Operation) -> Provenance:
     return UNKNOWN if rows is None else Provenance(rows.expand(op.out.shape))
-
-
-def _last_dims(rows: Tensor, count: int) -> list[int]:
-    return list(range(rows.dim() - count, rows.dim()))
-
-
-def _reduced_dims(op: Operation, rank: int) -> list[int]:
-    dims = op.arguments.get("dim")
-    if dims is None or dims == []:
-        return list(range(rank))
-    return [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
 def _over_all_rows(rows: Tensor, power: int) -> Provenance:
@@ -295,15 +276,15 @@ def _number(op: Operation) -> Provenance:
     # a number may be repeated as often as there are rows
     if op.name not in ("sum", "mean") and op.out.numel() != max(op.arguments[a].numel() for a in numbers):
         return UNKNOWN
-    if op.name == "_to_copy" and not _keeps_sums(op.arguments["self"].dtype, op.out.dtype):
-        return UNKNOWN
-    power = _POWER_RULES.get(op.name, _first_power)(op, list(numbers.values()))
-    live = any(value.live for value in numbers.values())
+    if op.name == "_to_copy":
+        # the cast of a sum equals the sum of the cast values, except of fractions to integers
+        before, after = op.arguments["self"].dtype, op.out.dtype
+        if not after.is_floating_point and (before.is_floating_point or after == torch.bool):
+            return UNKNOWN
+    values, rule = list(numbers.values()), _POWER_RULES.get(op.name)
+    power = values[0].power if rule is None else rule(op, values)
+    live = any(value.live for value in values)
     return UNKNOWN if power is None else Provenance(power=power, live=live)
-
-
-def _first_power(op: Operation, numbers: list[Provenance]) -> int | None:
-    return numbers[0].power
 
 
 def _power_of_sum(op: Operation, numbers: list[Provenance]) -> int | None:
@@ -336,11 +317,6 @@ _POWER_RULES: Mapping[str, Callable[[Operation, list[Provenance]], int | None]] 
 
 def _constant_operands(op: Operation) -> list[str]:
     return [arg for arg in ("self", "other") if arg in op.arguments and arg not in op.inputs]
-
-
-def _keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast of a sum equals the sum of the cast values; it does not for a cast of fractions to integers."""
-    return after.is_floating_point or not (before.is_floating_point or after == torch.bool)
 
 
 # ---- operations that move elements
@@ -386,13 +362,9 @@ def _viewed(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
         same += 1
     if not same:
         return rows.reshape(shape)
-    front = rows
     for _ in range(same):
-        front = front.select(-1, 0)
-    front = front.reshape(shape[: len(shape) - same])
-    for _ in range(same):
-        front = front.unsqueeze(-1)
-    return front.expand(shape)
+        rows = rows.select(-1, 0)
+    return rows.reshape((*shape[: len(shape) - same], *[1] * same)).expand(shape)
 
 
 def growth_power(before: float, after: float, rows_before: int, rows_after: int) -> int | None:

@@ -48,8 +48,8 @@ class ReadsValues(BatchSizeDependent):
     """Python code, or a shape, depends on values that are not available in a profiled run."""
 
 
-class RowTracer:
-    """Traces one run.
+class RowTracer(GlueMode):
+    """Traces one run: operations go through `run`, and, inside of it, the torch functions of code between units too.
 
     Args:
         rows: number of rows of the batch.
@@ -63,6 +63,7 @@ class RowTracer:
     """
 
     def __init__(self, rows: int, like: Profile, before: RowTracer | None = None) -> None:
+        super().__init__()
         self.rows, self.like, self.before = rows, like, before
         self.known = WeakTensorKeys()
         self.tape: list[tuple[str, dict[str, Any]]] = []
@@ -126,9 +127,8 @@ class RowTracer:
             for tensor in tensors_of([arguments[name] for name in written]):
                 self._overwritten.add(tensor.untyped_storage().data_ptr())
             if live:
-                raise BatchSizeDependent(
-                    f"an operation writes its results to an out= tensor ({op_name(func)})"
-                )
+                text = f"an operation writes its results to an out= tensor ({op_name(func)})"
+                raise BatchSizeDependent(text)
             return func(*args, **kwargs)
         if target.dim() == 0 and id(target) in inputs and inputs[id(target)].power is not None:
             self.known[target] = self._results(func, args, kwargs, inputs, target)[0]
@@ -152,15 +152,11 @@ class RowTracer:
         if len(sizes_before) != len(outs):
             return [UNKNOWN] * len(outs)
 
-        def scales(value: Provenance, size_before: int, size: int) -> bool:
-            """Whether there are as many elements of each row, or of a number, in both traces."""
-            if value.rows is None:
-                return size_before == size
-            return size_before * self.rows == size * self.before.rows  # type: ignore[union-attr]
-
+        # there must be as many elements of each row, or of a number, in both traces
+        few, many = self.before.rows, self.rows
         return [
-            value if scales(value, size_before, tensor.numel()) else UNKNOWN
-            for value, size_before, tensor in zip(results, sizes_before, outs, strict=True)
+            value if (before == now if value.rows is None else before * many == now * few) else UNKNOWN
+            for value, before, now in zip(results, sizes_before, self.sizes[-1], strict=True)
         ]
 
     def _by_rule(
@@ -171,9 +167,8 @@ class RowTracer:
         index = self._record(name, {arg: _constants(value, inputs) for arg, value in arguments.items()})
         if not outs:
             raise ReadsValues(f"a value is read ({name.strip('_')})")
-        if torch.Tag.dynamic_output_shape in func.tags and (
-            name != "index" or _is_mask(arguments["indices"])
-        ):
+        masks = [t for t in tensors_of(arguments.get("indices")) if t.dtype in (torch.bool, torch.uint8)]
+        if torch.Tag.dynamic_output_shape in func.tags and (name != "index" or masks):
             raise ReadsValues(f"values decide a shape ({name})")
         if not all(value.known for value in inputs.values()):
             return [UNKNOWN] * len(outs)
@@ -204,9 +199,8 @@ class RowTracer:
         results = moved_rows(func, args, kwargs, rows_of, out)
         source = rows_of(arguments["self"]) if name in _TAKES_PART else None
         takes_rows = name in _TAKES_PART and _takes_some_rows(name, arguments, source, out)
-        if takes_rows or any(
-            self._scale(index, arg, arguments) != 0 for arg in arguments if arg not in _SHAPES
-        ):
+        constants = [arg for arg in arguments if arg not in _SHAPES]
+        if takes_rows or any(self._scale(index, arg, arguments) != 0 for arg in constants):
             return [UNKNOWN] * len(results)
         live = any(value.live for value in inputs.values())
         fixed = any(value.fixed for value in inputs.values())
@@ -219,16 +213,13 @@ class RowTracer:
             # random numbers have the rows of their shape, and inputs do not determine them
             result = UNKNOWN if result.rows is None else Provenance(result.rows)
         if result.power is not None and not result.live and op.row_inputs:
-            result = self._fixed_number(op)
+            # only inputs determine the number: known for the whole batch if torch.sum or torch.mean computes it
+            if self.function not in SUMS or any(value.fixed for value in op.inputs.values()):
+                return UNKNOWN
+            self._fixed_results.append(op.out)
+            result = FIXED
         # cross_entropy and nll_loss are handled in `call`; others are not known to average over targets
         return UNKNOWN if op.name.startswith("nll_loss") and result.power == 0 else result
-
-    def _fixed_number(self, op: Operation) -> Provenance:
-        """A number that only inputs determine: known for the whole batch if torch.sum or torch.mean computes it."""
-        if self.function not in SUMS or any(value.fixed for value in op.inputs.values()):
-            return UNKNOWN
-        self._fixed_results.append(op.out)
-        return FIXED
 
     # ---- constants
     def _record(self, name: str, arguments: dict[str, Any]) -> int:
@@ -255,8 +246,9 @@ class RowTracer:
         return 0 if before == after else None
 
     # ---- torch functions, above autograd
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any], place: Place | None) -> Any:
-        """Run a torch function that code between units calls. `place`: of a sum or mean."""
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """See GlueMode."""
+        place = self.place(func, sys._getframe(2))
         self.calls.append(getattr(func, "__name__", str(func)))
         averaging = mean_over_targets(func, args, kwargs)
         if averaging is not None:
@@ -299,18 +291,6 @@ class RowTracer:
         return UNKNOWN if combine_rows(operands, target.shape) is None else Provenance(power=0)
 
 
-class TracedFunctions(GlueMode):
-    """Inside, torch functions that code between units calls go through a tracer."""
-
-    def __init__(self, tracer: RowTracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """See GlueMode."""
-        return self.tracer.call(func, args, kwargs, self.place(func, sys._getframe(2)))
-
-
 def _shape_only(func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -> Any:
     """Results as zeros without memory: values that units would compute are not available."""
     device = next(t.device for t in operands)
@@ -340,10 +320,6 @@ def _constants(value: Any, inputs: dict[int, Provenance]) -> Any:
     if isinstance(value, Tensor):
         return None if id(value) in inputs else value
     return [_constants(item, inputs) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _is_mask(indices: Sequence[Any]) -> bool:
-    return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
 
 
 def sketch(value: Any) -> Any:

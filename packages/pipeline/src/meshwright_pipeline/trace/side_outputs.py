@@ -7,8 +7,9 @@ sees is the submodule alone.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from meshwright_pipeline.pytrees import attribute_tensors, leaves_of
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
 """Path -> the value, and a function for each of its leaves (tensors are referenced weakly)."""
+_KINDS = (torch.Tensor, list, tuple, dict, SimpleNamespace)
+"""Attributes of these types, and dataclasses, are searched for tensors."""
 
 
 class CannotBeCut(UnsupportedError):
@@ -40,12 +43,19 @@ def part_of(unit: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 def attribute_leaves(unit: nn.Module) -> Attributes:
     """The attributes of a unit and its submodules that may contain tensors."""
-    return {
-        f"{path}:{name}": (value, tuple(map(_held, _inside(value))))
-        for path, part in unit.named_modules()
-        for name, value in part.__dict__.items()
-        if name not in MODULE_ATTRIBUTES and _may_hold(type(value))
-    }
+    attributes: Attributes = {}
+    for path, part in unit.named_modules():
+        for name, value in part.__dict__.items():
+            kind = type(value)
+            if name in MODULE_ATTRIBUTES or not (issubclass(kind, _KINDS) or dataclasses.is_dataclass(kind)):
+                continue
+            try:
+                leaves = leaves_of(value)
+            except RecursionError:
+                # it contains itself
+                leaves = []
+            attributes[f"{path}:{name}"] = value, tuple(map(_held, leaves))
+    return attributes
 
 
 def _held(leaf: Any) -> Callable[[], Any]:
@@ -53,35 +63,21 @@ def _held(leaf: Any) -> Callable[[], Any]:
     return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
 
 
-def _inside(value: Any) -> list[Any]:
-    """The leaves of an attribute; none if it contains itself."""
-    try:
-        return leaves_of(value)
-    except RecursionError:
-        return []
-
-
-def _may_hold(kind: type) -> bool:
-    """Whether attributes of this type are searched for tensors."""
-    return issubclass(kind, (torch.Tensor, list, tuple, dict, SimpleNamespace)) or dataclasses.is_dataclass(
-        kind
-    )
-
-
 def new_side_outputs(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any], frozenset[str]]:
     """Attributes with other tensors than before, and the paths of those where tensors were added to the same container."""
     changed, grown = dict[str, Any](), set[str]()
     for place, (value, now) in attribute_leaves(unit).items():
-        old = before.get(place)
-        if (old is None or not _same(old[1], now)) and any(isinstance(leaf(), torch.Tensor) for leaf in now):
+        old, leaves = before.get(place), [leaf() for leaf in now]
+        same = (
+            old is not None
+            and len(old[1]) == len(now)
+            and all(map(operator.is_, (f() for f in old[1]), leaves))
+        )
+        if not same and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             changed[place] = value
             if old is not None and old[0] is value:
                 grown.add(place)
     return changed, frozenset(grown)
-
-
-def _same(before: Sequence[Callable[[], Any]], now: Sequence[Callable[[], Any]]) -> bool:
-    return len(before) == len(now) and all(old() is new() for old, new in zip(before, now, strict=True))
 
 
 def check_sendable(unit: str, output: Any, given: Any) -> None:

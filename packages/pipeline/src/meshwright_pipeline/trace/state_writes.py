@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES, tensors_in
+from meshwright_pipeline.pytrees import full_value
 
 Tensor = torch.Tensor
 Place = tuple[str, str]
@@ -26,12 +26,7 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True)
 class WrittenState:
-    """The state outside of units that a forward writes.
-
-    Attributes:
-        buffers: buffers that are written.
-        numbers: attributes that are numbers and change.
-    """
+    """The state outside of units that a forward writes: buffers, and attributes that are numbers."""
 
     buffers: tuple[Place, ...] = ()
     numbers: tuple[Place, ...] = ()
@@ -44,7 +39,7 @@ class WrittenState:
         buffers = [tensors_in(model.get_submodule(path))[1][name] for path, name in self.buffers]
         numbers = [model.get_submodule(path).__dict__.get(name) for path, name in self.numbers]
         return [
-            *(t.full_tensor() if isinstance(t, GlobalTensor) else t for t in buffers),
+            *map(full_value, buffers),
             *(_as_tensor(number) for number in numbers),
         ]
 
@@ -54,7 +49,8 @@ class WrittenState:
         for (path, name), value in zip(self.buffers, values[:count], strict=True):
             buffers = tensors_in(model.get_submodule(path))[1]
             old = buffers[name]
-            if old is not None and value is not None and _alike(old, value):
+            alike = value is not None and type(old) is type(value)
+            if value is not None and alike and (old.shape, old.dtype) == (value.shape, value.dtype):
                 with torch.no_grad():
                     old.copy_(value)
             else:
@@ -67,28 +63,19 @@ class WrittenState:
 NO_WRITES = WrittenState()
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype
+def modules_outside(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of the modules of a model outside of its units."""
+    inside = tuple(f"{unit}." for unit in units)
+    for path, part in model.named_modules():
+        if path not in units and not path.startswith(inside):
+            yield path, part
 
 
 class StateWrites:
-    """Records buffers and numbers outside of units, to find out what is written later.
-
-    Args:
-        model: the model.
-        units: names of its units.
-
-    Attributes:
-        empty: buffers that are None at first.
-    """
+    """Records buffers and numbers outside of units, to find out what is written later. `empty`: buffers that are None at first."""
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
-        inside = tuple(f"{unit}." for unit in units)
-        self._parts = {
-            path: part
-            for path, part in model.named_modules()
-            if path not in units and not path.startswith(inside)
-        }
+        self._parts = dict(modules_outside(model, units))
         self._before = {
             (path, name): (buffer, 0 if buffer is None else buffer._version)
             for path, part in self._parts.items()
