@@ -10,8 +10,13 @@ import pytest
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_pipeline import Shape
-from meshwright_pipeline.planning.shared_cores import TimedAction, shared_core_time
-from meshwright_pipeline.planning.simulate import MOST_ACTIONS, StageCosts, predict
+from meshwright_pipeline.planning.simulate import (
+    MOST_ACTIONS,
+    StageCosts,
+    TimedAction,
+    predict,
+    shared_core_time,
+)
 
 NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 CASES = [(name, ranks, count) for name in NAMES for ranks, count in ((2, 4), (4, 8))]

@@ -115,26 +115,12 @@ INPUT_GRADIENT = Reason(
 OUTPUTS_UNPROVEN = Reason('other outputs, which pipeline.outputs "all" asks for, are not proven additive')
 
 
-class NotAdditive(Exception):
-    """A loss is not proven additive."""
-
-    def __init__(self, why: Reason) -> None:
-        super().__init__(why.text)
-        self.why = why
-
-
-def single_microbatch(result: Any) -> Additivity:
-    """The result of a single microbatch is that of the batch."""
-    return Additivity(Leaf(), tuple(Leaf() for _ in leaves_of(result)))
-
-
-def prove_additive(profiler: Profiler, profile: Profile, batch: Call, count: int) -> Additivity:
+def prove_additive(profiler: Profiler, profile: Profile, batch: Call, count: int) -> Additivity | Reason:
     """Prove how the loss of a batch, whose rows can be divided equally, follows from those of its `count` (> 1) microbatches.
 
     `profiler`: of the skeleton; `profile`: of the batch.
 
-    Raises:
-        NotAdditive: there is no proof.
+    Returns: the proof, or why there is none.
     """
     try:
         part, rows = microbatches(*batch, count)[0], rows_of(*batch)
@@ -145,16 +131,16 @@ def prove_additive(profiler: Profiler, profile: Profile, batch: Call, count: int
         last = profiler.run(*batch, tracer=second)
     except Exception as error:
         # the model may fail with another number of rows
-        raise NotAdditive(_reason(profiler, error)) from error
+        return _reason(profiler, error)
     loss = loss_of(last.output)
     befores, leaves = leaves_of(few.output), leaves_of(last.output)
     calls = [[name for name in watch.calls if name not in _REPEATS] for watch in (first, second)]
     same = len(first.tape) == len(second.tape) and calls[0] == calls[1]
     if loss is None or not same or len(befores) != len(leaves):
-        raise NotAdditive(Reason("with another number of rows the model does something else"))
+        return Reason("with another number of rows the model does something else")
     of_loss = _leaf(loss, loss_of(few.output), second)
     if of_loss is None or of_loss.rows is not None:
-        raise NotAdditive(Reason("no rule proves that it consists of sums or means over rows"))
+        return Reason("no rule proves that it consists of sums or means over rows")
     # the same in all microbatches, so it is their mean
     if of_loss.power is None:
         of_loss = Leaf(power=0)

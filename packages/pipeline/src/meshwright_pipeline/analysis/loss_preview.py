@@ -16,7 +16,7 @@ from torch import nn
 from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import pytree, tensors_in
-from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, NotAdditive, prove_additive
+from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, Reason, prove_additive
 from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
 from meshwright_pipeline.pytrees import expanded_zeros, tensors_of
 from meshwright_pipeline.trace.loss import loss_of
@@ -108,10 +108,9 @@ def _forecast(profiler: Profiler, profile: Profile, call: Call) -> LossForecast:
         )
     if any(tensor.requires_grad for tensor in tensors_of(call)):
         return LossForecast(str(INPUT_GRADIENT))
-    try:
-        prove_additive(profiler, profile, call, 2)
-    except NotAdditive as unproven:
-        return LossForecast(f"the loss is not proven additive over microbatches ({unproven})")
+    proof = prove_additive(profiler, profile, call, 2)
+    if isinstance(proof, Reason):
+        return LossForecast(f"the loss is not proven additive over microbatches ({proof})")
     return LossForecast()
 
 

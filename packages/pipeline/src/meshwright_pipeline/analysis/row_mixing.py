@@ -23,18 +23,16 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.model.batch_size import BatchSize
-from meshwright_pipeline._torch import pytree, remove_hooks, tensors_in
-from meshwright_pipeline.analysis.half_batches import half_of, row_difference, written_from_rows
+from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis.loss_preview import ROWS, shrink_batch, skeleton_with_values, token_counts
-from meshwright_pipeline.analysis.module_state import LARGE, State, changed_places, module_state
-from meshwright_pipeline.analysis.stub_weights import StubMode, stub_tensor
+from meshwright_pipeline.analysis.module_state import LARGE, State, TensorValues, changed_places, module_state
+from meshwright_pipeline.analysis.stub_weights import HALVED, StubMode, stub_tensor, with_stubs
 from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
-from meshwright_pipeline.pytrees import map_leaves, tensors_of
+from meshwright_pipeline.pytrees import differing_dims, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.meta_model import meta_tensors
-from meshwright_pipeline.trace.microbatch import Call, microbatches, signature
+from meshwright_pipeline.trace.microbatch import Call, microbatches, signature, snapshot
 from meshwright_pipeline.trace.profile import Key, Label, Profile, Result
-from meshwright_pipeline.trace.profiler import snapshot
 from meshwright_pipeline.trace.rng_replay import DrawRecorder
 from meshwright_pipeline.trace.state_writes import Place, modules_outside
 
@@ -43,8 +41,12 @@ Tensor = torch.Tensor
 POOL = 65537
 """Size of the pool of random numbers for unit results. It is a prime, so no two rows start at the same number."""
 
+FAR = 1e-4
+"""Relative difference from which values count as different. Rounding differs by less."""
+HUGE = 1e4
+"""Values this many times larger than the median are mask values."""
+
 _BATCH_INDEPENDENT = (nn.Linear, nn.Embedding)
-_HALVED = (torch.float16, torch.bfloat16)
 _CPU = torch.device("cpu")
 
 
@@ -115,7 +117,7 @@ def _distinct_rows(call: Call, rows: int) -> Call:
         tensor = tensor.detach()
         if not tensor.is_floating_point():
             return tensor
-        tensor = tensor.float() if tensor.dtype in _HALVED else tensor
+        tensor = tensor.float() if tensor.dtype in HALVED else tensor
         if tensor.dim() and tensor.shape[0] == rows and bool((tensor == tensor[:1]).all()):
             return tensor + torch.rand(tensor.shape, generator=generator)
         return tensor
@@ -179,7 +181,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, units: tuple[str, ...], call: Call) -> None:
         self.call, self.units = call, units
-        stub, self.large = _with_stubs(skeleton_with_values(model, units), units)
+        stub, self.large = with_stubs(skeleton_with_values(model, units), units)
         # a run may change attributes of units
         self.clean = copy.deepcopy(stub, {id(tensor): tensor for tensor in self.large})
         self.between = _BetweenUnits(stub, units)
@@ -293,31 +295,6 @@ def _copied(call: Call) -> Call:
     return copied
 
 
-def _with_stubs(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list[Tensor]]:
-    """The skeleton in full precision, with stubs for parameters outside of units; and its large tensors."""
-    generator, large = torch.Generator().manual_seed(0), list[Tensor]()
-    for part in model.modules():
-        # they would count the trial as a step
-        remove_hooks(part)
-        parameters, buffers = tensors_in(part)
-        for name, tensor in list(parameters.items()):
-            if tensor is not None and tensor.is_floating_point():
-                stub = stub_tensor(tensor.shape, _full_precision(tensor.dtype), generator)
-                parameters[name] = nn.Parameter(stub, requires_grad=False)
-                large += [parameters[name]] if stub.numel() > LARGE else []
-        for name, tensor in list(buffers.items()):
-            if tensor is not None and tensor.is_floating_point():
-                buffers[name] = tensor.to(_full_precision(tensor.dtype))
-    for unit in units:
-        for part, name, tensor in meta_tensors(model.get_submodule(unit)):
-            part.__dict__[name] = tensor.to(_full_precision(tensor.dtype))
-    return model, large
-
-
-def _full_precision(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _HALVED else dtype
-
-
 def _writes(unit: str, at: Place) -> CannotSplit:
     name = ".".join(part for part in (unit, at[0]) if part)
     whose = f"module {name!r}" if name else "the model"
@@ -326,3 +303,69 @@ def _writes(unit: str, at: Place) -> CannotSplit:
         "pipeline",
         "write it outside of the forward, or use one microbatch",
     )
+
+
+# ---- results for half of the rows, compared with those for all
+
+
+def half_of(whole: Tensor, shape: Sequence[int], half: int) -> Tensor | None:
+    """Half number `half` of a tensor, with the given shape; None if there is none."""
+    if whole.dim() != len(shape):
+        return None
+    for dim, size in enumerate(shape):
+        if whole.shape[dim] != size:
+            if whole.shape[dim] != 2 * size:
+                return None
+            whole = whole.narrow(dim, half * size, size)
+    return whole
+
+
+def row_difference(whole: Any, part: Any, half: int, scalars: frozenset[int] = frozenset()) -> str:
+    """How the result for one half differs from the result for all rows.
+
+    "rows": in floating-point values with rows, or in a leaf of `scalars`; "other": elsewhere, or not comparable; "": not.
+    """
+    leaves, others = leaves_of(whole), leaves_of(part)
+    if len(leaves) != len(others):
+        return "other"
+    difference = ""
+    for place, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            plain = isinstance(a, (bool, int, float, str)) and isinstance(b, (bool, int, float, str))
+            difference = "other" if type(a) is not type(b) or (plain and a != b) else difference
+            continue
+        expected = half_of(a, b.shape, half)
+        if expected is None or expected.dtype != b.dtype:
+            difference = "other"
+        elif differs(expected, b):
+            fractions = b.is_floating_point() or b.is_complex()
+            if fractions and (differing_dims(a, b) or place in scalars):
+                return "rows"
+            difference = "other"
+    return difference
+
+
+def differs(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors differ by more than rounding."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return not torch.equal(a, b)
+    size = torch.nan_to_num(torch.view_as_real(a) if a.is_complex() else a, 0.0, 0.0, 0.0).abs()
+    median = float(size.median()) if size.numel() else 0.0
+    # equal mask values do not count for the scale
+    if median and not a.is_complex():
+        size = size.masked_fill((size > HUGE * median) & (a == b), 0.0)
+    limit = FAR * float(size.max()) if size.numel() else 0.0
+    return not torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True)
+
+
+def written_from_rows(before: State, whole: State, half: State) -> Place | None:
+    """A tensor that a forward overwrites with values that depend on its rows; None if there is none."""
+    for at, old in before.items():
+        new, other = whole.get(at), half.get(at)
+        if not isinstance(old, TensorValues) or not isinstance(new, TensorValues):
+            continue
+        if not isinstance(other, TensorValues):
+            continue
+        if new.like(old) and other.like(old) and old != new and differs(new.tensor, other.tensor):
+            return at
+    return None

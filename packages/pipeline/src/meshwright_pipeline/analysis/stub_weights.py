@@ -7,14 +7,23 @@ elements as are needed for every input to reach an output. So a block of any siz
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from meshwright_pipeline._torch import TorchDispatchMode, arguments_of, draws, op_name
+from meshwright_pipeline._torch import (
+    TorchDispatchMode,
+    arguments_of,
+    draws,
+    op_name,
+    remove_hooks,
+    tensors_in,
+)
 from meshwright_pipeline.analysis.module_state import LARGE
 from meshwright_pipeline.pytrees import tensors_of
+from meshwright_pipeline.trace.meta_model import meta_tensors
 
 Tensor = torch.Tensor
 
@@ -24,6 +33,7 @@ MOST = 1 << 26
 CHANNELS = 1 << 10
 """Convolutions with more channel pairs than this are reduced."""
 
+HALVED = (torch.float16, torch.bfloat16)
 _STRIDES = (1, 7, 17, 29, 41, 53)
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "linear": (0, 1)}
 _EMPTY = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
@@ -129,3 +139,28 @@ def _convolution(func: Any, value: Tensor, weight: Tensor, bias: Tensor | None, 
     parts = func(value[:, into], kernels.unsqueeze(1), None, *options_but_groups, count)
     summed = parts.new_zeros((parts.shape[0], outer, *parts.shape[2:])).index_add_(1, out, parts)
     return summed if bias is None else summed + bias.view(-1, *[1] * (parts.dim() - 2))
+
+
+def with_stubs(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list[Tensor]]:
+    """The skeleton in full precision, with stubs for parameters outside of units; and its large tensors."""
+    generator, large = torch.Generator().manual_seed(0), list[Tensor]()
+    for part in model.modules():
+        # they would count the trial as a step
+        remove_hooks(part)
+        parameters, buffers = tensors_in(part)
+        for name, tensor in list(parameters.items()):
+            if tensor is not None and tensor.is_floating_point():
+                stub = stub_tensor(tensor.shape, _full_precision(tensor.dtype), generator)
+                parameters[name] = nn.Parameter(stub, requires_grad=False)
+                large += [parameters[name]] if stub.numel() > LARGE else []
+        for name, tensor in list(buffers.items()):
+            if tensor is not None and tensor.is_floating_point():
+                buffers[name] = tensor.to(_full_precision(tensor.dtype))
+    for unit in units:
+        for part, name, tensor in meta_tensors(model.get_submodule(unit)):
+            part.__dict__[name] = tensor.to(_full_precision(tensor.dtype))
+    return model, large
+
+
+def _full_precision(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALVED else dtype

@@ -18,9 +18,9 @@ from torch import nn
 
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES, hooks_of, pre_hooks_of, tensors_in
 from meshwright_pipeline.trace.forward_hooks import Forward
-from meshwright_pipeline.trace.microbatch import Call, signature
+from meshwright_pipeline.trace.microbatch import Call, signature, snapshot
 from meshwright_pipeline.trace.profile import Result
-from meshwright_pipeline.trace.profiler import Profiler, snapshot
+from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.rng_replay import DrawRecorder
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})

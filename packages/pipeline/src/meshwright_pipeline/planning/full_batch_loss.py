@@ -49,11 +49,5 @@ def with_tail(step: Prediction, tail: UnitWork, rank: int, microbatches: int) ->
         whole = MemoryPeak(held[rank], over)
         backward = replace(fullest[rank], over=fullest[rank].over + tail_gradient_bytes(tail, microbatches))
         fullest[rank] = max(backward, whole, key=lambda peak: peak.total)
-    return replace(
-        step,
-        seconds=step.seconds + seconds,
-        silent=step.silent + seconds,
-        busy=tuple(busy),
-        held=tuple(held),
-        fullest=tuple(fullest),
-    )
+    step = replace(step, seconds=step.seconds + seconds, silent=step.silent + seconds)
+    return replace(step, busy=tuple(busy), held=tuple(held), fullest=tuple(fullest))

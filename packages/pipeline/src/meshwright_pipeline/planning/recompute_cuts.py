@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import accumulate
 
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.strategy import ModuleWork, SearchRequest
@@ -152,9 +153,7 @@ class _MemoryFit:
 
     def cut(self, ends: Sequence[int], reach: int) -> tuple[float, list[int]] | None:
         """The best cut near `ends` with one stage per rank: seconds of the slowest stage, and its ends; None if none fits."""
-        places = [0]
-        for block in self.model.blocks:
-            places.append(places[-1] + len(block))
+        places = [*accumulate(map(len, self.model.blocks), initial=0)]
         middles = [places.index(end) for end in ends]
         # end of the stages so far -> (seconds of the slowest stage, seconds of all, ends)
         best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
@@ -227,7 +226,4 @@ class _MemoryFit:
     @cached_property
     def _early(self) -> list[float]:
         """For each run, seconds of the code between the runs before it, which every later stage runs too."""
-        seconds = [0.0]
-        for between in self.model.between:
-            seconds.append(seconds[-1] + between.forward)
-        return seconds
+        return [*accumulate((between.forward for between in self.model.between), initial=0.0)]

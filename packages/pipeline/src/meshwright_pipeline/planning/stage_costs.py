@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_pipeline.planning.survey import ModelSurvey
@@ -21,9 +22,7 @@ def linear_partition(costs: Sequence[float], count: int) -> list[int]:
     total = len(costs)
     if total < count:
         raise ValueError(f"{total} elements cannot be cut into {count} non-empty parts")
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
+    prefix = [*accumulate(costs, initial=0.0)]
     # best[i]: smallest largest sum of the first i elements in the parts so far; starts: where the last part begins
     best = [prefix[i] for i in range(total + 1)]
     starts: list[list[int]] = []
@@ -94,16 +93,12 @@ def divide(model: ModelCosts, survey: ModelSurvey, cuts: Sequence[int]) -> Stage
     ends = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
     stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], survey, shared)
     held = [parameters_of(stage, survey, shared) for stage in stages]
-    return StageDivision(
-        tuple(cuts),
-        stages,
-        [model.load(a, b) for a, b in ends],
-        held,
-        [survey.share(names) for names in held],
-        [(len(stage), len(names)) for stage, names in zip(stages, held, strict=True)],
-        [model.crossing[place] for place in cuts],
-        [model.returning[place] for place in cuts],
+    loads, shares = [model.load(a, b) for a, b in ends], [survey.share(names) for names in held]
+    sizes = [(len(stage), len(names)) for stage, names in zip(stages, held, strict=True)]
+    messages, returned = (
+        [bytes_of[place] for place in cuts] for bytes_of in (model.crossing, model.returning)
     )
+    return StageDivision(tuple(cuts), stages, loads, held, shares, sizes, messages, returned)
 
 
 def _stages(parts: Sequence[Sequence[str]], survey: ModelSurvey, shared: Sequence[str]) -> list[list[str]]:

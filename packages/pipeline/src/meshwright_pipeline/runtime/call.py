@@ -33,7 +33,6 @@ from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
 from meshwright_pipeline.runtime.full_batch_tail import TailLeaves, tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
 from meshwright_pipeline.runtime.input_grads import InputGradients
-from meshwright_pipeline.runtime.p2p import Transport
 from meshwright_pipeline.runtime.p2p_step import Failure
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
@@ -130,13 +129,11 @@ class PipelinedCall:
         self._model = weakref.ref(model)
         self.owned, self.table = owned, table
         self.context, self.keep_outputs, self.warning = context, keep_outputs, warning
-        transport = Transport(context.group, context.device)
-        mesh = None if context.plain else context.mesh
-        self.preparation = Preparation(skeleton, owned, table, transport, mesh, context.dtype, split)
-        self.stage_ranks = StageRanks(mesh, context.device)
+        self.preparation = Preparation(skeleton, owned, table, context, split)
+        self.stage_ranks = StageRanks(self.preparation.mesh, context.device)
         self.sinks = Sinks(model, context.plain)
         self.end = StepEnd(context, table, tied, [self.sinks.forget, self.preparation.forget])
-        self.rank = transport.rank
+        self.rank = self.end.rank
         self.last: StepOutcome | None = None
         self.texts = BatchTexts()
 

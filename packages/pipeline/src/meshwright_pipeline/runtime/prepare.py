@@ -8,23 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_pipeline._torch import pytree
-from meshwright_pipeline.analysis.loss_additivity import (
-    NO_LOSS,
-    Additivity,
-    NotAdditive,
-    Reason,
-    prove_additive,
-    single_microbatch,
-)
+from meshwright_pipeline.analysis.loss_additivity import NO_LOSS, Additivity, Leaf, Reason, prove_additive
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.boundaries import Cut, cut
 from meshwright_pipeline.partition.units import DROPOUTS, Ownership
-from meshwright_pipeline.pytrees import full_value
+from meshwright_pipeline.pytrees import full_value, leaves_of
+from meshwright_pipeline.runtime.agreement import RankContext
 from meshwright_pipeline.runtime.executor import RankStages
 from meshwright_pipeline.runtime.full_batch_tail import Tail, row_dims
 from meshwright_pipeline.runtime.p2p import Transport
@@ -69,26 +62,19 @@ class Preparation:
 
     Args:
         skeleton: the structure of the model on the meta device.
-        mesh: the mesh of a stage, None where values are ordinary tensors.
-        dtype: what a float32 model is computed in.
         split: see RankStages.
 
     Attributes:
+        mesh: the mesh of a stage; None where values are ordinary tensors.
         own_hooks: module -> ids of the forward hooks that meshwright has registered.
     """
 
     def __init__(
-        self,
-        skeleton: nn.Module,
-        owned: Ownership,
-        table: Timetable,
-        transport: Transport,
-        mesh: DeviceMesh | None,
-        dtype: torch.dtype,
-        split: bool,
+        self, skeleton: nn.Module, owned: Ownership, table: Timetable, context: RankContext, split: bool
     ) -> None:
-        self.skeleton, self.owned, self.table = skeleton, owned, table
-        self.transport, self.mesh, self.dtype, self.split = transport, mesh, dtype, split
+        self.skeleton, self.owned, self.table, self.split = skeleton, owned, table, split
+        self.transport = Transport(context.group, context.device)
+        self.mesh, self.dtype = None if context.plain else context.mesh, context.dtype
         self.own_hooks: Mapping[nn.Module, frozenset[int]] = {}
         self._prepared: dict[Any, Prepared] = {}
         self._row_checks: dict[Any, CannotSplit | None] = {}
@@ -159,17 +145,14 @@ class Preparation:
         if loss_of(output) is None:
             prepared.additivity = NO_LOSS
         elif self.microbatches == 1:
-            prepared.additivity = single_microbatch(output)
+            prepared.additivity = Additivity(Leaf(), tuple(Leaf() for _ in leaves_of(output)))
         else:
             plain = self._plain(whole)
-            batch_profile = prepared.batch_profile or prepared.profiler.run(*plain)
-            try:
-                prepared.additivity = prove_additive(
-                    prepared.profiler, batch_profile, plain, self.microbatches
-                )
-            except NotAdditive as unproven:
-                # the tail will need the profile
-                prepared.batch_profile, prepared.additivity = batch_profile, unproven.why
+            profile = prepared.batch_profile or prepared.profiler.run(*plain)
+            prepared.additivity = prove_additive(prepared.profiler, profile, plain, self.microbatches)
+            if isinstance(prepared.additivity, Reason):
+                # the tail will need it
+                prepared.batch_profile = profile
         return prepared.additivity
 
     def denominators(

@@ -165,7 +165,8 @@ class _StageForward:
         if index < stage.index:
             return stage.skip(key, self.received)
         glue_paused = contextlib.nullcontext() if self.glue is None else self.glue.paused()
-        with glue_paused, self._collect_inside(key), self._random_numbers(key):
+        numbers = contextlib.nullcontext() if stage.streams is None else stage.streams.unit(key)
+        with glue_paused, self._collect_inside(key), numbers:
             output = forward(*args, **kwargs)
         if self.is_end:
             mark_unit_output(output)
@@ -221,20 +222,6 @@ class _StageForward:
                 if path and not is_attribute(path):
                     handles.enter_context(unit.get_submodule(path).register_forward_hook(collect(path)))
             yield
-
-    @contextlib.contextmanager
-    def _random_numbers(self, key: Key) -> Iterator[None]:
-        """Inside, random operations are those of this call."""
-        streams = self.stage.streams
-        if streams is None:
-            yield
-            return
-        streams.key, before = key, streams.key
-        try:
-            yield
-            streams.check(key)
-        finally:
-            streams.key = before
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ numbers does not depend on their order. Of more ranks, the first one sums and se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class TiedSum:
     ) -> None:
         self.group, self.rank, self.what = group, dist.get_rank(group), what
         self.any = bool(shared)
+        self._lost: dict[int, RankLost] = {}
         self.ties = [(place, tie) for place, tie in enumerate(shared) if self.rank in tie.ranks]
 
     def _local_name(self, tie: Tie, names: Mapping[str, object]) -> str | None:
@@ -91,14 +92,13 @@ class TiedSum:
         Raises:
             RankLost: a rank that holds one is gone; all others have come to the end.
         """
-        lost: dict[int, RankLost] = {}
         messages = self._packed(gradients, like, dtypes)
         for packed in messages:
             if len(packed.ranks) == 2:
-                self._exchange(packed, lost)
+                self._exchange(packed)
             else:
-                self._reduce(packed, lost)
-        _raise_first(lost)
+                self._reduce(packed)
+        self._raise_lost()
         for packed in messages:
             *parts, present = packed.content.split(
                 [*(like[n].numel() for n in packed.names), len(packed.names)]
@@ -137,10 +137,10 @@ class TiedSum:
             )
         return messages
 
-    def _exchange(self, packed: _Packed, lost: dict[int, RankLost]) -> None:
+    def _exchange(self, packed: _Packed) -> None:
         """Each of two ranks adds the gradients of the other."""
         other = sum(packed.ranks) - self.rank
-        if other in lost:
+        if other in self._lost:
             return
         theirs = torch.zeros_like(packed.content)
         both = ((dist.isend, packed.content), (dist.irecv, theirs))
@@ -150,41 +150,44 @@ class TiedSum:
             ):
                 work.wait()
         except RuntimeError as error:
-            lost[other] = _rank_lost(other, packed.ties[0], error)
+            self._note_lost(other, packed.ties[0], error)
             return
         packed.content.add_(theirs)
 
-    def _reduce(self, packed: _Packed, lost: dict[int, RankLost]) -> None:
+    def _reduce(self, packed: _Packed) -> None:
         """The first of several ranks sums, and sends the sums to the others."""
         first, content, tag, tie = packed.ranks[0], packed.content, packed.tag, packed.ties[0]
         if self.rank != first:
-            self._message(dist.send, content, first, tag, tie, lost)
-            self._message(dist.recv, content, first, tag, tie, lost)
+            self._message(dist.send, content, first, tag, tie)
+            self._message(dist.recv, content, first, tag, tie)
             return
         for rank in packed.ranks[1:]:
             part = torch.zeros_like(content)
-            self._message(dist.recv, part, rank, tag, tie, lost)
+            self._message(dist.recv, part, rank, tag, tie)
             content += part
         for rank in packed.ranks[1:]:
-            self._message(dist.send, content, rank, tag, tie, lost)
+            self._message(dist.send, content, rank, tag, tie)
 
-    def _message(
-        self,
-        move: Callable[..., Any],
-        tensor: torch.Tensor,
-        rank: int,
-        tag: int,
-        tie: Tie,
-        lost: dict[int, RankLost],
-    ) -> None:
+    def _message(self, move: Any, tensor: torch.Tensor, rank: int, tag: int, tie: Tie) -> None:
         """Send or receive. A lost rank gets no more messages; the others do."""
-        if rank in lost:
+        if rank in self._lost:
             return
         peer = "group_dst" if move is dist.send else "group_src"
         try:
             move(tensor, group=self.group, tag=tag, **{peer: rank})
         except RuntimeError as error:
-            lost[rank] = _rank_lost(rank, tie, error)
+            self._note_lost(rank, tie, error)
+
+    def _note_lost(self, rank: int, tie: Tie, error: RuntimeError) -> None:
+        what = (
+            f"it has died or hangs: the gradient of {tie.names[0]!r}, which it holds too, could not be summed"
+        )
+        self._lost[rank] = RankLost(rank, f"{what} ({str(error).splitlines()[0]})")
+
+    def _raise_lost(self) -> None:
+        lost, self._lost = self._lost, {}
+        for error in lost.values():
+            raise error
 
     @torch.no_grad()
     def equalize(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -193,7 +196,6 @@ class TiedSum:
         Raises:
             RankLost: a rank that holds one is gone.
         """
-        lost: dict[int, RankLost] = {}
         for place, tie in self.ties:
             name = self._local_name(tie, parameters)
             gradient = None if name is None else local_gradient(parameters[name])
@@ -202,19 +204,9 @@ class TiedSum:
             first, dense = tie.ranks[0], gradient.contiguous()
             if self.rank == first:
                 for rank in tie.ranks[1:]:
-                    self._message(dist.send, dense, rank, _TAG + place, tie, lost)
+                    self._message(dist.send, dense, rank, _TAG + place, tie)
                 continue
-            self._message(dist.recv, dense, first, _TAG + place, tie, lost)
+            self._message(dist.recv, dense, first, _TAG + place, tie)
             if dense is not gradient:
                 gradient.copy_(dense)
-        _raise_first(lost)
-
-
-def _rank_lost(rank: int, tie: Tie, error: RuntimeError) -> RankLost:
-    what = f"it has died or hangs: the gradient of {tie.names[0]!r}, which it holds too, could not be summed"
-    return RankLost(rank, f"{what} ({str(error).splitlines()[0]})")
-
-
-def _raise_first(lost: Mapping[int, RankLost]) -> None:
-    for error in lost.values():
-        raise error
+        self._raise_lost()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,22 @@ def _check_splittable(leaf: Any, rows: int | None, count: int) -> None:
             f"the batch contains a {type(leaf).__name__}. A pipeline cannot split its rows into {count} microbatches: it splits "
             f"dim 0 of tensors, also in tuples, lists, dicts and other pytree nodes; {fix}, or set pipeline.microbatches to 1"
         )
+
+
+def snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The same arguments, with copies of objects that a run may change (a key-value cache, for example)."""
+
+    def copied(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, (torch.Tensor, torch.nn.Module, bool, int, float, str)):
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except Exception:
+            # an object that cannot be copied is used as it is
+            return leaf
+
+    call: Call = pytree.tree_map(copied, (args, kwargs))
+    return call
 
 
 def signature(call: Call) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ model, depends on. These are the tensors that have to cross a stage boundary.
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -24,7 +23,6 @@ from meshwright_pipeline._torch import (
     forward_hooks,
     hooks_of,
     op_name,
-    pytree,
     written_tensor,
 )
 from meshwright_pipeline.pytrees import (
@@ -38,7 +36,7 @@ from meshwright_pipeline.pytrees import (
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
-from meshwright_pipeline.trace.microbatch import Call, rows_of
+from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
 from meshwright_pipeline.trace.profile import (
     BETWEEN,
     NO_LABELS,
@@ -298,18 +296,10 @@ class _ProfiledRun:
         final = mode.of((output, loss_of(output), list(buffers.values()))) - {_BATCH}
         used = final.union(*consumes.values())
         check_grown({key: result.grown for key, result in self.results.items()}, used)
-        return Profile(
-            tuple(consumes),
-            consumes,
-            final,
-            self.results,
-            output,
-            tuple(sorted({unit for unit, call, _, _ in used if call == PARAMETERS})),
-            tuple(mode.draws.draws),
-            frozenset(self.of_batch),
-            frozenset(mode.written),
-            WrittenState(tuple(buffers), writes.numbers()),
-        )
+        read = tuple(sorted({unit for unit, call, _, _ in used if call == PARAMETERS}))
+        draws, of_batch, written = tuple(mode.draws.draws), frozenset(self.of_batch), frozenset(mode.written)
+        state, order, results = WrittenState(tuple(buffers), writes.numbers()), tuple(consumes), self.results
+        return Profile(order, consumes, final, results, output, read, draws, of_batch, written, state)
 
 
 def call_hooks(module: nn.Module, hooks: Any, output: Any) -> None:
@@ -346,22 +336,6 @@ def _unit_result(
         attributes, grown = new_side_outputs(before, unit)
     side = {path: _zeros(value, device) for path, value in (hook_outputs | attributes).items()}
     return Result(_zeros(output, device), side, grown)
-
-
-def snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The same arguments, with copies of objects that a run may change (a key-value cache, for example)."""
-
-    def copied(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, (torch.Tensor, nn.Module, bool, int, float, str)):
-            return leaf
-        try:
-            return copy.deepcopy(leaf)
-        except Exception:
-            # an object that cannot be copied is used as it is
-            return leaf
-
-    call: Call = pytree.tree_map(copied, (args, kwargs))
-    return call
 
 
 def _zeros(tree: Any, device: torch.device) -> Any:

@@ -220,12 +220,18 @@ class RngReplay:
             )
         return full
 
-    def check(self, key: Key) -> None:
-        """Check that the unit call that has just ended ran as many random operations as in the profiled run.
+    @contextlib.contextmanager
+    def unit(self, key: Key) -> Iterator[None]:
+        """Inside, random operations are those of this unit call.
 
         Raises:
-            UnsupportedError: it did not, so its numbers may belong to other operations.
+            UnsupportedError: it ran another number of them than in the profiled run, so its numbers may belong to others.
         """
+        before, self.key = self.key, key
+        try:
+            yield
+        finally:
+            self.key = before
         if self._places[key] != self._expected[key]:
             raise UnsupportedError(
                 f"module {key[0]!r} ran {self._places[key]} random operations; when the model was profiled it ran "
