@@ -27,32 +27,24 @@ def op_name(op: Any) -> str:
     return str(op._schema.name).split("::")[1]
 
 
-def arguments_of(op: Any) -> list[str]:
-    """The names of an overload's arguments, in order."""
-    return [argument.name for argument in op._schema.arguments]
+def named_arguments(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of an overload by name, defaults included."""
+    arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
+    arguments.update(zip(arguments, args, strict=False))
+    arguments.update(kwargs)
+    return arguments
 
 
-def written_tensor(op: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The tensor that a call of an overload writes to and returns; None unless there is exactly one."""
-    places = [
-        i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
-    if len(places) != 1:
-        return None
-    (place,) = places
-    value = args[place] if place < len(args) else kwargs.get(op._schema.arguments[place].name)
-    return value if isinstance(value, torch.Tensor) else None
+def written_arguments(op: Any) -> list[str]:
+    """The names of the arguments that an overload writes to."""
+    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call of an overload draws random numbers. Attention draws none where its dropout is 0."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given)
-    return True
+    return bool(named_arguments(op, args, kwargs).get("dropout_p", True))
 
 
 def uses_other_generator(kwargs: Mapping[str, Any]) -> bool:

@@ -38,21 +38,16 @@ def _mapped(change: Callable[[int, torch.Tensor], Any], tree: Any, indices: Iter
 
 def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a tree in order."""
-    return list(_leaves(tree))
+    leaves: list[Any] = []
+    for leaf in pytree.tree_leaves(tree):
+        fields = _fields(leaf)
+        leaves += [leaf] if fields is None else leaves_of(fields)
+    return leaves
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree in order."""
-    return [x for x in _leaves(tree) if isinstance(x, torch.Tensor)]
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    for leaf in pytree.tree_leaves(tree):
-        fields = _fields(leaf)
-        if fields is None:
-            yield leaf
-        else:
-            yield from _leaves(fields)
+    return [x for x in leaves_of(tree) if isinstance(x, torch.Tensor)]
 
 
 def _fields(leaf: Any) -> dict[str, Any] | None:

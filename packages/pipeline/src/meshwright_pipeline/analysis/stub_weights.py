@@ -15,8 +15,8 @@ from torch import nn
 
 from meshwright_pipeline._torch import (
     TorchDispatchMode,
-    arguments_of,
     draws,
+    named_arguments,
     op_name,
     remove_hooks,
     tensors_in,
@@ -94,11 +94,9 @@ def _constant_draw(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The result of a random operation if all its random numbers are equal."""
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    if "dropout_p" in arguments_of(func):
-        place = arguments_of(func).index("dropout_p")
-        if place < len(args):
-            return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
-        return func(*args, **{**kwargs, "dropout_p": 0.0})
+    arguments = named_arguments(func, args, kwargs)
+    if "dropout_p" in arguments:
+        return func(**{**arguments, "dropout_p": 0.0})
     # leave the state of a generator argument unchanged
     if "generator" in kwargs:
         kwargs = {**kwargs, "generator": None}

@@ -111,12 +111,8 @@ def _extended(options: Sequence[UnitOption], following: Sequence[RunChoice]) -> 
 
 
 class Moment(NamedTuple):
-    """A moment of a schedule on one rank, with entries for its stages in ascending order.
-
-    Args:
-        kept: microbatches in flight on each stage.
-        running: index of the stage that runs backward, -1 for none.
-        has_gradients: whether the gradients of each stage exist.
+    """A moment of a schedule on one rank, with entries for its stages in ascending order: microbatches in flight, and whether
+    gradients exist. `running`: index of the stage that runs backward, -1 for none.
     """
 
     kept: tuple[int, ...]

@@ -64,9 +64,8 @@ class StageRanks:
     def refusal(self, batch: str | None, per_microbatch: bool = False) -> str | None:
         """Why this step cannot run (collective): "" for a failure of another rank, None where it can.
 
-        Args:
-            batch: what this rank was given and whether gradients are on, in words; None where it cannot begin.
-            per_microbatch: the loss adds up over microbatches, as this rank sees it.
+        `batch`: what this rank was given and whether gradients are on, in words; None where it cannot begin.
+        `per_microbatch`: the loss adds up over microbatches, as this rank sees it.
         """
         if self.group is None:
             return None
@@ -92,8 +91,6 @@ class Report:
     """A failure on a rank of the run.
 
     Attributes:
-        action, rank: where.
-        reason: why.
         doubt: 0: seen by the rank itself; 1: the rank waited in vain for another; 2: only that the rank did not come to
             the end of the step.
         when: when the action ends in the timetable: the earliest failure is the cause.

@@ -60,8 +60,7 @@ class StepOutcome:
     Attributes:
         unit_outputs: microbatch -> this rank's parts of the unit outputs that the code after the last unit takes; on
             the rank of the last stage, where forwards end there. `specs`: their descriptions.
-        failure: the first error on this rank.
-        spans: when each action ran.
+        failure: the first error on this rank. `spans`: when each action ran.
         most_alive: the largest number of microbatches, over all stages of the rank, that were saved at once.
     """
 
@@ -74,10 +73,9 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RankStages:
-    """The stages of one rank, for batches of one signature.
+    """The stages of one rank, for batches of one signature; none on a rank that only exchanges messages.
 
     Args:
-        stages: index -> stage; none on a rank that only exchanges messages.
         peers: the other ends of their cuts.
         mesh: the mesh of a stage; None where values are ordinary tensors.
         split: run the two halves of a split backward separately; else the first half does all.

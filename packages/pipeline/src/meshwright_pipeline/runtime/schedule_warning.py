@@ -13,13 +13,9 @@ from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, NO_LOSS
 
 @dataclass
 class ScheduleWarning:
-    """Warns that the backwards start after all forwards.
+    """Warns that the backwards start after all forwards, unlike planned by `rule` and `table`.
 
-    Args:
-        rule: what was planned.
-        table: the schedule.
-        predicted: by the plan; None where it predicts nothing.
-        quiet: another rank warns.
+    `predicted`: by the plan; None where it predicts nothing. `quiet`: another rank warns.
     """
 
     rule: PipelineRule

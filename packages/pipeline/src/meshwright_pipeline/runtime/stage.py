@@ -77,12 +77,9 @@ class Stage:
         stop: bool = False,
         glue: GlueMode | None = None,
     ) -> tuple[dict[Label, torch.Tensor], Any]:
-        """Run the stage on one microbatch.
+        """Run the stage on one microbatch, with the values `received` from the previous stage.
 
-        Args:
-            received: values from the previous stage.
-            stop: end after the last unit of the model.
-            glue: sees the functions that code between units calls.
+        `stop`: end after the last unit of the model. `glue`: sees the functions that code between units calls.
 
         Returns:
             The values to send (of a last stage that stops, `Cut.final`), by label, and the result of the model where this

@@ -47,10 +47,7 @@ class StepEnd:
     def agree(self, failure: Failure | None, loss: Tensor | None = None, batch: str = "") -> Tensor:
         """The loss, the same on every rank.
 
-        Args:
-            failure: the failure of this rank.
-            loss: on a rank of the last stage; None where there is none.
-            batch: what this rank was given, in words.
+        `failure`: of this rank. `loss`: on a rank of the last stage; None where there is none. `batch`: what this rank was given.
 
         Raises:
             StageError: a rank failed; on every rank.
@@ -157,11 +154,8 @@ class StepEnd:
     ) -> tuple[list[Any], list[bool]] | None:
         """The values of the last stage on all ranks of the axis, and which of them have a gradient.
 
-        Args:
-            expected: values of the same structure, from the profile.
-            values: on the rank of the last stage: ordinary tensors, which require a gradient where they have one.
-
-        Returns: None where the last stage has other values than expected.
+        `expected`: values of the same structure, from the profile. `values`: on the rank of the last stage, ordinary tensors, which
+        require a gradient where they have one. Returns None where the last stage has other values than expected.
 
         Raises:
             RankLost: a rank of the axis is gone.

@@ -46,11 +46,8 @@ def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     arguments = dict(zip(names, args, strict=False)) | kwargs
     target = arguments.get("target")
     legacy = {arguments.get("reduce"), arguments.get("size_average")}
-    if arguments.get("reduction", "mean") != "mean" or not legacy <= {None, True}:
-        return None
-    if not isinstance(target, Tensor) or target.is_floating_point():
-        return None
-    return arguments
+    averages = arguments.get("reduction", "mean") == "mean" and legacy <= {None, True}
+    return arguments if averages and isinstance(target, Tensor) and not target.is_floating_point() else None
 
 
 def _count(arguments: dict[str, Any]) -> float:
@@ -80,9 +77,7 @@ class GlueMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
-            return func(*args, **kwargs)
-        return self.call(func, args, kwargs)
+        return func(*args, **kwargs) if self._paused else self.call(func, args, kwargs)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function."""
@@ -162,9 +157,8 @@ def sum_denominators(
 ) -> Denominators:
     """The numbers of the batch, from those recorded in its microbatches. Counts are divided by the number of microbatches.
 
-    Args:
-        averaging: number of losses that average over targets, in the profiled run.
-        wanted: places of the numbers that only inputs determine, in the profiled run.
+    `averaging`, `wanted`: in the profiled run, the number of losses that average over targets, and the places of the numbers that
+    only inputs determine.
 
     Raises:
         UnsupportedError: the microbatches computed other numbers.

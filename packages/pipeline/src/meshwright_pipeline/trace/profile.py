@@ -58,12 +58,10 @@ class Draw:
         return self.key, self.place
 
     def run(self, numel: int | None = None, fill: FillOp | None = None) -> torch.Tensor:
-        """Draw from the default generator.
+        """Draw from the default generator. `numel`: this many elements, to advance the generator only; None for the whole tensor.
 
-        Args:
-            numel: draw this many elements, to advance the generator only; None for the whole tensor.
-            fill: the operation with its present arguments, when they may differ from the recorded ones (a
-                dropout whose probability has changed).
+        `fill`: the operation with its present arguments, when they may differ from the recorded ones (a dropout whose probability
+        has changed).
         """
         op, rest, kwargs = fill or (self.op, self.rest, self.kwargs)
         if numel is not None:

@@ -22,8 +22,9 @@ from meshwright_pipeline._torch import (
     draws,
     forward_hooks,
     hooks_of,
+    named_arguments,
     op_name,
-    written_tensor,
+    written_arguments,
 )
 from meshwright_pipeline.pytrees import (
     attribute_tensors,
@@ -128,8 +129,9 @@ class _LabelMode(TorchDispatchMode):
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation. A write to expanded zeros is recorded and skipped."""
-        target = None if self._depth else written_tensor(func, args, kwargs)
-        if target is None or target.is_meta:
+        written = [] if self._depth else written_arguments(func)
+        target = named_arguments(func, args, kwargs)[written[0]] if len(written) == 1 else None
+        if not isinstance(target, torch.Tensor) or target.is_meta:
             return func(*args, **kwargs)
         _, label = self._returned.get(target.untyped_storage().data_ptr(), (None, None))
         if label is not None:

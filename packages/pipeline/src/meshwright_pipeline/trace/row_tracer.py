@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import WeakTensorKeys, draws, op_name
+from meshwright_pipeline._torch import WeakTensorKeys, draws, named_arguments, op_name, written_arguments
 from meshwright_pipeline.pytrees import differing_dims, expanded_zeros, map_leaves, tensors_of
 from meshwright_pipeline.trace.loss_denominators import SUMS, GlueMode, Place, mean_over_targets
 from meshwright_pipeline.trace.profile import Label, Profile
@@ -106,9 +106,7 @@ class RowTracer(GlueMode):
         inputs = {id(t): value for t in operands if (value := self.provenance(t)) is not None}
         if not inputs:
             return func(*args, **kwargs)
-        live = any(value.live for value in inputs.values())
-        schema = func._schema
-        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        live, written = any(value.live for value in inputs.values()), written_arguments(func)
         if written:
             return self._in_place(func, args, kwargs, inputs, live, written)
         out = _shape_only(func, args, kwargs, operands) if live else func(*args, **kwargs)
@@ -121,7 +119,7 @@ class RowTracer(GlueMode):
     def _in_place(
         self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Provenance], live: bool, written: list[str]
     ) -> Any:
-        arguments = _named(func, args, kwargs)
+        arguments = named_arguments(func, args, kwargs)
         target = arguments["self"] if written == ["self"] else None
         if not isinstance(target, Tensor):
             for tensor in tensors_of([arguments[name] for name in written]):
@@ -163,7 +161,7 @@ class RowTracer(GlueMode):
         self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Provenance], out: Any
     ) -> list[Provenance]:
         outs, name = tensors_of(out), op_name(func).removesuffix("_")
-        arguments = _named(func, args, kwargs)
+        arguments = named_arguments(func, args, kwargs)
         index = self._record(name, {arg: _constants(value, inputs) for arg, value in arguments.items()})
         if not outs:
             raise ReadsValues(f"a value is read ({name.strip('_')})")
@@ -191,7 +189,7 @@ class RowTracer(GlueMode):
         self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Provenance], out: Any, index: int
     ) -> list[Provenance]:
         """The results of an operation that only moves elements of rows."""
-        arguments, name = _named(func, args, kwargs), op_name(func).removesuffix("_")
+        arguments, name = named_arguments(func, args, kwargs), op_name(func).removesuffix("_")
 
         def rows_of(tensor: Tensor) -> Tensor | None:
             return inputs[id(tensor)].rows if id(tensor) in inputs else None
@@ -308,13 +306,6 @@ def _shape_only(func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -
     return map_leaves(lambda _, t: expanded_zeros(t, device), out)
 
 
-def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    arguments = {a.name: a.default_value for a in func._schema.arguments}
-    arguments.update(zip(arguments, args, strict=False))
-    arguments.update(kwargs)
-    return arguments
-
-
 def _constants(value: Any, inputs: dict[int, Provenance]) -> Any:
     """An argument, with None in place of tensors that depend on rows."""
     if isinstance(value, Tensor):
@@ -328,19 +319,13 @@ def sketch(value: Any) -> Any:
         return value
     if isinstance(value, (int, float)):
         return float(value)
-    if isinstance(value, Tensor):
-        return _tensor_sketch(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(sketch, value))
-    return str(value)
-
-
-def _tensor_sketch(tensor: Tensor) -> Any:
-    shape = tuple(tensor.shape)
-    no_values = tensor.is_meta or not tensor.numel() or tensor.is_complex()
-    if no_values or (isinstance(tensor, nn.Parameter) and shape):
+    if not isinstance(value, Tensor):
+        return tuple(map(sketch, value)) if isinstance(value, (list, tuple)) else str(value)
+    shape = tuple(value.shape)
+    no_values = value.is_meta or not value.numel() or value.is_complex()
+    if no_values or (isinstance(value, nn.Parameter) and shape):
         return shape
-    small = compact(tensor.detach())
+    small = compact(value.detach())
     if small.dtype == torch.bool:
         small = small.to(torch.uint8)
     low, high = small.aminmax()
