@@ -66,10 +66,8 @@ def find_row_mixing(
 ) -> CannotSplit | None:
     """Why a batch cannot be split, as far as the trial shows; None if nothing is found.
 
-    Args:
-        model: or a skeleton of it; it is not changed.
-        units: names of its units.
-        example: positional and keyword arguments of a batch, with or without values.
+    `model`: or a skeleton of it; it is not changed. `example`: positional and keyword arguments of a batch, with or without
+    values.
     """
     call: Call = (tuple(example[0]), dict(example[1]))
     size = BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of(call))
@@ -115,10 +113,9 @@ def _distinct_rows(call: Call, rows: int) -> Call:
 
     def distinct(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        if not tensor.is_floating_point():
-            return tensor
         tensor = tensor.float() if tensor.dtype in HALVED else tensor
-        if tensor.dim() and tensor.shape[0] == rows and bool((tensor == tensor[:1]).all()):
+        has_rows = tensor.is_floating_point() and tensor.dim() and tensor.shape[0] == rows
+        if has_rows and bool((tensor == tensor[:1]).all()):
             return tensor + torch.rand(tensor.shape, generator=generator)
         return tensor
 

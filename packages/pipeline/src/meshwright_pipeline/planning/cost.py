@@ -87,12 +87,10 @@ def _forecast(request: SearchRequest, survey: ModelSurvey, degree: int, shape: S
     Raises:
         PlanError: the runtime cannot run the model as a pipeline.
     """
-    several = shape.microbatches > 1
+    several, query = shape.microbatches > 1, request.pipeline
     single = several and shape.microbatches == request.batch_size
     try:
-        forecast = survey.loss_forecast(
-            request.pipeline.example, single, request.pipeline.estimate or not several
-        )
+        forecast = survey.loss_forecast(query.example, single, query.estimate or not several)
     except CannotBeCut as error:
         raise PlanError("degrees.pp", degree, str(error), "1") from None
     return forecast if several else None
@@ -108,6 +106,11 @@ def _strategy_cost(
         note = single_microbatch_note(request)
     elif forecast is not None and not forecast.adds:
         note = forecast.note(shape.microbatches)
+    shared = [*model.shared, *case.survey.unnamed((*parts.stages, model.shared))]
+    rule: dict[str, Any] = {"stages": parts.stages, "microbatches": shape.microbatches}
+    rule |= {"schedule": schedule.name, "shared": shared}
+    if forecast is not None:
+        rule["loss"] = "microbatches" if forecast.adds else "batch"
     whole = model.whole * shape.microbatches
     sum_seconds, sums = case.tied(parts)
     times = list(zip(outcome.costs.forward, outcome.costs.backward, strict=True))
@@ -132,22 +135,8 @@ def _strategy_cost(
         peak=fullest.moment(request, 1 if tail is None else shape.microbatches),
         recompute=policies,
         notes=() if note is None else (note,),
-        fields={"pipeline": _rule_fields(case, parts, forecast)},
+        fields={"pipeline": rule},
     )
-
-
-def _rule_fields(case: _Case, parts: StageDivision, forecast: LossForecast | None) -> dict[str, Any]:
-    """The fields of the plan's pipeline rule."""
-    shared = case.model.shared
-    fields: dict[str, Any] = {
-        "stages": parts.stages,
-        "microbatches": case.shape.microbatches,
-        "schedule": case.schedule.name,
-        "shared": [*shared, *case.survey.unnamed((*parts.stages, shared))],
-    }
-    if forecast is not None:
-        fields["loss"] = "microbatches" if forecast.adds else "batch"
-    return fields
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,8 @@ class _MemoryFit:
         # end of the stages so far -> (seconds of the slowest stage, seconds of all, ends)
         best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
         for stage, middle in enumerate(middles[1:]):
-            last = stage == len(middles) - 2
-            window = (
-                [middle] if last else range(max(1, middle - reach), min(len(places) - 1, middle + reach + 1))
-            )
+            near = range(max(1, middle - reach), min(len(places) - 1, middle + reach + 1))
+            window = [middle] if stage == len(middles) - 2 else near
             extended: dict[int, tuple[float, float, list[int]]] = {}
             for end in window:
                 for start, (slowest, seconds, cuts) in best.items():

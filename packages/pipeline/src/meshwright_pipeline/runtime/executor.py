@@ -123,13 +123,12 @@ class StepRun:
 
         A rank that has failed also runs the backwards whose gradients other ranks wait for.
         """
-        self._run(
-            lambda action: (
-                action.kind == "F"
-                or self.start_backward is not None
-                or (self.outcome.failure is not None and self.messages.awaited(action))
-            )
-        )
+
+        def wanted(action: Action) -> bool:
+            late = self.outcome.failure is not None and self.messages.awaited(action)
+            return action.kind == "F" or self.start_backward is not None or late
+
+        self._run(wanted)
         return self.outcome
 
     def run_backward(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> StepOutcome:

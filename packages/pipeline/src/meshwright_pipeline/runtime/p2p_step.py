@@ -226,8 +226,8 @@ class StepMessages:
             specs = self._specs(cut, backward)
             assert specs is not None
             outputs = [spec.empty(self.peers.transport.device) for spec in specs]
-        phase = "backward" if backward else "forward"
         place = self.peers.places[self._counterpart(action, sends=True)]
+        phase = "backward" if backward else "forward"
         self.peers.transport.send(outputs, peer, self._tag(*key), phase, place)
 
     def _send_header(self, action: Action, cut: int, peer: int | None, succeeded: bool) -> None:

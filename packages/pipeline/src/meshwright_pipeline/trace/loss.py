@@ -76,26 +76,22 @@ def with_loss(result: Any, loss: torch.Tensor, keep: bool) -> Any:
 # ---- how it is computed
 
 
-def _metadata(node: Any) -> dict[str, Any]:
-    # a property, which torch's stubs declare as a method
-    metadata: dict[str, Any] = node.metadata
-    return metadata
-
-
 def mark_unit_output(output: Any) -> None:
     """Mark the output of a unit. The graph inside units is not compared: it may differ between batches."""
     for tensor in tensors_of(output):
-        if tensor.grad_fn is not None:
-            _metadata(tensor.grad_fn)[_MARK] = True
+        # metadata is a property, which torch's stubs declare as a method
+        node: Any = tensor.grad_fn
+        if node is not None:
+            node.metadata[_MARK] = True
 
 
 def loss_path(loss: torch.Tensor) -> LossPath:
     """Names of the autograd nodes between the units and the loss."""
-    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
     seen, names = set(nodes), list[str]()
     # the list grows in the loop
     for node in nodes:
-        if _MARK in _metadata(node) or len(names) == _MOST:
+        if _MARK in node.metadata or len(names) == _MOST:
             names.append("unit")
             continue
         names.append(node.name())

@@ -133,9 +133,8 @@ class _LabelMode(TorchDispatchMode):
         target = named_arguments(func, args, kwargs)[written[0]] if len(written) == 1 else None
         if not isinstance(target, torch.Tensor) or target.is_meta:
             return func(*args, **kwargs)
-        _, label = self._returned.get(target.untyped_storage().data_ptr(), (None, None))
-        if label is not None:
-            self.written.add(label)
+        if (returned := self._returned.get(target.untyped_storage().data_ptr())) is not None:
+            self.written.add(returned[1])
         return target if is_expanded(target) else func(*args, **kwargs)
 
 
@@ -159,7 +158,7 @@ class Profiler:
         with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return self._run(args, kwargs, device, tracer)
+                return self._run((args, kwargs), device, tracer)
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
                 if self.reads or tracer is not None:
                     raise
@@ -168,7 +167,7 @@ class Profiler:
             for unit in self.units:
                 put_expanded_zeros(self.model.get_submodule(unit), device)
             try:
-                return self._run(args, kwargs, device, tracer)
+                return self._run((args, kwargs), device, tracer)
             except RuntimeError as error:
                 if _NO_GRADIENT in str(error):
                     raise UnsupportedError(_DIFFERENTIATES.format(type(self.model).__name__)) from error
@@ -199,10 +198,8 @@ class Profiler:
         """The tensor that code between units gets for a unit result: zeros without memory."""
         return expanded_zeros(like, device)
 
-    def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, tracer: RowTracer | None
-    ) -> Profile:
-        return _ProfiledRun(self, device, tracer).run(args, kwargs)
+    def _run(self, call: Call, device: torch.device, tracer: RowTracer | None) -> Profile:
+        return _ProfiledRun(self, device, tracer).run(*call)
 
 
 class _ProfiledRun:
