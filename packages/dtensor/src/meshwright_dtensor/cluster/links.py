@@ -29,8 +29,11 @@ def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
         return first[1]
     if size >= last[0]:
         return last[1] * size / last[0]
-    (low, below), (high, above) = next(pair for pair in pairwise(points) if size <= pair[1][0])
-    return below * (above / below) ** (math.log(size / low) / math.log(high / low))
+    for (low, below), (high, above) in pairwise(points):
+        if size <= high:
+            part = math.log(size / low) / math.log(high / low)
+            return below * (above / below) ** part
+    return last[1]
 
 
 @dataclass(frozen=True)

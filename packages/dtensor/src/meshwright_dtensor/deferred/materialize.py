@@ -14,7 +14,6 @@ replayed. It costs disk space for the model, once per rank, and about 1.6 times 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,10 +128,7 @@ class _MappedInit(TorchDispatchMode):
         self, files: MappedFiles, min_bytes: int, resident: Resident, hollow: MappedFiles | None
     ) -> None:
         super().__init__()
-        self._files = files
-        self._min_bytes = min_bytes
-        self._resident = resident
-        self._hollow = hollow
+        self._files, self._hollow, self._min_bytes, self._resident = files, hollow, min_bytes, resident
 
     def __torch_dispatch__(
         self,
@@ -178,8 +174,7 @@ class _MappedInit(TorchDispatchMode):
             return None
         accepted = op_arguments(out)
         named = {key: value for key, value in kwargs.items() if key in accepted}
-        target = next(reversed(accepted))
-        return out(*args, **named, **{target: self._new(sketch)})
+        return out(*args, **named, **{next(reversed(accepted)): self._new(sketch)})
 
     def _may_compute_in_file(self, func: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> bool:
         name, device = op_name(func), kwargs.get("device")
@@ -198,8 +193,8 @@ class _MappedInit(TorchDispatchMode):
             return tensor
         if _storage(tensor) in shared or is_mapped(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
-        if tensor.untyped_storage().nbytes() < math.prod(tensor.shape) * tensor.dtype.itemsize:
-            # a small one, expanded
+        # a small one, expanded
+        if tensor.untyped_storage().nbytes() < tensor.nbytes:
             return tensor
         new = self._new(tensor)
         return new if self._is_unwanted(tensor) else new.copy_(tensor)
@@ -214,7 +209,7 @@ class _MappedInit(TorchDispatchMode):
         return self._hollow is not None and tensor.is_floating_point()
 
     def _is_large(self, tensor: torch.Tensor) -> bool:
-        return math.prod(tensor.shape) * tensor.dtype.itemsize >= self._min_bytes
+        return tensor.nbytes >= self._min_bytes
 
 
 def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:

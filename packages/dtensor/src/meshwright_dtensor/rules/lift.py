@@ -153,10 +153,9 @@ def _cat(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterato
         return
 
     def row(states: Sequence[int]) -> Row:
-        given: list[State] = [R] * len(view.in_shapes)
-        for i, state in zip(real, states, strict=True):
-            given[i] = state
-        return tuple(given), (concatenated_state(states, sizes, dim, n),)
+        given: dict[int, State] = dict(zip(real, states, strict=True))
+        joined = concatenated_state(states, sizes, dim, n)
+        return tuple(given.get(i, R) for i in range(len(view.in_shapes))), (joined,)
 
     along = [[s for s in ins[i] if int(s) == dim] for i in real]
     if all(along):
