@@ -84,7 +84,7 @@ class NodeView:
         """Arguments of an aten op by schema name, defaults (or None) filled in, the i-th tensor as ``Slot(i)``."""
         leaves, spec = pytree.tree_flatten((self.node.args, self.node.kwargs), is_leaf=is_ref)
         slots = map(Slot, itertools.count())
-        args, kwargs = pytree.tree_unflatten([next(slots) if is_ref(x) else x for x in leaves], spec)
+        args, kwargs = pytree.tree_unflatten([next(slots) if isinstance(x, Ref) else x for x in leaves], spec)
         values: dict[str, Any] = {}
         for position, argument in enumerate(self.node.op._schema.arguments):
             if position < len(args) and not argument.kwarg_only:
@@ -159,28 +159,28 @@ def finish(view: NodeView, rows: Iterable[Row], source: str, complete: bool = Fa
     ties = mutation_ties(view)
     if ties is None:
         return result
+    tensors, shapes = view.node.ins, view.in_shapes + view.out_shapes
+    distinct = len(set(tensors))
     for ins, outs in rows:
-        fits = (ins, outs) not in seen and _fits(view, ins, outs)
-        if fits and all(ins[i] == outs[o] for i, o in ties):
+        if (ins, outs) in seen or len(ins) != len(tensors) or len(outs) != len(view.node.outs):
+            continue
+        # a tensor that is passed twice has one state
+        one_state = distinct == len(tensors) or len(set(zip(tensors, ins, strict=True))) == distinct
+        if one_state and _fits(ins + outs, shapes, view.n) and all(ins[i] == outs[o] for i, o in ties):
             seen.add((ins, outs))
             result.append(Strategy(ins, outs, source, complete))
     return result
 
 
-def _fits(view: NodeView, ins: States, outs: States) -> bool:
-    if len(ins) != len(view.node.ins) or len(outs) != len(view.node.outs):
-        return False
-    # a tensor that is passed twice has one state
-    if len(set(zip(view.node.ins, ins, strict=True))) > len(set(view.node.ins)):
-        return False
+def _fits(states: States, shapes: Sequence[tuple[int, ...]], n: int) -> bool:
     sizes = set()
-    for state, shape in zip(ins + outs, view.in_shapes + view.out_shapes, strict=True):
+    for state, shape in zip(states, shapes, strict=True):
         if isinstance(state, int):
-            if not 0 <= state < len(shape) or not shardable(shape[state], view.n):
+            if not 0 <= state < len(shape) or not shardable(shape[state], n):
                 return False
             sizes.add(shape[state])
     # uneven chunks only match chunks of the same size
-    return len(sizes) <= 1 or all(size % view.n == 0 for size in sizes)
+    return len(sizes) <= 1 or all(size % n == 0 for size in sizes)
 
 
 def refine(view: NodeView, rows: Iterable[Strategy], needs_grad: Callable[[Ref], bool]) -> list[Strategy]:

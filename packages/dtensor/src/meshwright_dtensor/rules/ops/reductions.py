@@ -20,14 +20,11 @@ from meshwright_dtensor.rules.node import (
 from meshwright_dtensor.sharding.states import P, R, State
 
 
-def _reduced_dims(view: NodeView) -> list[int]:
-    return dims_of(view.bound().get("dim"), len(view.in_shapes[0]))
-
-
 def reduction(view: NodeView) -> Iterator[Row]:
     """Any reduction of one input: the kept dims. A sharded reduced dim is gathered."""
-    dims, keep = _reduced_dims(view), bool(view.bound().get("keepdim"))
-    for dim in range(len(view.in_shapes[0])):
+    ndim, bound = len(view.in_shapes[0]), view.bound()
+    dims, keep = dims_of(bound.get("dim"), ndim), bool(bound.get("keepdim"))
+    for dim in range(ndim):
         if dim not in dims:
             target = dim if keep else dim - sum(d < dim for d in dims)
             yield (dim,), (target,) * len(view.node.outs)
@@ -42,9 +39,8 @@ def additive(view: NodeView) -> Iterator[Row]:
 def counting(view: NodeView) -> Iterator[Row]:
     """count_nonzero: a sharded reduced dim gives a partial sum."""
     yield from reduction(view)
-    for dim in _reduced_dims(view):
-        if dim < len(view.in_shapes[0]):
-            yield (dim,), (P,)
+    ndim = len(view.in_shapes[0])
+    yield from (((dim,), (P,)) for dim in dims_of(view.bound().get("dim"), ndim) if dim < ndim)
 
 
 def histogram(view: NodeView) -> Iterator[Row]:
