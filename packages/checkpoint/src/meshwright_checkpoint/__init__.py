@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright_checkpoint.saving.background import SaveHandle as SaveHandle
     from meshwright_checkpoint.saving.saving import prepare_save as prepare_save
     from meshwright_checkpoint.saving.saving import save as save
+    from meshwright_checkpoint.state.full_state import full_state_dict as full_state_dict
     from meshwright_checkpoint.storage.retention import checkpoints as checkpoints
     from meshwright_checkpoint.storage.retention import latest as latest
 
@@ -34,6 +35,7 @@ __all__, __getattr__, __dir__ = load_on_first_use(
         ".loading": "load",
         ".saving.background": "SaveHandle",
         ".saving.saving": "prepare_save, save",
+        ".state.full_state": "full_state_dict",
         ".storage.retention": "checkpoints, latest",
     },
 )

@@ -32,7 +32,7 @@ from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.gather import stored_layout
-from meshwright_dtensor.stored.mesh_value import mesh_value
+from meshwright_dtensor.stored.mesh_value import WholeMemory, mesh_value
 from meshwright_dtensor.stored.permuted import (
     as_permuted,
     is_permuted,
@@ -47,7 +47,7 @@ from meshwright_dtensor.tensor.compute_copy import ComputeCopy
 Tensor = torch.Tensor
 
 
-class MeshParameter(DTensor):
+class MeshParameter(WholeMemory, DTensor):
     """A parameter on a mesh: a DTensor with one state per mesh axis.
 
     With state ``X`` on an axis, gradients stay partial sums there until an engine (data parallel) reduces them.

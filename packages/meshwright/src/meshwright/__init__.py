@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright import debug as debug
     from meshwright.resharding import reshard as reshard
     from meshwright_checkpoint import export as export
+    from meshwright_checkpoint import full_state_dict as full_state_dict
     from meshwright_checkpoint import latest as latest
     from meshwright_checkpoint import load as load
     from meshwright_checkpoint import prepare_save as prepare_save
@@ -46,7 +47,7 @@ __all__, __getattr__, __dir__ = load_on_first_use(
     {
         ".debug": "",
         ".resharding": "reshard",
-        "meshwright_checkpoint": "export, latest, load, prepare_save, save",
+        "meshwright_checkpoint": "export, full_state_dict, latest, load, prepare_save, save",
         "meshwright_dtensor.api": "distribute",
         "meshwright_dtensor.deferred.materialize": "deferred_init",
         "meshwright_dtensor.errors": "",

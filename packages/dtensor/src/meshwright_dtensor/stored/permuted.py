@@ -23,6 +23,7 @@ from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.elementwise import on_local_parts
+from meshwright_dtensor.stored.mesh_value import WholeMemory, mesh_value
 from meshwright_dtensor.trace.function_kinds import Args, Function
 
 Tensor = torch.Tensor
@@ -41,7 +42,7 @@ _REDUCTIONS = frozenset(
 _SITE = Site(function="canonical")
 
 
-class PermutedDTensor(DTensor):
+class PermutedDTensor(WholeMemory, DTensor):
     """A DTensor with the layout of a parameter that has an interval shard.
 
     ``to_local()`` is this rank's part in the order of its intervals; ``full_tensor()`` and ``redistribute()`` give true order.
@@ -234,4 +235,4 @@ def _true_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         held = state_dict.get(prefix + name)
         # with keep_vars=True it is the parameter itself
         if isinstance(held, PermutedDTensor):
-            state_dict[prefix + name] = canonical(held, parameter)  # type: ignore[arg-type]
+            state_dict[prefix + name] = mesh_value(canonical(held, parameter))  # type: ignore[arg-type]

@@ -90,7 +90,6 @@ class MeshView(MeshValue):
     _origin: Origin
     _shares: bool
     """Whether its local tensor shares memory with that of the base."""
-    _saved: DTensor | None = None
 
     def current(self) -> DTensor:
         """The present value as a tensor that is no view (a collective call where the memory is not shared)."""
@@ -112,9 +111,8 @@ class MeshView(MeshValue):
         return self.current().redistribute(*args, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # a copy, which torch can pickle; kept alive with the view, as in MeshValue
-        self._saved = self.__deepcopy__({})
-        return self._saved.__reduce_ex__(protocol)
+        self.current()
+        return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         copy: DTensor = self.current().__deepcopy__({})  # type: ignore[operator]

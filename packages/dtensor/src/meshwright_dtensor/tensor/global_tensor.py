@@ -39,6 +39,7 @@ class GlobalTensor(torch.Tensor):
     _local: Tensor
     _layout: Layout
     _memo: dict[Any, tuple[int, bool, Tensor]] | None = None
+    _plain: Tensor | None = None
 
     # ---- models read these on every line, so they bypass the dispatcher, without a Python frame
     shape = property(attrgetter("_layout.shape"))  # type: ignore[assignment]
@@ -138,7 +139,11 @@ class GlobalTensor(torch.Tensor):
         memo[id(self)] = copy
         return copy
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._layout.replicated:
+            # kept alive with the tensor: torch.save tells storages apart by their address
+            self._plain = self._local.detach()
+            return self._plain.__reduce_ex__(protocol)
         raise UnsupportedError(
             f"a global tensor ({self._layout!r}) cannot be pickled or torch.saved: it is this rank's part only; "
             "save x.full_tensor() (the whole value) or x.to_local() (this rank's part)"

@@ -38,6 +38,7 @@ from meshwright_parallel.moe.local_tokens import install_local_tokens, local_tok
 from meshwright_parallel.optim.optimizer_steps import refuse_assigned_state, watch_optimizer_steps
 from meshwright_parallel.placement.batch_check import install_batch_check
 from meshwright_parallel.placement.inputs import ModelPlacement, install_inputs, register_live
+from meshwright_parallel.placement.pickling import refuse_pickling
 from meshwright_parallel.placement.stage_plan import link_stages
 from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
 from meshwright_parallel.ranks import check_ranks_agree, same_plugins
@@ -109,6 +110,7 @@ def parallelize(
     else:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
+    refuse_pickling(model)
     undo.finish(model)
     register_live(placed)
     return model
