@@ -35,6 +35,9 @@ PIECE_NUMEL = 1 << 22
 
 _BLOCK = 16
 
+Draw = Callable[[torch.Tensor], Any]
+Span = tuple[int, int]
+
 # Ops that overwrite their first argument with numbers that depend on scalars only.
 _FILLS = frozenset(
     f"aten::{name}_" for name in "normal uniform exponential random log_normal cauchy geometric".split()
@@ -72,7 +75,7 @@ def without_pieces() -> Iterator[None]:
 
 
 def draw_full_then_slice(
-    draw: Callable[[torch.Tensor], Any],
+    draw: Draw,
     shape: Sequence[int],
     dim_order: Sequence[int],
     dtype: torch.dtype,
@@ -193,10 +196,7 @@ def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _pieces_agree(
-    draw: Callable[[torch.Tensor], Any],
-    dtype: torch.dtype,
-    contiguous: bool,
-    generator: torch.Generator | None,
+    draw: Draw, dtype: torch.dtype, contiguous: bool, generator: torch.Generator | None
 ) -> bool:
     """Whether drawing in pieces gives the numbers and the final state of drawing at once; the generator is restored."""
     stream = torch.default_generator if generator is None else generator
@@ -216,12 +216,7 @@ def _pieces_agree(
 
 
 def _draw_in_pieces(
-    draw: Callable[[torch.Tensor], Any],
-    shape: Sequence[int],
-    dim_order: Sequence[int],
-    dtype: torch.dtype,
-    box: Box,
-    piece_numel: int,
+    draw: Draw, shape: Sequence[int], dim_order: Sequence[int], dtype: torch.dtype, box: Box, piece_numel: int
 ) -> torch.Tensor:
     """Draw along memory, piece after piece, and copy whole rows into the box as they come.
 
@@ -256,25 +251,20 @@ def _draw_in_pieces(
 
 
 def _copy_rows(
-    result: torch.Tensor,
-    rows: torch.Tensor,
-    first: int,
-    outer: Sequence[int],
-    spans: Sequence[tuple[int, int]],
+    result: torch.Tensor, rows: torch.Tensor, first: int, outer: Sequence[int], spans: Sequence[Span]
 ) -> None:
     """Copy the part of `rows` (from number `first` on, counted through the `outer` dims) that is in the box."""
     inner = slice_of(rows, ((0, rows.shape[0]), *spans[len(outer) :]))
     step = outer[-1]
     start, width = spans[len(outer) - 1]
+    others = list(zip(outer[:-1], spans, strict=False))[::-1]
     number = 0
     while number < rows.shape[0]:
         index, along = divmod(first + number, step)
         # the rows that share all outer dims but the last
         count = min(step - along, rows.shape[0] - number)
         place = []
-        for size, (offset, length) in zip(
-            reversed(outer[:-1]), reversed(spans[: len(outer) - 1]), strict=True
-        ):
+        for size, (offset, length) in others:
             index, coordinate = divmod(index, size)
             place.append(coordinate - offset if offset <= coordinate < offset + length else -1)
         low, high = max(along, start), min(along + count, start + width)

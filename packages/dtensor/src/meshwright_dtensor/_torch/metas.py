@@ -32,14 +32,7 @@ METAS: MappingProxyType[Any, Callable[..., Tensor]] = MappingProxyType(
 """Op overload -> its meta kernel."""
 
 
-def grouped_mm_flops(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: Any = None,
-    **_: Any,
-) -> int:
+def grouped_mm_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """Operations of ``aten._grouped_mm``: every row of a 2-D operand is multiplied by the matrix of one group."""
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
     return 2 * groups * int(a.shape[-2]) * int(a.shape[-1]) * int(b.shape[-1])

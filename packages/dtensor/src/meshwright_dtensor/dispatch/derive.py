@@ -124,10 +124,7 @@ class TensorCall:
 
 
 def derive(
-    call: TensorCall,
-    layouts: Sequence[Layout],
-    forced: Sequence[States | None],
-    goal: Sequence[State | None] = (),
+    call: TensorCall, layouts: Sequence[Layout], forced: Sequence[States | None], goal: Sequence[State | None]
 ) -> Derivation:
     """Find the local program of a call.
 
@@ -187,11 +184,11 @@ def _as_one_call(
     results, nodes = refs_in(traced.out), traced.nodes
     is_output = bool(nodes) and results == nodes[0].outs and (isinstance(out, Layout) or len(results) > 1)
     if len(nodes) == 1 and nodes[0].op is None and is_output:
-        derived.composite = local_context(context, nodes[0], traced.values, choice, 0)
+        derived.composite = local_context(context, traced, choice, 0)
     else:
         for k, node in enumerate(nodes):
             if node.op is None:
-                ctx = local_context(context, node, traced.values, choice, k)
+                ctx = local_context(context, traced, choice, k)
                 if not rule_book(context).composite(node.name).plain(ctx):
                     return f"contains {node.name}, which needs its own local form"
         sized = out if call.func in _SIZED and isinstance(out, Layout) else None
@@ -284,7 +281,7 @@ def _differs(
                 return f"{g.name} gives another local shape than its layout says"
         wanted, here = (g.op, g.args, g.kwargs), (loc.op, loc.args, loc.kwargs)
         if g.op is not None:
-            wanted = localised(context, whole.values, g, choice, k, coords)
+            wanted = localised(context, whole, choice, k, coords)
             outs, ins = ([local.values[r.i].shape for r in refs] for refs in (loc.outs, loc.ins))
             here = localise(NodeView.of(loc, local.values, 1), outs, ins)
         if wanted[0] != here[0] or not _same(wanted[1], here[1]) or not _same(wanted[2], here[2]):
@@ -295,14 +292,10 @@ def _differs(
 
 
 def localised(
-    context: MeshContext,
-    values: Sequence[Value],
-    node: Node,
-    choice: Choice,
-    k: int,
-    coords: tuple[int, ...] | None = None,
+    context: MeshContext, traced: Traced, choice: Choice, k: int, coords: tuple[int, ...] | None = None
 ) -> tuple[Any, Any, Any]:
     """Op, arguments and keywords of node ``k`` on the local tensors of the rank at ``coords`` (by default this rank)."""
+    node, values = traced.nodes[k], traced.values
     ins, outs = (
         [local_shape(context, values[r.i].shape, s, coords) for r, s in zip(refs, states, strict=True)]
         for refs, states in ((node.ins, choice.ins[k]), (node.outs, choice.outs[k]))
@@ -318,10 +311,9 @@ def _same(a: Any, b: Any) -> bool:
     return pytree.tree_leaves(a, is_leaf=is_ref) == pytree.tree_leaves(b, is_leaf=is_ref)
 
 
-def local_context(
-    context: MeshContext, node: Node, values: Sequence[Value], choice: Choice, k: int
-) -> LocalContext:
-    """The arguments of a composite's local function."""
+def local_context(context: MeshContext, traced: Traced, choice: Choice, k: int) -> LocalContext:
+    """The arguments of the local function of node ``k``, a composite."""
+    node, values = traced.nodes[k], traced.values
 
     def note(kind: Any, axis: int, nbytes: int, phase: Any) -> None:
         where = current_site(node.name).module

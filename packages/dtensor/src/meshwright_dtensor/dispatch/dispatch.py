@@ -247,7 +247,8 @@ def _context_of(tensors: Sequence[Any]) -> MeshContext:
 def _make(
     context: MeshContext, func: Function, args: Any, kwargs: Any, tensors: list[Any], target: Target | None
 ) -> Program | fallback.Replicated:
-    layouts, locals_ = _layouts_and_locals(context, tensors)
+    pairs = [_layout_and_local(context, t) for t in tensors]
+    layouts = [layout for layout, _ in pairs]
     name, described = function_name(func), ", ".join(map(repr, layouts))
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
@@ -268,7 +269,7 @@ def _make(
     try:
         repeats = _repeats(tensors)
         distinct = sorted(set(repeats))
-        inputs, parts = [tensors[i] for i in distinct], [locals_[i] for i in distinct]
+        inputs, parts = [tensors[i] for i in distinct], [pairs[i][1] for i in distinct]
         weights = frozenset(k for k, t in enumerate(inputs) if isinstance(t, MeshParameter))
         call = TensorCall(context, func, args, kwargs, inputs, parts, weights)
         d = derive(call, [layouts[i] for i in distinct], [forced[i] for i in distinct], goal)
@@ -283,17 +284,11 @@ def _make(
     return program
 
 
-def _layouts_and_locals(context: MeshContext, tensors: list[Any]) -> tuple[list[Layout], list[Tensor]]:
-    layouts, locals_ = [], []
-    for t in tensors:
-        if isinstance(t, GlobalTensor):
-            layouts.append(t._layout)
-            locals_.append(t._local)
-        elif isinstance(t, DTensor):
-            layouts.append(layout_of_dtensor(t))
-            has_copy = isinstance(t, MeshParameter) and t._copy is not None
-            locals_.append(parameter_local(t, layouts[-1].states) if has_copy else dtensor_local(t))
-        else:
-            layouts.append(replicated_layout(context, t))
-            locals_.append(t)
-    return layouts, locals_
+def _layout_and_local(context: MeshContext, t: Any) -> tuple[Layout, Tensor]:
+    if isinstance(t, GlobalTensor):
+        return t._layout, t._local
+    if isinstance(t, DTensor):
+        layout = layout_of_dtensor(t)
+        has_copy = isinstance(t, MeshParameter) and t._copy is not None
+        return layout, parameter_local(t, layout.states) if has_copy else dtensor_local(t)
+    return replicated_layout(context, t), t

@@ -163,13 +163,13 @@ class _Steps:
             self.steps.append((self._local(d, k), reads, [r.i for r in node.outs]))
 
     def _local(self, d: Derivation, k: int) -> Callable[[list[Tensor]], Any]:
-        node, values, context = d.traced.nodes[k], d.traced.values, self.context
+        node, context = d.traced.nodes[k], self.context
         if node.op is None:
             composite = rule_book(context).composite(node.name)
-            return composite.local(local_context(context, node, values, d.choice, k))
+            return composite.local(local_context(context, d.traced, d.choice, k))
         if is_random(node):
             return _random_step(context, d, k)
-        op, op_args, op_kwargs = localised(context, values, node, d.choice, k)
+        op, op_args, op_kwargs = localised(context, d.traced, d.choice, k)
         leaves, spec = pytree.tree_flatten((op_args, op_kwargs), is_leaf=is_ref)
         order = {r.i: j for j, r in enumerate(node.ins)}
 

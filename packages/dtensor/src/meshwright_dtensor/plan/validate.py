@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.fields import PlanFields
@@ -57,12 +58,7 @@ def _known_axis(plan: PlanFields, field: str, axis: str) -> None:
 
 
 def _refuse_repeated(
-    seen: dict[object, int],
-    key: object,
-    index: int,
-    rules: str,
-    field: str,
-    alike: str = "has the same pattern",
+    seen: dict[Any, int], key: Any, index: int, rules: str, field: str, alike: str = "has the same pattern"
 ) -> None:
     first = seen.setdefault(key, index)
     if first != index:
@@ -71,7 +67,7 @@ def _refuse_repeated(
 
 
 def _check_parameters(plan: PlanFields) -> None:
-    seen: dict[object, int] = {}
+    seen: dict[Any, int] = {}
     for index, rule in enumerate(plan.parameters):
         _refuse_repeated(seen, rule.pattern, index, "parameters", ".pattern")
         for axis in rule.placement:
@@ -79,7 +75,7 @@ def _check_parameters(plan: PlanFields) -> None:
 
 
 def _check_activations(plan: PlanFields) -> None:
-    seen: dict[object, int] = {}
+    seen: dict[Any, int] = {}
     for index, rule in enumerate(plan.activations):
         key = (rule.module, rule.function, rule.occurrence)
         _refuse_repeated(seen, key, index, "activations", "", "is for the same call")
@@ -90,7 +86,7 @@ def _check_activations(plan: PlanFields) -> None:
 
 
 def _check_experts(plan: PlanFields) -> None:
-    seen: dict[object, int] = {}
+    seen: dict[Any, int] = {}
     ranks = plan.degree("ep")
     for index, rule in enumerate(plan.experts):
         _refuse_repeated(seen, rule.module, index, "experts", ".module")

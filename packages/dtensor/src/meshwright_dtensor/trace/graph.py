@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright_dtensor._torch.core import TorchDispatchMode, is_fake, pytree, unwatched
 from meshwright_dtensor._torch.metas import FLOPS, METAS
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -143,9 +144,7 @@ class RecordedWhole(Protocol):
     def name(self) -> str:
         """Name of its nodes."""
 
-    def normalise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def normalise(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """The call in canonical positional form with defaults filled in; None records it op by op."""
 
 
@@ -165,11 +164,7 @@ class _Functions(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Function, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return self.recorder.on_function(func, args, dict(kwargs or {}))
 
@@ -265,7 +260,7 @@ class Recorder(TorchDispatchMode):
         self._functions.__exit__(*exc)
         super().__exit__(*exc)
 
-    def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Run a torch function, noting its address; a composite is recorded as one node."""
         if self._silent:
             return func(*args, **kwargs)
@@ -298,9 +293,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._call, self._call_inputs = outer
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if func is DEVICE:
             return func(*args)
         kwargs = kwargs or {}
@@ -321,17 +314,11 @@ class Recorder(TorchDispatchMode):
         self._add(func, str(func), args, kwargs, out, count)
         return out
 
-    def composed(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
+    def composed(self, func: Function, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]) -> Any:
         """Run a composite; `tensors`: those among its arguments."""
         return func(*args, **kwargs)
 
-    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run one aten op."""
         meta = METAS.get(func)
         return meta(*args, **kwargs) if meta is not None and is_fake(args[0]) else func(*args, **kwargs)
