@@ -20,7 +20,7 @@ from meshwright_dtensor.mesh.context import MeshContext, TierEntry
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.random import Part, draws_by_element, run_random
 from meshwright_dtensor.rules import LocalContext, is_random
-from meshwright_dtensor.rules.book import RuleBook, rule_book
+from meshwright_dtensor.rules.book import rule_book
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
@@ -82,16 +82,16 @@ def build(
     if direct:
         local = _direct_runner(func, args, kwargs, d.direct)
     elif d.composite is not None:
-        local = _composite_runner(d.composite, inputs, len(layouts), rule_book(context))
+        local = _composite_runner(context, d.composite, inputs, len(layouts))
     else:
         local = _Steps(context, d, inputs)
     return Program(context, targets, unchanged, local, direct, d.out, d.gathered_view, d.returns_input)
 
 
 def _composite_runner(
-    call: LocalContext, inputs: list[int], count: int, rules: RuleBook
+    context: MeshContext, call: LocalContext, inputs: list[int], count: int
 ) -> Callable[[list[Tensor], Site], Any]:
-    composite = rules.composite(call.node.name)
+    composite = rule_book(context).composite(call.node.name)
     run: Callable[..., Any] = composite.local(call)
     order = [inputs[r.i] for r in call.node.ins]
     if order == list(range(count)):
@@ -103,7 +103,7 @@ def _composite_runner(
 
 def _direct_runner(
     func: Function, args: Args, kwargs: Kwargs, sized: tuple[Any, ...] | None
-) -> Callable[[tuple[Any, ...], dict[str, Any], list[Tensor]], Any]:
+) -> Callable[[Args, Kwargs, list[Tensor]], Any]:
     """Calls ``func`` with the local tensors in place of its tensors: the shortest way that the arguments allow."""
     if sized is not None:
         return lambda a, k, locals_: func(locals_[0], *sized)
@@ -114,7 +114,7 @@ def _direct_runner(
         if places == [0, 1] and len(args) == 2 and not kwargs:
             return lambda a, k, locals_: func(locals_[0], locals_[1])
 
-        def run_flat(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
+        def run_flat(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
             values = list(a)
             for place, t in zip(places, locals_, strict=True):
                 values[place] = t
@@ -130,7 +130,7 @@ def _direct_runner(
         # cat, stack
         return lambda a, k, locals_: func(locals_, *a[1:], **k)
 
-    def run_nested(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
+    def run_nested(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
         following = iter(locals_)
         a, k = pytree.tree_map(lambda x: next(following) if isinstance(x, Tensor) else x, (a, k))
         return func(*a, **k)

@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -21,15 +22,14 @@ Targets = Mapping[str, Mapping[int, Any]]
 """Function name -> occurrence of the call in the forward -> its target (see dispatch.planned_calls)."""
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
-    """A module whose forward is running."""
+    """A module whose forward is running; ``where``: its name in reports."""
 
-    __slots__ = ("module", "rules", "counts", "where")
-
-    def __init__(self, module: str, rules: Targets, where: str = "") -> None:
-        """``where``: the name in reports of a module without a name (the model itself)."""
-        self.module, self.rules, self.where = module, rules, where or module
-        self.counts: Counter[str] = Counter()
+    module: str
+    rules: Targets
+    where: str = ""
+    counts: Counter[str] = field(default_factory=Counter)
 
     def target(self, func: Callable[..., Any]) -> Any:
         """The target of the call that is about to be made, None without one; counts the call."""
@@ -45,9 +45,7 @@ class Frame:
 
     def copy(self) -> Frame:
         """The same frame with its own counts."""
-        frame = Frame(self.module, self.rules, self.where)
-        frame.counts.update(self.counts)
-        return frame
+        return replace(self, counts=self.counts.copy())
 
 
 class Frames(threading.local):
