@@ -43,19 +43,14 @@ class MismatchError(CheckpointError):
         optimizer = any("the optimizer" in text for text in (*missing, *mismatched))
         shapes = any(": shape " in text for text in mismatched)
         dtypes = any(" is stored, the model has " in text and ": shape " not in text for text in mismatched)
-        fixes = [
-            ("leave out optimizer, or pass one of the saved class and groups", optimizer),
-            (
-                "shapes must equal the saved ones: build that model, or load the other tensors with only=(patterns)",
-                shapes,
-            ),
-            ("cast=True changes dtypes", dtypes),
-            (
-                "only=(patterns) loads a part, strict=False ignores missing and unexpected names",
-                missing or unexpected,
-            ),
-        ]
-        advice = "; ".join(fix for fix, helps in fixes if helps)
+        named = missing or unexpected
+        fixes = {
+            "leave out optimizer, or pass one of the saved class and groups": optimizer,
+            "shapes must equal the saved ones: build that model, or load the other tensors with only=(patterns)": shapes,
+            "cast=True changes dtypes": dtypes,
+            "only=(patterns) loads a part, strict=False ignores missing and unexpected names": named,
+        }
+        advice = "; ".join(fix for fix, helps in fixes.items() if helps)
         super().__init__(f"checkpoint {path} does not fit: {'; '.join(parts)}{'. ' * bool(advice)}{advice}")
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[object, ...]]:

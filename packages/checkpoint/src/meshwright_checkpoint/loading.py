@@ -246,7 +246,7 @@ class _Fit:
         states = self.states
         if states is not None and checkpoint is not None and checkpoint.manifest.optimizer is not None:
             info = checkpoint.manifest.optimizer
-            ranks.run_checked(lambda: states.take_options(info, groups, self.mismatched))
+            ranks.run_checked(lambda: states.take_options(info, groups))
 
 
 def _check_fit(fit: _Fit, ranks: Ranks, sections: tuple[str, ...]) -> None:

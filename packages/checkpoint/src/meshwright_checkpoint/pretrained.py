@@ -20,7 +20,7 @@ from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.format.safetensors_file import DTYPES, Entry, header_length, read_header
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
-from meshwright_checkpoint.shards.coverage import coverage_problem
+from meshwright_checkpoint.shards.write_shares import coverage_problem
 from meshwright_checkpoint.state.collect import MODEL, named_tensors
 from meshwright_checkpoint.storage.checkpoint import OpenFiles
 from meshwright_checkpoint.storage.filesystem import Reader
@@ -97,7 +97,6 @@ class Pretrained(OpenFiles):
         return entries_by_name
 
     def file(self, name: str) -> ReadFile:
-        """See `Store`."""
         if name not in self._files:
             # download caches have links
             self._files[name] = Reader(self._path / name, follow=True)

@@ -10,12 +10,26 @@ from resident import extra, freed_goes_back
 from meshwright_checkpoint import MismatchError
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.reshard.in_memory import LiveState
-from meshwright_checkpoint.reshard.transfer import ROUND_NBYTES, deallocate, transfer
+from meshwright_checkpoint.reshard.transfer import (
+    ROUND_NBYTES,
+    Shards,
+    TransferStats,
+    deallocate,
+    plan_rounds,
+    run_rounds,
+)
 from meshwright_checkpoint.shards.local_shards import LocalShards
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 LAYOUTS = ("plain", "fsdp", "tp", "fsdp+tp", "runs")
+
+
+def transfer(
+    have: Shards, want: Shards, free: dict[str, torch.Tensor] | None = None, ranks: Ranks | None = None
+) -> TransferStats:
+    ranks = ranks or Ranks()
+    return run_rounds(plan_rounds(have, want, ranks), have, want, free or {}, ranks)
 
 
 def from_each_to_each(rank: int, size: int) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.saving.background import describe_file, file_name, manifest_of
 from meshwright_checkpoint.shards.write_shares import TensorLayout, plan_writes
 from meshwright_checkpoint.state.collect import MODEL, OPTIMIZER
-from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_file
+from meshwright_checkpoint.storage.backend import CheckpointStorage, WriteFile, complete_file
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
@@ -63,7 +63,7 @@ def rewrite(
         storage.claim(save_id, 0)
         for rank, pieces in enumerate(plan_writes(tensors, ranks)):
             body = lay_out_file(pieces, shapes, {"format": "pt", "checkpoint": save_id, "file": str(rank)})
-            sums = _write(checkpoint, storage, file_name(rank), body, progress)
+            sums = _write(checkpoint, storage.writer(file_name(rank)), body, progress)
             notes.append(describe_file(rank, body, sums))
         about = checkpoint.manifest.model_dump(mode="json")
         about.update(sha256="", id=save_id, world_size=ranks)
@@ -127,15 +127,11 @@ def _check_patterns(plan: ParallelPlan, names: list[str]) -> None:
 
 
 def _write(
-    checkpoint: Checkpoint,
-    storage: CheckpointStorage,
-    name: str,
-    body: FileLayout,
-    progress: Callable[[int], None],
+    checkpoint: Checkpoint, file: WriteFile, body: FileLayout, progress: Callable[[int], None]
 ) -> list[str]:
     """Write one file; returns the checksums of its header and pieces."""
     sums = [block_sums(memoryview(body.header))]
-    with complete_file(storage.writer(name)) as writer:
+    with complete_file(file) as writer:
         writer.write(body.header)
         for piece, _ in body.pieces:
             source = checkpoint.tensors[piece.key]

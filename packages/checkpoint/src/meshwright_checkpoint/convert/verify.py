@@ -20,13 +20,13 @@ from meshwright_dtensor.sharding.boxes import Box, box_shape, whole_box
 STEP_NBYTES = 64 << 20
 
 
-def row_blocks(source: Source, nbytes: int = STEP_NBYTES) -> Iterator[Box]:
-    """Boxes of whole rows that tile a tensor in memory order, each of about `nbytes` or one row."""
+def row_blocks(source: Source) -> Iterator[Box]:
+    """Boxes of whole rows that tile a tensor in memory order, each of about STEP_NBYTES or one row."""
     if not source.shape:
         yield ()
     if not source.shape or not source.nbytes:
         return
-    rows = max(nbytes // max(prod(source.shape[1:]) * source.dtype.itemsize, 1), 1)
+    rows = max(STEP_NBYTES // max(prod(source.shape[1:]) * source.dtype.itemsize, 1), 1)
     for start in range(0, source.shape[0], rows):
         yield ((start, min(rows, source.shape[0] - start)), *whole_box(source.shape[1:]))
 

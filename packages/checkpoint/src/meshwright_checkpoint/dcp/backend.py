@@ -55,7 +55,6 @@ class DcpStorage(ForeignStorage):
         self.name = self.path.name
 
     def open_checkpoint(self, model: nn.Module) -> Checkpoint:
-        """See ForeignStorage."""
         return DcpCheckpoint(self.path, model)
 
     def write(
@@ -115,16 +114,9 @@ def _stock(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
     """As stock DTensor or plain tensor, without autograd. A collective call for permuted layouts."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    canonical_tensor = canonical(tensor, parameter)
-    local, mesh = local_of(canonical_tensor), canonical_tensor.device_mesh
-    return DTensor.from_local(
-        local,
-        mesh,
-        canonical_tensor.placements,
-        run_check=False,
-        shape=canonical_tensor.shape,
-        stride=canonical_tensor.stride(),
-    )
+    stock = canonical(tensor, parameter)
+    local, mesh, shape, stride = local_of(stock), stock.device_mesh, stock.shape, stock.stride()
+    return DTensor.from_local(local, mesh, stock.placements, run_check=False, shape=shape, stride=stride)
 
 
 class DcpCheckpoint(Checkpoint):
@@ -155,7 +147,7 @@ class DcpCheckpoint(Checkpoint):
                 if optim is not None and name.startswith(f"{optim}state."):
                     tensors[OPTIMIZER + "/".join(name[len(optim) + 6 :].rsplit(".", 1))] = source
                 elif name.startswith(prefix) and (
-                    prefix or name in model_names or len(self._path(name)) == 1
+                    prefix or name in model_names or len(self._dcp.paths.get(name, ("",))) == 1
                 ):
                     tensors[MODEL + name[len(prefix) :]] = source
                 else:
@@ -173,9 +165,6 @@ class DcpCheckpoint(Checkpoint):
         except BaseException:
             self.close()
             raise
-
-    def _path(self, name: str) -> tuple[Any, ...]:
-        return self._dcp.paths.get(name, (name,))
 
     def _optimizer(self, prefix: str) -> OptimizerInfo:
         """Parameter groups. Flattened state dicts have options per parameter, others per group number."""
@@ -210,16 +199,14 @@ class DcpCheckpoint(Checkpoint):
             if optim is not None and name.startswith((f"{optim}state.", f"{optim}param_groups.")):
                 continue
             try:
-                value = (
-                    {"$tensor": EXTRA + name}
-                    if name in tensors
-                    else encode(self._dcp.value(name), _refuse_tensor, name)
-                )
+                value: Any = {"$tensor": EXTRA + name}
+                if name not in tensors:
+                    value = encode(self._dcp.value(name), _refuse_tensor, name)
             except (CorruptError, UnsupportedError):
                 skipped.append(name)
                 continue
             parent = extra
-            *outer, last = self._path(name)
+            *outer, last = self._dcp.paths.get(name, (name,))
             for key in outer:
                 parent = parent.setdefault(str(key), {})
             parent[str(last)] = value
@@ -231,7 +218,6 @@ class DcpCheckpoint(Checkpoint):
         return extra.get("extra", extra) if set(extra) <= {"extra"} else extra
 
     def file(self, name: str) -> ReadFile:
-        """See `Store`."""
         return self._dcp.file(name)
 
     def close(self) -> None:

@@ -36,15 +36,12 @@ class FileWindow(io.RawIOBase):
         self.file, self.start, self.length, self.at = file, start, length, 0
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """See io."""
         at = offset + (0, self.at, self.length)[whence]
         if at < 0:
             raise ValueError("before the start")
@@ -52,7 +49,6 @@ class FileWindow(io.RawIOBase):
         return at
 
     def readinto(self, buffer: Any) -> int:
-        """See io."""
         view = memoryview(buffer)[: max(self.length - self.at, 0)]
         if len(view):
             self.file.read_into(view, self.start + self.at)
@@ -67,7 +63,6 @@ class OffsetFile:
         self.file, self.start, self.nbytes, self.where = file, start, nbytes, file.where
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """See `ReadFile`."""
         self.file.read_into(buffer, self.start + offset)
 
     def close(self) -> None:
@@ -189,11 +184,8 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
         at, length = info.get("offset"), info.get("length")
         if not all(type(x) is int and x >= 0 for x in (at, length)):
             raise ValueError("negative sizes")
-        locations[str(index.get("fqn")), None if offset is None else tuple(offset)] = (
-            str(info.get("relative_path")),
-            at,
-            length,
-        )
+        key = (str(index.get("fqn")), None if offset is None else tuple(offset))
+        locations[key] = (str(info.get("relative_path")), at, length)
     tensors: dict[str, Source] = {}
     values: dict[str, tuple[str, int, int]] = {}
     for name, stored in metadata.get("state_dict_metadata").items():

@@ -26,19 +26,11 @@ _OPCODES = frozenset(
     "STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID".split()
 )
 _METADATA = "torch.distributed.checkpoint.metadata"
-_RECORDS = frozenset(
-    (_METADATA, name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-) | {
+_METADATA_NAMES = (
+    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex "
+    "StorageMeta _MEM_FORMAT_ENCODING".split()
+)
+_RECORDS = frozenset((_METADATA, name) for name in _METADATA_NAMES) | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch._utils", "_rebuild_tensor_v2"),

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.checksum import BLOCK, DIGITS
 from meshwright_checkpoint.format.safetensors_file import DTYPES
-from meshwright_checkpoint.shards.coverage import coverage_problem
+from meshwright_checkpoint.shards.write_shares import coverage_problem
 from meshwright_dtensor.sharding.boxes import Box, box_numel
 
 NAME = "manifest.json"

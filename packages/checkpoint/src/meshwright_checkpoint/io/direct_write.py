@@ -59,7 +59,16 @@ class Writer:
         """Close. With `durable` wait until the data are on the disk."""
         try:
             if durable:
-                self._finish()
+                while self._in_flight:
+                    self._in_flight.popleft().result()
+                size = self._at + self._filled
+                last = self._buffer[: self._filled]
+                if self._direct and self._filled % ALIGN:
+                    last = self._buffer[: self._filled + -self._filled % ALIGN]
+                    last[self._filled :] = 0
+                self._write_at(last, self._at)
+                if last.size > self._filled:
+                    os.ftruncate(self._fd, size)
                 os.fsync(self._fd)
         finally:
             for future in self._in_flight:
@@ -123,18 +132,6 @@ class Writer:
             # not supported by this file system
             with suppress(OSError):
                 os.posix_fadvise(self._fd, at, len(view), os.POSIX_FADV_DONTNEED)
-
-    def _finish(self) -> None:
-        while self._in_flight:
-            self._in_flight.popleft().result()
-        size = self._at + self._filled
-        last = self._buffer[: self._filled]
-        if self._direct and self._filled % ALIGN:
-            last = self._buffer[: self._filled + -self._filled % ALIGN]
-            last[self._filled :] = 0
-        self._write_at(last, self._at)
-        if last.size > self._filled:
-            os.ftruncate(self._fd, size)
 
 
 def _buffer() -> Bytes:

@@ -27,12 +27,9 @@ class ReadFile(Protocol):
 
 @dataclass(frozen=True)
 class Fragment:
-    """A box of a tensor as row-major bytes in a file.
+    """A box of a global tensor as row-major bytes in a file.
 
-    box: in the global tensor.
-    file: name of the file.
-    offset: in bytes.
-    sums: checksums of its blocks; "" if there are none (from_pretrained and DCP files).
+    `sums`: checksums of its blocks; "" if there are none (from_pretrained and DCP files).
     """
 
     box: Box

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,15 +20,15 @@ from meshwright_checkpoint._torch import free_memory, storage_id
 from meshwright_checkpoint.errors import MismatchError
 from meshwright_checkpoint.format.safetensors_file import DTYPES
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.shards.coverage import coverage_problem
 from meshwright_checkpoint.shards.local_shards import LocalShards, box_nbytes
-from meshwright_checkpoint.shards.write_shares import split_box
+from meshwright_checkpoint.shards.write_shares import coverage_problem, split_box
 from meshwright_checkpoint.state.collect import describe_shards
 from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, intersect
 
 ROUND_NBYTES = 48 << 20
 """Most bytes that a rank sends, receives or allocates in one round, unless one tensor alone is larger."""
 ALIGN = 16
+Shards: TypeAlias = dict[str, LocalShards]
 
 
 @dataclass(frozen=True)
@@ -64,33 +63,16 @@ class TransferStats:
     rounds: int
 
 
-def transfer(
-    have: dict[str, LocalShards],
-    want: Mapping[str, LocalShards],
-    free: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ranks: Ranks | None = None,
-) -> TransferStats:
-    """Fill `want` on every rank from what all ranks `have` (a collective call).
+def plan_rounds(have: Shards, want: Shards, ranks: Ranks) -> list[Round]:
+    """Plan a transfer that fills `want` on every rank from what all ranks `have` (a collective call).
 
     Args:
         have: key -> this rank's shards. Equal keys on several ranks are one tensor.
         want: key -> where this rank's new shards go. Storage of size zero is allocated when its turn comes.
-        free: key -> tensor whose memory is freed after its transfer. The key is then removed from `have`.
-        ranks: the participating ranks; by default all.
-
-    Extra memory: at most three times `ROUND_NBYTES`, and the new shard of one tensor.
 
     Raises:
         MismatchError: a wanted tensor is missing or has another shape. Nothing was transferred.
     """
-    ranks = ranks or Ranks()
-    return run_rounds(plan_rounds(have, want, ranks), have, want, free, ranks)
-
-
-def plan_rounds(
-    have: Mapping[str, LocalShards], want: Mapping[str, LocalShards], ranks: Ranks
-) -> list[Round]:
-    """Plan a transfer (a collective call). Raises as `transfer`."""
     gathered = ranks.gather(ranks.run_checked(lambda: [describe_shards(have), describe_shards(want)]))
     sizes = [
         {
@@ -103,13 +85,13 @@ def plan_rounds(
 
 
 def run_rounds(
-    plan: list[Round],
-    have: dict[str, LocalShards],
-    want: Mapping[str, LocalShards],
-    free: Mapping[str, torch.Tensor],
-    ranks: Ranks,
+    plan: list[Round], have: Shards, want: Shards, free: Mapping[str, torch.Tensor], ranks: Ranks
 ) -> TransferStats:
-    """Run the rounds of `plan_rounds` (a collective call). Arguments are those of `transfer`."""
+    """Run the rounds of `plan_rounds` (a collective call).
+
+    `free`: key -> tensor whose memory is freed after its transfer. The key is then removed from `have`.
+    Extra memory: at most three times `ROUND_NBYTES`, and the new shard of one tensor.
+    """
     users: dict[int, int] = defaultdict(int)
     for key in free:
         if key in have:
@@ -231,8 +213,8 @@ def _message_buffers(plan: list[Round], ranks: Ranks) -> tuple[torch.Tensor, tor
 
 def _run_round(
     transfer_round: Round,
-    have: Mapping[str, LocalShards],
-    want: Mapping[str, LocalShards],
+    have: Shards,
+    want: Shards,
     ranks: Ranks,
     messages: tuple[torch.Tensor, torch.Tensor],
 ) -> int:
@@ -253,13 +235,9 @@ def _run_round(
     received = messages[1][: sum(r.nbytes for r in into)]
     for route, view in _message_views(out, send):
         view.copy_(have[route.key].view(route.box))
-    dist.all_to_all_single(
-        received,
-        send,
-        output_split_sizes=[sum(r.nbytes for r in into if r.source == rank) for rank in range(ranks.size)],
-        input_split_sizes=[sum(r.nbytes for r in out if r.target == rank) for rank in range(ranks.size)],
-        group=ranks.group,
-    )
+    sizes_in = [sum(r.nbytes for r in into if r.source == rank) for rank in range(ranks.size)]
+    sizes_out = [sum(r.nbytes for r in out if r.target == rank) for rank in range(ranks.size)]
+    dist.all_to_all_single(received, send, sizes_in, sizes_out, group=ranks.group)
     for route, view in _message_views(into, received):
         want[route.key].view(route.box).copy_(view)
     return sum(box_nbytes(r.box, r.dtype) for r in out)

@@ -54,8 +54,8 @@ class Job:
     metadata: dict[str, Any]
     tensor_types: dict[str, Any]
     body: FileLayout
+    background: bool
     data: Iterable[torch.Tensor] = ()
-    background: bool = True
 
 
 class SaveHandle:
@@ -66,23 +66,19 @@ class SaveHandle:
         error_raised: whether `wait` has raised the error of the save.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.path = job.storage.where
+    def __init__(self, path: str, job: Job | None) -> None:
+        """`job`: None if the save is already committed."""
+        self.path = path
         self._error: BaseException | None = None
         self.error_raised = False
         self._done = threading.Event()
+        if job is None:
+            self._done.set()
+            return
         # not a daemon: a process that ends normally finishes its save first
         self._thread = threading.Thread(target=self._run, args=(job,), name="meshwright-save")
         atexit.register(self._report_at_exit)
         self._thread.start()
-
-    @classmethod
-    def finished(cls, path: str) -> SaveHandle:
-        """The handle of a save that is already committed."""
-        handle = cls.__new__(cls)
-        handle.path, handle.error_raised, handle._error, handle._done = path, False, None, threading.Event()
-        handle._done.set()
-        return handle
 
     @property
     def done(self) -> bool:
@@ -126,7 +122,11 @@ class SaveHandle:
             if job.rank == 0:
                 _commit(job)
             else:
-                _await_commit(job)
+                # rank 0 commits or fails
+                while (outcome := job.storage.outcome(job.save_id)) is None:
+                    time.sleep(POLL_SECONDS)
+                if not outcome:
+                    raise CheckpointError(NOT_COMMITTED)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
             # rank 0 has removed the files
             gone = isinstance(error, FileNotFoundError) and job.rank
@@ -206,14 +206,6 @@ def _commit(job: Job) -> None:
     job.storage.commit(manifest_of(job.tensor_types, notes, about).to_bytes())
     job.storage.clean()
     job.retention.apply(job.storage)
-
-
-def _await_commit(job: Job) -> None:
-    """Wait until rank 0 commits or fails."""
-    while (outcome := job.storage.outcome(job.save_id)) is None:
-        time.sleep(POLL_SECONDS)
-    if not outcome:
-        raise CheckpointError(NOT_COMMITTED)
 
 
 def manifest_of(

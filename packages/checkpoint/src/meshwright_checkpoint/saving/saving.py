@@ -8,7 +8,7 @@ import os
 import re
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -91,7 +91,7 @@ def save(
         ranks = Ranks()
         _check_arguments(ranks.gather_checked(lambda: _arguments(storage, model, optimizer, extra)))
         storage.write(model, optimizer, extra, ranks)
-        return SaveHandle.finished(storage.where)
+        return SaveHandle(storage.where, None)
     if step is None:
         match = re.search(r"(\d{1,18})$", storage.name)
         step = int(match[1]) if match else None
@@ -153,9 +153,13 @@ class Saver:
         _check_arguments(gathered)
         save_id = gathered[0]["id"]
         shared = rng.shared([arguments["rng"] for arguments in gathered])
-        collected, types, body = self._collect_and_plan(ranks, model, optimizer, extra, shared, save_id)
-        about = (collected.metadata, types, body)
-        job = Job(storage, save_id, ranks.rank, ranks.size, step, retention, *about, background=asynchronous)
+        collected, types, body = self._collect_and_plan(
+            ranks, save_id, lambda: collect(model, optimizer, extra, ranks, shared)
+        )
+        metadata = collected.metadata
+        job = Job(
+            storage, save_id, ranks.rank, ranks.size, step, retention, metadata, types, body, asynchronous
+        )
 
         def snapshot() -> None:
             storage.claim(save_id, ranks.rank)
@@ -171,7 +175,7 @@ class Saver:
             if ranks.rank == 0:
                 storage.finish()
             raise
-        self._in_flight = SaveHandle(job)
+        self._in_flight = SaveHandle(storage.where, job)
         return self._in_flight
 
     def _finish_previous(self) -> None:
@@ -193,18 +197,13 @@ class Saver:
             return rng.digests()
 
         shared = rng.shared(ranks.gather_checked(digests))
-        save_id = uuid.uuid4().hex
-        collected, _, body = self._collect_and_plan(ranks, model, optimizer, None, shared, save_id)
+        collected, _, body = self._collect_and_plan(
+            ranks, uuid.uuid4().hex, lambda: collect(model, optimizer, None, ranks, shared)
+        )
         self.buffer.prepare(body.nbytes, collected.shards)
 
     def _collect_and_plan(
-        self,
-        ranks: Ranks,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Any,
-        shared: set[str],
-        save_id: str,
+        self, ranks: Ranks, save_id: str, collect_here: Callable[[], CollectedState]
     ) -> tuple[CollectedState, dict[str, Any], FileLayout]:
         """State and file of this rank, and shape and dtype of each tensor.
 
@@ -214,7 +213,7 @@ class Saver:
 
         def catalog_digest() -> str:
             nonlocal collected, catalog
-            collected = collect(model, optimizer, extra, ranks.rank, ranks.size, shared)
+            collected = collect_here()
             catalog = describe_shards(collected.shards)
             return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
 

@@ -16,6 +16,7 @@ from torch import nn
 from meshwright_checkpoint._torch import is_extra_state, plain_name, unwrapped
 from meshwright_checkpoint.format.json_values import encode
 from meshwright_checkpoint.format.safetensors_file import dtype_name
+from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
 from meshwright_dtensor.errors import UsageError
@@ -112,15 +113,10 @@ def describe_shards(shards: Mapping[str, LocalShards]) -> dict[str, Any]:
 
 
 def collect(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Any,
-    rank: int,
-    ranks: int,
-    shared: set[str],
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks, shared: set[str]
 ) -> CollectedState:
     """Collect the state. `shared`: random streams that are equal on all ranks, which rank 0 saves."""
-    collected = CollectedState()
+    collected, rank = CollectedState(), ranks.rank
     inner = unwrapped(model)
     names = named_tensors(inner)
     for name, tensor in names.tensors.items():
@@ -143,7 +139,7 @@ def collect(
     for name, state in rng.state().items():
         if rank == 0 or name not in shared:
             collected.put(f"rng/{rank}/{name}", state)
-            collected.metadata["rng"]["streams"][name] = 1 if name in shared else ranks
+            collected.metadata["rng"]["streams"][name] = 1 if name in shared else ranks.size
     if rank == 0:
         collected.metadata["extra"] = encode(extra, _putter(collected, EXTRA), "extra")
     return collected

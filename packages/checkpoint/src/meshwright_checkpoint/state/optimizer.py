@@ -30,9 +30,10 @@ class GroupTargets(NamedTuple):
 
 @dataclass
 class OptimizerTargets:
-    """New states, not yet in the optimizer. `wanted` are the reads that fill them."""
+    """New states, not yet in the optimizer. `wanted` are the reads that fill them; `mismatched` is for MismatchError."""
 
     optimizer: torch.optim.Optimizer
+    mismatched: list[str]
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
     wanted: list[Wanted] = field(default_factory=list)
@@ -53,7 +54,7 @@ class OptimizerTargets:
 
         Mismatches are added to `mismatched`. Group options follow in `take_options`.
         """
-        self = cls(optimizer)
+        self = cls(optimizer, mismatched)
         info = checkpoint.manifest.optimizer
         if info is None:
             self.missing.append(f"the optimizer ({checkpoint.no_optimizer_reason})")
@@ -84,7 +85,7 @@ class OptimizerTargets:
                     self.missing.append(f"optimizer/{name}")
                     continue
                 numbers.add(group_of[saved])
-                entries = self._state(checkpoint, saved, stored.get(saved, []), parameter, group, mismatched)
+                entries = self._state(checkpoint, saved, stored.get(saved, []), parameter, group)
                 for key, value in info.values.get(saved, {}).items():
                     entries[key] = decode(value, refuse_tensor)
                 self.states.append((parameter, entries))
@@ -98,7 +99,6 @@ class OptimizerTargets:
         keys: list[str],
         parameter: torch.Tensor,
         group: dict[str, Any],
-        mismatched: list[str],
     ) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         current = self.optimizer.state.get(parameter, {})
@@ -113,16 +113,14 @@ class OptimizerTargets:
             entries[key] = value
             part = local_shards(value, full, parameter)
             if part.shape != source.shape:
-                mismatched.append(
+                self.mismatched.append(
                     f"{full}: shape {list(source.shape)} is stored, {list(part.shape)} is needed"
                 )
                 continue
             self.wanted += [Wanted(full, box, slice_of(part.local, local)) for box, local in part.boxes]
         return entries
 
-    def take_options(
-        self, info: OptimizerInfo, gathered: Sequence[Sequence[GroupTargets]], mismatched: list[str]
-    ) -> None:
+    def take_options(self, info: OptimizerInfo, gathered: Sequence[Sequence[GroupTargets]]) -> None:
         """Find the options of each group that is loaded completely: those that its parameters were saved with.
 
         `gathered` are the groups of all ranks, each of which may have a part of the parameters. A group is loaded completely
@@ -139,7 +137,7 @@ class OptimizerTargets:
                 decoded = decode(options[0], scalar_from_text)
                 self.options[-1] = decoded if isinstance(decoded, dict) else {}
             elif group.saved_as:
-                mismatched.append(
+                self.mismatched.append(
                     f"the optimizer: its group {number} was saved as {len(saved)} groups, whose options differ"
                 )
 

@@ -192,12 +192,7 @@ class Reader:
 
 
 class DirectoryStorage:
-    """Storage of one checkpoint in a directory.
-
-    Attributes:
-        path: the final directory.
-        where: as text, for messages.
-    """
+    """CheckpointStorage of one checkpoint in the directory `path`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(os.fspath(path)))
@@ -252,19 +247,16 @@ class DirectoryStorage:
         self._alive.take()
 
     def writer(self, name: str) -> Writer:
-        """A new file of the checkpoint."""
         assert self._staging is not None
         return Writer(self._staging / name)
 
     def write_note(self, rank: int, data: bytes) -> None:
-        """Publish a note of this rank, for rank 0."""
         assert self._staging is not None
         path = self._staging / f"done-{rank}"
         path.with_suffix(".new").write_bytes(data)
         os.rename(path.with_suffix(".new"), path)
 
     def read_note(self, rank: int) -> bytes | None:
-        """The note of a rank, None if there is none yet. Raises CheckpointError if the rank died before."""
         assert self._staging is not None
         path = self._staging / f"done-{rank}"
         if not path.exists():
@@ -276,16 +268,14 @@ class DirectoryStorage:
     def commit(self, manifest: bytes) -> None:
         """Rank 0, after all ranks: write the manifest, then rename the directory."""
         assert self._staging is not None
-        for pattern in ("done-*", "alive-*"):
-            for note in self._staging.glob(pattern):
-                note.unlink()
+        for note in [*self._staging.glob("done-*"), *self._staging.glob("alive-*")]:
+            note.unlink()
         writer = Writer(self._staging / NAME)
         writer.write(manifest)
         writer.close()
         publish_directory(self._staging, self.path)
 
     def end(self) -> None:
-        """Every rank, at the end of a save, successful or not."""
         if self._alive is not None:
             self._alive.release()
             self._alive = None
@@ -298,7 +288,6 @@ class DirectoryStorage:
         self._lock.release()
 
     def outcome(self, save_id: str) -> bool | None:
-        """Other ranks. True: the save is committed. False: it failed. None: it is still running."""
         staging = self._staging_path(save_id)
         going = staging.exists() and held_by_other(self._lock.path)
         if (self.path / NAME).exists():
@@ -339,11 +328,9 @@ class DirectoryStorage:
         return Manifest.from_bytes(bytes(data), str(path))
 
     def open(self, name: str) -> Reader:
-        """Open a file of the checkpoint. Raises CorruptError if it is missing."""
         return Reader(self.path / name)
 
     def nbytes(self, name: str) -> int | None:
-        """Size of a file, None if it is missing."""
         with suppress(OSError):
             return (self.path / name).stat().st_size
         return None

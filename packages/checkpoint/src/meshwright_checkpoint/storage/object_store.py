@@ -120,7 +120,7 @@ class ObjectReader:
 
 
 class ObjectStorage:
-    """A checkpoint under a URL. Processes that save together must see the same store."""
+    """CheckpointStorage of a checkpoint under a URL. Processes that save together must see the same store."""
 
     def __init__(self, url: str, fs: Any = None) -> None:
         if fs is None:
@@ -138,7 +138,6 @@ class ObjectStorage:
         self._alive_lease: Lease | None = None
 
     def begin(self, save_id: str) -> None:
-        """See CheckpointStorage."""
         lock = self._child_path(f"{WORK}-lock")
         holder = lease_holder(self._fs, lock)
         if holder is not None:
@@ -158,7 +157,6 @@ class ObjectStorage:
             )
 
     def claim(self, save_id: str, rank: int) -> None:
-        """See CheckpointStorage."""
         if lease_holder(self._fs, self._child_path(f"{WORK}-lock")) != save_id:
             raise CheckpointError(
                 f"rank {rank} does not see the object that rank 0 has written to {self.where}: use a store that all ranks see"
@@ -167,15 +165,12 @@ class ObjectStorage:
         self._alive_lease = Lease(self._fs, f"{self._work}-alive-{rank}", save_id)
 
     def writer(self, name: str) -> ObjectWriter:
-        """See CheckpointStorage."""
         return ObjectWriter(self._fs, self._child_path(name))
 
     def write_note(self, rank: int, data: bytes) -> None:
-        """See CheckpointStorage."""
         self._fs.pipe_file(f"{self._work}-done-{rank}", data)
 
     def read_note(self, rank: int) -> bytes | None:
-        """See CheckpointStorage."""
         # read the lease first: the rank may finish in between
         alive = lease_holder(self._fs, f"{self._work}-alive-{rank}")
         try:
@@ -188,17 +183,14 @@ class ObjectStorage:
             return None
 
     def commit(self, manifest: bytes) -> None:
-        """See CheckpointStorage."""
         self._fs.pipe_file(self._child_path(NAME), manifest)
 
     def end(self) -> None:
-        """See CheckpointStorage."""
         if self._alive_lease is not None:
             self._alive_lease.stop()
             self._alive_lease = None
 
     def finish(self) -> None:
-        """See CheckpointStorage."""
         if self._fs.exists(self._child_path(NAME)):
             for path in self._fs.ls(self._path, detail=False):
                 if posixpath.basename(path).startswith(f"{WORK}-") and "-done-" in path:
@@ -212,7 +204,6 @@ class ObjectStorage:
             self._lock = None
 
     def outcome(self, save_id: str) -> bool | None:
-        """See CheckpointStorage."""
         going = lease_holder(self._fs, self._child_path(f"{WORK}-lock")) == save_id
         if self._fs.exists(self._child_path(NAME)):
             with suppress(CheckpointError):
@@ -221,7 +212,6 @@ class ObjectStorage:
         return None if going else False
 
     def manifest(self) -> Manifest:
-        """See CheckpointStorage."""
         try:
             data = self._fs.cat_file(self._child_path(NAME), start=0, end=MAX_BYTES + 1)
         except FileNotFoundError:
@@ -233,17 +223,14 @@ class ObjectStorage:
         return Manifest.from_bytes(bytes(data), f"{self.where}/{NAME}")
 
     def open(self, name: str) -> ObjectReader:
-        """See CheckpointStorage."""
         return ObjectReader(self._fs, self._child_path(name))
 
     def nbytes(self, name: str) -> int | None:
-        """See CheckpointStorage."""
         with suppress(OSError, TypeError):
             return int(self._fs.size(self._child_path(name)))
         return None
 
     def children(self) -> Sequence[ObjectStorage]:
-        """See CheckpointStorage."""
         try:
             paths = sorted(self._fs.ls(self._path, detail=False))
         except OSError:
@@ -252,7 +239,6 @@ class ObjectStorage:
         return [storage for storage in storages if self._fs.exists(f"{storage._path}/{NAME}")]
 
     def parent(self) -> ObjectStorage:
-        """See CheckpointStorage."""
         return ObjectStorage(posixpath.dirname(self._path), self._fs)
 
     def remove(self, save_id: str) -> None:
