@@ -34,12 +34,7 @@ def same_plugins(plugins: PluginHost | None) -> PluginHost:
 
 
 def check_ranks_agree(
-    model: nn.Module,
-    plan: ParallelPlan,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    values: bool = True,
+    model: nn.Module, plan: ParallelPlan, device: torch.device, *, values: bool = True
 ) -> None:
     """Raise on every rank unless all ranks have the same plan, parameters, buffers and random state.
 
@@ -60,28 +55,28 @@ def check_ranks_agree(
     if device.type == "cuda":
         labels.append("the state of torch's random generator on the accelerator")
         sums.append(zlib.crc32(bytes(torch.cuda.get_rng_state(device).tolist())))
-    if differing([zlib.crc32(plan.executed_json().encode())], device, group):
+    if differing([zlib.crc32(plan.executed_json().encode())], device):
         raise UsageError(
             "ranks were given different plans; load the same file, or plan on one rank and share the plan"
         )
     structure = zlib.crc32("\n".join(labels).encode())
-    if differing([structure, len(labels)], device, group):
+    if differing([structure, len(labels)], device):
         raise UsageError(
             "ranks hold different models (names or shapes of parameters or buffers); "
             "build the same model from the same configuration on every rank"
         )
-    for index in differing(sums, device, group) if values else ():
+    for index in differing(sums, device) if values else ():
         raise UsageError(
             f"{labels[index]} differs between ranks, but all ranks must start with the same model; "
             "seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
         )
 
 
-def differing(values: Iterable[int], device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
+def differing(values: Iterable[int], device: torch.device) -> list[int]:
     """Indices at which `values` are not the same on all ranks."""
     local = torch.tensor(list(values), dtype=torch.int64, device=device)
     both = torch.cat([local, -local])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
     largest, smallest = both[: len(local)], -both[len(local) :]
     return [int(i) for i in (largest != smallest).nonzero().flatten().tolist()]
 

@@ -26,7 +26,7 @@ from meshwright_parallel.engine import flat_shards
 from meshwright_parallel.engine.buckets import Single
 from meshwright_parallel.engine.grad_reduction import reduction_of
 from meshwright_parallel.engine.param_group import ParamGroup, UnshardState
-from meshwright_parallel.engine.unshard import unshard_engine_of
+from meshwright_parallel.engine.unshard import UnshardEngine
 from meshwright_parallel.strategies import zero as strategy
 
 STAGES = (1, 2, 3)
@@ -364,6 +364,15 @@ def measured(rank: int, world_size: int, stage: int, alone: int) -> Any:
         return measured_stack(stage)
 
 
+def unshard_engine_of(model: torch.nn.Module) -> UnshardEngine | None:
+    groups = model.__dict__.get("_meshwright_unit")
+    return groups.engine if groups is not None else None
+
+
+def buffer_bytes(group: ParamGroup) -> int:
+    return group.numel * group.dtype.itemsize
+
+
 def measured_stack(stage: int) -> Any:
     torch.manual_seed(0)
     model = parallelize(Stack(), ParallelPlan(world_size=2, degrees={"zero": 2}, zero={"stage": stage}))
@@ -371,9 +380,13 @@ def measured_stack(stage: int) -> Any:
     assert engine is not None
     x = torch.randn(4, WIDTH)
     peak: list[int] = []
+
+    def measure(*_: Any) -> None:
+        peak.append(sum(buffer_bytes(group) for group in engine.groups if group.buffer is not None))
+
     for block in model.blocks:
-        block.register_forward_hook(lambda *_: peak.append(engine.live_bytes))
-        block.up.register_full_backward_hook(lambda *_: peak.append(engine.live_bytes))
+        block.register_forward_hook(measure)
+        block.up.register_full_backward_hook(measure)
     for _ in range(3):
         model(x).backward()
     with communication() as log:
@@ -385,7 +398,7 @@ def measured_stack(stage: int) -> Any:
         local = sum(p.to_local().numel() for p in parameters)
         states = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
         grads = sum(p.grad.to_local().numel() for p in parameters)
-    block_bytes = engine.groups[0].nbytes
+    block_bytes = buffer_bytes(engine.groups[0])
     reduction = reduction_of(model)
     assert reduction is not None
     assert not any(isinstance(b, Single) and b.rows is not None for b in reduction._buckets)

@@ -177,14 +177,6 @@ def module_parts(module: torch.nn.Module) -> dict[str, Any]:
     return {name: vars(module)[name] for name in _PARTS if name in vars(module)}
 
 
-def parameters_of(parts: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the module itself, from its `module_parts`."""
-    return cast(dict[str, Any], parts["_parameters"])
-
-
-def buffers_of(parts: dict[str, Any]) -> dict[str, Any]:
-    """The buffers of the module itself, from its `module_parts`."""
-    return cast(dict[str, Any], parts["_buffers"])
-
-
 _PARTS = tuple(name for name, value in vars(torch.nn.Module()).items() if isinstance(value, (dict, set)))
+PARAMETERS, BUFFERS = "_parameters", "_buffers"
+"""Keys of the parameters and buffers of the module itself in `module_parts`."""

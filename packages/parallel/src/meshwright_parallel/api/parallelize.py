@@ -29,7 +29,7 @@ from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
-from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.permuted import install_true_order
 from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.engine.grad_reduction import install_reduction, make_groups
@@ -117,11 +117,7 @@ def parallelize(
 
 
 def _place_parameters(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    states: Mapping[str, tuple[State, ...]],
-    device: torch.device,
-    blank: bool,
+    model: nn.Module, mesh: DeviceMesh, states: Mapping[str, States], device: torch.device, blank: bool
 ) -> None:
     """Replace every parameter by a mesh parameter; tied parameters stay tied."""
     # by id; the old parameter is kept, so that its id is not reused
@@ -136,7 +132,7 @@ def _place_parameters(
 
 
 def _mesh_parameter(
-    old: nn.Parameter, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device, blank: bool
+    old: nn.Parameter, mesh: DeviceMesh, states: States, device: torch.device, blank: bool
 ) -> nn.Parameter:
     placed = _sharded(old, mesh, states, device, blank)
     parameter = as_mesh_parameter(placed, states, old.requires_grad)
@@ -150,7 +146,7 @@ def _mesh_parameter(
 
 
 def _sharded(
-    full: torch.Tensor, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device, blank: bool = False
+    full: torch.Tensor, mesh: DeviceMesh, states: States, device: torch.device, blank: bool = False
 ) -> DTensor:
     """The DTensor of a value that every rank has whole; only this rank's part is copied.
 
@@ -165,13 +161,9 @@ def _sharded(
         local.untyped_storage().resize_(0)
     else:
         local = local_values(full.detach(), region).to(device)
+    placements = [stored_placement(state) for state in states]
     return DTensor.from_local(
-        local,
-        mesh,
-        [stored_placement(state) for state in states],
-        run_check=False,
-        shape=full.shape,
-        stride=full.stride(),
+        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 

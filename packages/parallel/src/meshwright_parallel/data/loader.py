@@ -222,7 +222,7 @@ class _RankRows:
 
 
 def _check_ranks_agree(values: list[int], placed: ModelPlacement, message: str) -> None:
-    if differing(values, torch.device(placed.mesh.device_type), None):
+    if differing(values, torch.device(placed.mesh.device_type)):
         raise UsageError(message)
 
 

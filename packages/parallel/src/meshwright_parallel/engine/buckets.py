@@ -42,7 +42,6 @@ class Slot:
         axes: mesh axes over which its gradient is partial, without the shard axis.
         stored: the tensor whose `.grad` gets the sum: the leaf, or the stored parameter of which the leaf is a compute copy.
         shard_axis: the axis along which `stored` is a shard of the leaf, "" where there is none.
-        shards: geometry of the shards.
         group: parameter group; sharded gradients of one group and dtype make one bucket.
         index: its place among the slots of the engine.
         bucket, position, offset: number of its bucket, its place there, its first element there.
@@ -155,13 +154,11 @@ class Bucket:
     def view(self, slot: Slot) -> torch.Tensor:
         """The view of the buffer for a slot's summed gradient, with the strides of a new gradient."""
         if slot.shards is not None:
-            return slot.shards.in_row(
-                (self.buffer()[0] if self.result is None else self.result)[slot.offset :]
-            )
+            row = self.buffer()[0] if self.result is None else self.result
+            return slot.shards.in_row(row[slot.offset :])
         view = self.views.get(slot.position)
         if view is None:
             rows = self.buffer()
-
             view = rows.as_strided(slot.shape, slot.strides, rows.storage_offset() + slot.offset)
             self.views[slot.position] = view
         return view
@@ -263,7 +260,6 @@ class Single(Bucket):
     flag_bucket: Bucket | None = None
 
     def put(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """See Bucket."""
         assert self.flag_bucket is not None
         count = gradient.numel()
         if gradient.stride() == slot.strides and is_only_user_after_accumulation(gradient):
@@ -276,16 +272,13 @@ class Single(Bucket):
         self.flag_bucket.arrived.add(self.flag_bucket.flag_slots[slot.index])
 
     def finish(self) -> list[Slot]:
-        """See Bucket."""
         if self.work is not None:
             self.work.wait()
         if self.arrived:
             return self.slots
         assert self.flag_bucket is not None
-        flags = self.flag_bucket.flags()
-        return (
-            self.slots if flags is None or flags[self.flag_bucket.flag_slots[self.slots[0].index]] > 0 else []
-        )
+        flags, place = self.flag_bucket.flags(), self.flag_bucket.flag_slots[self.slots[0].index]
+        return self.slots if flags is None or flags[place] > 0 else []
 
     def _filled(self) -> torch.Tensor:
         if self.rows is None:
@@ -309,9 +302,9 @@ class BucketSizes:
 
     def is_single(self, slot: Slot) -> bool:
         """Whether a slot is reduced alone."""
-        least = (
-            single_bytes(slot.stored.device, bool(slot.shard_axis)) if self.single is None else self.single
-        )
+        least = self.single
+        if least is None:
+            least = single_bytes(slot.stored.device, bool(slot.shard_axis))
         return slot.in_rows and slot.numel * slot.stored.dtype.itemsize >= least
 
 
@@ -365,13 +358,8 @@ def _bucket(kind: type[_Kind], slot: Slot, sizes: BucketSizes) -> _Kind:
 
 
 def _key(slot: Slot) -> tuple[object, ...]:
-    return (
-        slot.axes,
-        slot.shard_axis,
-        slot.group if slot.shard_axis else -1,
-        slot.stored.dtype,
-        slot.stored.device,
-    )
+    group = slot.group if slot.shard_axis else -1
+    return slot.axes, slot.shard_axis, group, slot.stored.dtype, slot.stored.device
 
 
 def broadcast_order(order: Sequence[int], mesh: DeviceMesh, axes: Axes, device: torch.device) -> list[int]:

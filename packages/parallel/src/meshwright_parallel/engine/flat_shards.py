@@ -8,12 +8,11 @@ Copies follow the parameter's own memory order, so a transposed parameter is cop
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
+from meshwright_dtensor.sharding.boxes import dense_strides
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, SUMMED_ALONE_BYTES
 
 
@@ -41,11 +40,6 @@ class Shards:
     count: int
     rank: int
     order: tuple[int, ...]
-
-    @staticmethod
-    def of(local: torch.Tensor, shape: Sequence[int], dim: int, count: int, rank: int) -> Shards:
-        """The shards of which this rank's is `local`."""
-        return Shards(tuple(shape), dim, count, rank, dim_order_of(local))
 
     @property
     def strides(self) -> tuple[int, ...]:

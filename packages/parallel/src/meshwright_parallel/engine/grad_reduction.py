@@ -46,7 +46,6 @@ class DataReduction:
     """Sums the gradients of parameters over the mesh axes on which they are partial.
 
     Args:
-        mesh: the device mesh.
         parameters: (name, leaf tensor, axes on which its gradient is partial); DTensors or plain tensors, in
             registration order and the same on every rank. Those without axes are ignored.
         bucket_bytes: size at which a bucket is reduced, 25 MiB by default, or all bucket sizes.
@@ -58,12 +57,9 @@ class DataReduction:
         self.mesh = mesh
         self.bucket_sizes = BucketSizes(bucket_bytes) if isinstance(bucket_bytes, int) else bucket_bytes
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        unique = {
-            id(p): (name, p, tuple(a for a in partial if sizes[a] > 1)) for name, p, partial in parameters
-        }
-        self._parameters = [
-            entry for entry in unique.values() if entry[2] or unsharded_of(entry[1]) is not None
-        ]
+        reduced = ((name, p, tuple(a for a in axes if sizes[a] > 1)) for name, p, axes in parameters)
+        unique = {id(entry[1]): entry for entry in reduced}
+        self._parameters = [e for e in unique.values() if e[2] or unsharded_of(e[1]) is not None]
         used = {axis for name, p, partial in self._parameters for axis in _slot(name, p, partial).all_axes}
         self.axes = tuple(a for a in sizes if a in used)
         self._handles: list[RemovableHandle] = []
@@ -99,10 +95,8 @@ class DataReduction:
         Raises:
             UnsupportedError: a gradient has a user's hook, which would get one rank's part of it.
         """
-        leaves = [leaf_of(p) for _, p, _ in self._parameters]
-        for leaf, (previous, required), (name, _, _) in zip(
-            leaves, self._leaves, self._parameters, strict=True
-        ):
+        for (previous, required), (name, parameter, _) in zip(self._leaves, self._parameters, strict=True):
+            leaf = leaf_of(parameter)
             if leaf is not previous or leaf.requires_grad != required:
                 self._install()
                 break
@@ -117,10 +111,6 @@ class DataReduction:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def buckets(self) -> list[list[str]]:
-        """Names of the parameters of each bucket, in the order of reduction."""
-        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
 
     def _install(self) -> None:
         self.remove()
@@ -275,15 +265,8 @@ def _slot(name: str, parameter: torch.Tensor, axes: Axes) -> Slot:
     if unsharded is None:
         leaf = leaf_of(parameter)
         return Slot(name, leaf, axes, leaf)
-    return Slot(
-        name,
-        unsharded.leaf(),
-        tuple(axis for axis in axes if axis != unsharded.axis),
-        local_of(parameter),
-        unsharded.axis,
-        unsharded.shards,
-        unsharded.group.index,
-    )
+    rest, stored = tuple(axis for axis in axes if axis != unsharded.axis), local_of(parameter)
+    return Slot(name, unsharded.leaf(), rest, stored, unsharded.axis, unsharded.shards, unsharded.group.index)
 
 
 def _after(engine: DataReduction, index: int) -> Callable[[torch.Tensor], None]:
@@ -315,16 +298,6 @@ def _check(slot: Slot, gradient: torch.Tensor) -> None:
         )
 
 
-def partial_parameters(model: nn.Module, mesh: DeviceMesh) -> list[tuple[str, torch.Tensor, Axes]]:
-    """The parameters of `model` with the mesh axes on which their gradient is partial (state X)."""
-    names = mesh.mesh_dim_names or ()
-    return [
-        (name, p, tuple(a for a, s in zip(names, layout_of_dtensor(p).states, strict=True) if s == "X"))
-        for name, p in model.named_parameters()
-        if isinstance(p, MeshParameter)
-    ]
-
-
 def make_groups(mesh: DeviceMesh, states: Iterable[States], gathers: Iterable[str] = ()) -> None:
     """Make the process groups that reduce gradients of parameters in these states; all ranks must call it.
 
@@ -345,27 +318,29 @@ def make_groups(mesh: DeviceMesh, states: Iterable[States], gathers: Iterable[st
 def install_reduction(model: nn.Module, mesh: DeviceMesh, sizes: BucketSizes | int = BUCKET_BYTES) -> None:
     """Install the engine that reduces gradients over every axis on which a parameter of `model` is in state X.
 
-    It also moves gradients of compute copies to the stored parameters.
+    It also moves gradients of compute copies to the stored parameters, and is refreshed before every forward.
     """
-    engine = DataReduction(mesh, partial_parameters(model, mesh), sizes)
-    if engine.needed:
-        attach_reduction(model, engine)
-
-
-def reduction_of(model: nn.Module) -> DataReduction | None:
-    """The engine that reduces the gradients of `model`, if it has one."""
-    engine = model.__dict__.get(_ATTRIBUTE)
-    return engine if isinstance(engine, DataReduction) else None
-
-
-def attach_reduction(model: nn.Module, engine: DataReduction) -> None:
-    """Make `engine` that of `model`, in place of an earlier one. It is refreshed before every forward."""
+    names = mesh.mesh_dim_names or ()
+    partial = [
+        (name, p, tuple(a for a, s in zip(names, layout_of_dtensor(p).states, strict=True) if s == "X"))
+        for name, p in model.named_parameters()
+        if isinstance(p, MeshParameter)
+    ]
+    engine = DataReduction(mesh, partial, sizes)
+    if not engine.needed:
+        return
     earlier = reduction_of(model)
     if earlier is not None:
         earlier.remove()
     else:
         model.register_forward_pre_hook(_refresh)
     model.__dict__[_ATTRIBUTE] = engine
+
+
+def reduction_of(model: nn.Module) -> DataReduction | None:
+    """The engine that reduces the gradients of `model`, if it has one."""
+    engine = model.__dict__.get(_ATTRIBUTE)
+    return engine if isinstance(engine, DataReduction) else None
 
 
 def _refresh(model: nn.Module, args: tuple[Any, ...]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -72,27 +72,15 @@ class UnshardedParameter(ComputeCopy):
     """The compute copy of one parameter: unsharded, cast, or both.
 
     Attributes:
-        parameter: the stored parameter.
         axis: mesh axis along which the parameter is stored in shards, "" where it is stored whole.
-        shards: geometry of the shards.
-        group: the group that it is unsharded with.
         offset: its first element in the buffer of the group.
         gathered_alone: it has a collective of its own, without copies.
         version: how often its value has changed, as far as torch counts that.
         gathered_writes: `writes` when it was last unsharded.
     """
 
-    __slots__ = (
-        "_leaf",
-        "_placeholder",
-        "axis",
-        "gathered_alone",
-        "gathered_writes",
-        "group",
-        "offset",
-        "parameter",
-        "shards",
-        "version",
+    __slots__ = tuple(
+        "_leaf _placeholder axis gathered_alone gathered_writes group offset parameter shards version".split()
     )
 
     group: ParamGroup
@@ -110,9 +98,8 @@ class UnshardedParameter(ComputeCopy):
             and stored.numel() * stored.element_size() >= single_bytes(stored.device)
         )
         # while resharded: the right shape, no memory, and values that nobody takes for real ones
-        self._placeholder = (
-            stored.new_full((1,), math.nan, dtype=layout.dtype).detach().expand(layout.local_shape)
-        )
+        filler = stored.new_full((1,), math.nan, dtype=layout.dtype).detach()
+        self._placeholder = filler.expand(layout.local_shape)
         self._leaf = torch.empty(0, dtype=layout.dtype, device=self._placeholder.device)
         self._leaf.data = self._placeholder
         self._leaf.requires_grad_(parameter.requires_grad)
@@ -142,7 +129,6 @@ class UnshardedParameter(ComputeCopy):
         return dense_strides(local.shape, dim_order_of(local))
 
     def take(self) -> torch.Tensor:
-        """See ComputeCopy."""
         group = self.group
         engine = group.engine
         if group.state is not UnshardState.READY:
@@ -154,17 +140,14 @@ class UnshardedParameter(ComputeCopy):
         return self._leaf if engine.leaves_are_safe else self._leaf.view_as(self._leaf)
 
     def leaf(self) -> torch.Tensor:
-        """See ComputeCopy."""
         return self._leaf
 
     def stored_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See ComputeCopy."""
         part = gradient if self.shards is None else self.shards.part(gradient)
         stored = local_of(self.parameter)
         return torch.empty_like(stored, requires_grad=False).copy_(part)
 
     def follow(self, requires_grad: bool) -> None:
-        """See ComputeCopy."""
         self._leaf.requires_grad_(requires_grad)
 
     def gradient_consumed(self) -> None:
@@ -185,6 +168,15 @@ def unsharded_of(parameter: torch.Tensor) -> UnshardedParameter | None:
     return copy if isinstance(copy, UnshardedParameter) else None
 
 
+@dataclass
+class GroupSpec:
+    """The parameters of one group: those of the block `name`, or those outside of blocks (`is_root`)."""
+
+    name: str
+    is_root: bool
+    parameters: list[UnshardedParameter]
+
+
 class ParamGroup:
     """Parameters that are unsharded together: one compute dtype, one stored dtype, one device.
 
@@ -195,16 +187,9 @@ class ParamGroup:
         consumed_gradients: parameters whose gradient of this pass was moved to its bucket.
     """
 
-    def __init__(
-        self,
-        engine: Unsharder,
-        index: int,
-        name: str,
-        is_root: bool,
-        parameters: Sequence[UnshardedParameter],
-    ) -> None:
-        self.engine, self.index, self.name, self.is_root = engine, index, name, is_root
-        self.parameters = tuple(parameters)
+    def __init__(self, engine: Unsharder, index: int, spec: GroupSpec) -> None:
+        self.engine, self.index, self.name, self.is_root = engine, index, spec.name, spec.is_root
+        self.parameters = tuple(spec.parameters)
         self.state = UnshardState.STALE
         self.consumed_gradients = 0
         self.buffer: torch.Tensor | None = None
@@ -227,11 +212,6 @@ class ParamGroup:
         self._changed: list[UnshardedParameter] = []
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.numel * self.dtype.itemsize
-
-    @property
     def trainable(self) -> int:
         """How many of its parameters require gradients."""
         return sum(parameter.leaf().requires_grad for parameter in self.parameters)
@@ -239,7 +219,13 @@ class ParamGroup:
     def start_unshard(self) -> None:
         """Launch the all-gathers."""
         with torch.inference_mode(False), torch.no_grad():
-            self._note_changes()
+            self._changed = []
+            for unsharded in self.parameters:
+                writes = unsharded.writes
+                if unsharded.gathered_writes not in (None, writes):
+                    self._changed.append(unsharded)
+                    unsharded.version += 1
+                unsharded.gathered_writes = writes
             for unsharded in self.parameters:
                 if unsharded.gathered_alone:
                     self._allocate()
@@ -287,10 +273,8 @@ class ParamGroup:
             for unsharded, start in zip(self.parameters, self._row_offsets, strict=True):
                 if unsharded.gathered_alone:
                     continue
-                whole = (
-                    unsharded.leaf().data
-                    # .data has its own version count: only real changes are counted
-                )
+                # .data has its own version count: only real changes are counted
+                whole = unsharded.leaf().data
                 if unsharded.shards is None:
                     pairs.append((whole, local_of(unsharded.parameter)))
                 else:
@@ -318,18 +302,8 @@ class ParamGroup:
 
     def parameter_at(self, offset: int) -> UnshardedParameter:
         """The parameter that holds this element of the buffer."""
-        return self.parameters[
-            bisect_right(self.parameters, offset, key=lambda unsharded: unsharded.offset) - 1
-        ]
-
-    def _note_changes(self) -> None:
-        self._changed = []
-        for unsharded in self.parameters:
-            writes = unsharded.writes
-            if unsharded.gathered_writes not in (None, writes):
-                self._changed.append(unsharded)
-                unsharded.version += 1
-            unsharded.gathered_writes = writes
+        after = bisect_right(self.parameters, offset, key=lambda unsharded: unsharded.offset)
+        return self.parameters[after - 1]
 
 
 def _flat(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -32,26 +32,16 @@ from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Strategy
 from meshwright_parallel._torch.core import backward_is_running, saving_is_hooked
 from meshwright_parallel.engine.flat_shards import Shards
-from meshwright_parallel.engine.param_group import ParamGroup, UnshardedParameter, UnshardState
+from meshwright_parallel.engine.param_group import GroupSpec, ParamGroup, UnshardedParameter, UnshardState
 from meshwright_parallel.engine.saved_tensors import SavedTensors
 
 _ATTRIBUTE = "_meshwright_unit"
-
-
-@dataclass
-class GroupSpec:
-    """The parameters of one group: those of the block `name`, or those outside of blocks (`is_root`)."""
-
-    name: str
-    is_root: bool
-    parameters: list[UnshardedParameter]
 
 
 class UnshardEngine:
     """The unsharded parameters of one model.
 
     Args:
-        mesh: the device mesh.
         specs: the parameter groups, in the order of the model's modules.
         reshards: memory is freed between uses (stage 3).
     """
@@ -59,7 +49,7 @@ class UnshardEngine:
     def __init__(self, mesh: DeviceMesh, specs: Sequence[GroupSpec], reshards: bool) -> None:
         self.mesh, self.specs, self.reshards = mesh, tuple(specs), reshards
         self.storages: dict[int, ParamGroup] = {}
-        self.groups = [ParamGroup(self, i, s.name, s.is_root, s.parameters) for i, s in enumerate(self.specs)]
+        self.groups = [ParamGroup(self, index, spec) for index, spec in enumerate(self.specs)]
         self.forward_depth = 0
         self.leaves_are_safe = not reshards
         self._hooks: list[SavedTensors] = []
@@ -90,11 +80,6 @@ class UnshardEngine:
     def phase(self) -> str:
         """The phase of a collective that starts now."""
         return "backward" if CommLog.listening() and backward_is_running() else "forward"
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of all buffers that are allocated now."""
-        return sum(group.nbytes for group in self.groups if group.buffer is not None)
 
     # ------------------------------------------------------------------------------------ a forward
     def begin_forward(self, is_root: bool) -> None:
@@ -230,13 +215,6 @@ class ModuleGroups:
         return ModuleGroups(copy.deepcopy(self.engine, memo), self.indices, self.is_root)
 
 
-def hook_module(module: nn.Module, groups: ModuleGroups) -> None:
-    """Tell the engine when the forward of `module` begins and ends."""
-    module.__dict__[_ATTRIBUTE] = groups
-    module.register_forward_pre_hook(_before_forward, prepend=True)
-    module.register_forward_hook(_after_forward, always_call=True)
-
-
 def install_compute_copies(
     model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, strategies: Sequence[Strategy]
 ) -> None:
@@ -261,7 +239,9 @@ def install_compute_copies(
     for name, module in modules.items():
         indices = tuple(group.index for group in engine.groups if group.name == name)
         if indices or module is model:
-            hook_module(module, ModuleGroups(engine, indices, module is model))
+            module.__dict__[_ATTRIBUTE] = ModuleGroups(engine, indices, module is model)
+            module.register_forward_pre_hook(_before_forward, prepend=True)
+            module.register_forward_hook(_after_forward, always_call=True)
 
 
 def _unsharded(parameter: MeshParameter, axis: str, dtype: torch.dtype | None) -> UnshardedParameter | None:
@@ -281,20 +261,9 @@ def _unsharded(parameter: MeshParameter, axis: str, dtype: torch.dtype | None) -
     # from the strides of the global value: ranks must agree, and their shards may differ in length
     stride = parameter.stride()
     order = tuple(sorted(range(parameter.dim()), key=lambda d: (-stride[d], stored.shape[d] == 1)))
-    shards = Shards(
-        shape=tuple(layout.local_shape),
-        dim=int(shard_dim),
-        count=stored.context.sizes[mesh_dim],
-        rank=stored.context.coords[mesh_dim],
-        order=order,
-    )
+    count, rank = stored.context.sizes[mesh_dim], stored.context.coords[mesh_dim]
+    shards = Shards(tuple(layout.local_shape), int(shard_dim), count, rank, order)
     return UnshardedParameter(parameter, layout, axis, shards)
-
-
-def unshard_engine_of(model: nn.Module) -> UnshardEngine | None:
-    """The engine that unshards the parameters of `model`, if it has one."""
-    groups = model.__dict__.get(_ATTRIBUTE)
-    return groups.engine if isinstance(groups, ModuleGroups) else None
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:

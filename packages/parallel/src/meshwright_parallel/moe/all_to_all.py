@@ -19,13 +19,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Route:
-    """The all-to-alls of one module along one axis.
-
-    Args:
-        group: the ranks of the axis.
-        axis: its name, for the communication log.
-        module: fully qualified name of the module, for the log.
-    """
+    """The all-to-alls of one module along one axis, whose names are for the communication log."""
 
     group: dist.ProcessGroup
     axis: str
@@ -66,9 +60,9 @@ class Route:
 
 def as_global(tensor: Any, context: MeshContext) -> GlobalTensor:
     """The global tensor itself, or a plain tensor as a replicated one."""
-    return (
-        tensor if isinstance(tensor, GlobalTensor) else distribute(tensor, context.mesh, context.replicated)
-    )
+    if isinstance(tensor, GlobalTensor):
+        return tensor
+    return distribute(tensor, context.mesh, context.replicated)
 
 
 def sum_over_axes(counts: Tensor, context: MeshContext, axes: Iterable[int], module: str) -> Tensor:
@@ -78,10 +72,8 @@ def sum_over_axes(counts: Tensor, context: MeshContext, axes: Iterable[int], mod
     """
     for axis in axes:
         counts = counts.clone(memory_format=torch.contiguous_format)
-        nbytes = counts.numel() * counts.element_size()
-        record(
-            "all_reduce", context.axes[axis], nbytes, "forward", module, "experts", "which experts have rows"
-        )
+        nbytes, why = counts.numel() * counts.element_size(), "which experts have rows"
+        record("all_reduce", context.axes[axis], nbytes, "forward", module, "experts", why)
         dist.all_reduce(counts, group=context.group(axis))
     return counts
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import nn
 
@@ -18,6 +17,7 @@ from meshwright_parallel.moe.intermediate_dim import inner_states
 from meshwright_parallel.moe.probe import Proved, Rejected, probe
 from meshwright_parallel.moe.probe_model import Candidate
 
+T = TypeVar("T")
 Answer: TypeAlias = tuple[Proved | Rejected, Mapping[str, str]]
 
 
@@ -39,11 +39,13 @@ class Detection:
 
     experts: tuple[Experts, ...]
     rejected: tuple[tuple[str, str], ...]
+    _cache: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @cached_property
-    def cache(self) -> dict[object, Any]:
-        """Derived values that a search needs many times."""
-        return {}
+    def cached(self, key: object, value: Callable[[], T]) -> T:
+        """A derived value that a search needs many times; computed once for each key."""
+        if key not in self._cache:
+            self._cache[key] = value()
+        return cast(T, self._cache[key])
 
 
 def detect(model: nn.Module) -> Detection:

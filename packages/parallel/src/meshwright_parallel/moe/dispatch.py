@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +40,7 @@ class _Call:
 
 @dataclass
 class Dispatch(ExpertsForward):
-    """The forward of a module of experts whose parameters are sharded along a mesh axis.
-
-    Args:
-        axis: the mesh axis along which its experts are sharded.
-    """
+    """The forward of a module of experts whose parameters are sharded along the mesh axis `axis`."""
 
     axis: str
 
@@ -59,21 +56,15 @@ class Dispatch(ExpertsForward):
         context = layout_of_dtensor(next(self.module.parameters())).context  # type: ignore[arg-type]
         tokens, assignment, weights = (as_global(t, context) for t in inputs)
         flat: Any = tokens if tokens.ndim == 2 else tokens.reshape(-1, tokens.shape[-1])
-        out: Any = self._run(context, flat, assignment, weights, bound, tokens.ndim)
+        out: Any = self._run(context, (flat, assignment, weights), bound, tokens.ndim)
         return out if tokens.ndim == 2 else out.reshape(tokens.shape)  # type: ignore[no-any-return]
 
     def _run(
-        self,
-        context: MeshContext,
-        tokens: GlobalTensor,
-        assignment: GlobalTensor,
-        weights: GlobalTensor,
-        bound: inspect.BoundArguments,
-        ndim: int,
+        self, context: MeshContext, inputs: Sequence[GlobalTensor], bound: inspect.BoundArguments, ndim: int
     ) -> GlobalTensor:
         expert_axis = context.axes.index(self.axis)
-        states = self._row_states(tokens._layout, expert_axis)
-        x, chosen, weight = (local_in(t, states) for t in (tokens, assignment, weights))
+        states = self._row_states(inputs[0]._layout, expert_axis)
+        x, chosen, weight = (local_in(t, states) for t in inputs)
         total = length = x.shape[0]
         start = 0
         # every rank has all rows, and sends its part of them
@@ -87,7 +78,7 @@ class Dispatch(ExpertsForward):
         if states[expert_axis] == "X":
             out = nn.functional.pad(out, (0, 0, start, total - start - length))
         result: States = tuple(s if is_shard(s) else "P" if s == "X" else "I" for s in states)
-        return wrap(out, layout_of(context, result, tokens.shape, out.dtype))
+        return wrap(out, layout_of(context, result, inputs[0].shape, out.dtype))
 
     def _through(self, context: MeshContext, x: Tensor, rows: Rows, states: States, call: _Call) -> Tensor:
         """Send rows [N, H] to their experts, and return the results [N, H]."""
@@ -140,10 +131,8 @@ class Dispatch(ExpertsForward):
         shape = (*(1,) * (call.tokens_ndim - 2), *x.shape)
         weight = weight.reshape(-1, *(1,) * (call.weights_ndim - 1))
         values = (x.reshape(shape), local.assignment(expert, call.assignment), weight)
-        arguments = inspect.BoundArguments(
-            self.__signature__,
-            OrderedDict(call.bound.arguments | dict(zip(self._names, values, strict=True))),
-        )
+        named = OrderedDict(call.bound.arguments | dict(zip(self._names, values, strict=True)))
+        arguments = inspect.BoundArguments(self.__signature__, named)
         result = self.inner(*arguments.args, **arguments.kwargs)
         if not isinstance(result, Tensor) or result.numel() != x.numel():
             returned = list(result.shape) if isinstance(result, Tensor) else type(result).__name__

@@ -42,7 +42,8 @@ def inner_states(candidate: Candidate, proved: Proved) -> dict[str, str]:
         for inner in sorted({size for size in sample.widths() if size % 2 == 0}):
             for cuts in itertools.islice(_combinations(candidate, sample, inner), MAX_COMBINATIONS):
                 if _adds_up(sample, cuts, arguments):
-                    return {path: _text(cut, inner * factor) for path, cut in cuts.items()}
+                    segments = {1: "", 2: f"; {inner * factor}+{inner * factor}"}
+                    return {path: f"S({dim}{segments[n]})" for path, (dim, n) in cuts.items()}
     return {}
 
 
@@ -81,11 +82,6 @@ def _adds_up(sample: Sample, cuts: Mapping[str, Cut], arguments: tuple[Tensor, .
     except Exception:
         # a module may reject parts with any error
         return False
-    return whole.shape == added.shape and bool(
-        (whole - added).abs().max() <= TOLERANCE * float(whole.abs().max())
-    )
-
-
-def _text(cut: Cut, inner: int) -> str:
-    dim, segments = cut
-    return f"S({dim})" if segments == 1 else f"S({dim}; {inner}+{inner})"
+    if whole.shape != added.shape:
+        return False
+    return bool((whole - added).abs().max() <= TOLERANCE * float(whole.abs().max()))

@@ -20,14 +20,7 @@ Tensor = torch.Tensor
 
 @dataclass
 class ExpertsForward:
-    """A replacement of the forward of a module of experts.
-
-    Args:
-        module: the module.
-        name: its fully qualified name.
-        rule: its rule in the plan.
-        inner: its original forward.
-    """
+    """A replacement of the forward `inner` of a module of experts; `name` is fully qualified."""
 
     module: nn.Module
     name: str
@@ -64,34 +57,30 @@ class SwappedParameters:
         self._parameters.clear()
 
 
+@dataclass
 class LocalExperts:
     """Context: the module runs on this rank's experts.
 
     Args:
-        module: the module of experts.
-        rule: its rule in the plan.
         rank, ranks: coordinate on the expert axis, and its size.
         rows: state of the tokens on each mesh axis; X where ranks have the same tokens but parts of every expert.
-        axis: name of the expert axis.
+        axis: the expert axis.
         idle: of a container, the numbers of the experts that have rows on other ranks only.
 
     Attributes:
         trained: whether any parameter of the module is trained.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        rule: ExpertsRule,
-        rank: int,
-        ranks: int,
-        rows: States,
-        axis: str,
-        idle: Sequence[int] = (),
-    ) -> None:
-        self.module, self.rule, self.rank, self.ranks, self.rows = module, rule, rank, ranks, rows
-        self.axis, self.idle = axis, idle
-        self.trained = any(p.requires_grad for p in module.parameters())
+    module: nn.Module
+    rule: ExpertsRule
+    rank: int
+    ranks: int
+    rows: States
+    axis: str
+    idle: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.trained = any(p.requires_grad for p in self.module.parameters())
         self._swapped = SwappedParameters()
         self._attributes: list[tuple[nn.Module, str, int]] = []
 

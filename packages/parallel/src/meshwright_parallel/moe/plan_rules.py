@@ -55,10 +55,7 @@ def expert_rules(model: nn.Module, plan: ParallelPlan) -> dict[str, ExpertsRule]
 
 def rules_of(detection: Detection) -> tuple[ExpertsRule, ...]:
     """One rule for all modules whose names differ in numbers only."""
-    if "rules" not in detection.cache:
-        detection.cache["rules"] = _rules(detection)
-    rules: tuple[ExpertsRule, ...] = detection.cache["rules"]
-    return rules
+    return detection.cached("rules", lambda: _rules(detection))
 
 
 def _rules(detection: Detection) -> tuple[ExpertsRule, ...]:
@@ -92,10 +89,7 @@ def parameters_of(detection: Detection) -> Iterator[str]:
 def placements_of(detection: Detection, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
     """Parameter name -> mesh axis -> state: dim 0 is sharded along "ep", the intermediate dim of each expert along "tp"."""
     key = ("placements", degrees.get("tp", 1))
-    if key not in detection.cache:
-        detection.cache[key] = MappingProxyType(_placements(detection, degrees))
-    placements: Mapping[str, Mapping[str, str]] = detection.cache[key]
-    return placements
+    return detection.cached(key, lambda: MappingProxyType(_placements(detection, degrees)))
 
 
 def _placements(detection: Detection, degrees: Mapping[str, int]) -> dict[str, dict[str, str]]:
@@ -116,25 +110,18 @@ def divided_inside(experts: Experts, degrees: Mapping[str, int]) -> bool:
 
     def divides(path: str, state: State) -> bool:
         size = experts.candidate.module.get_parameter(path).shape[int(state)]
-        return (
-            size % (2 * ranks) == 0
-            if not isinstance(state, IntervalShard)
-            else all(p % ranks == 0 for p in state.parts or ())
-        )
+        if isinstance(state, IntervalShard):
+            return all(p % ranks == 0 for p in state.parts or ())
+        return size % (2 * ranks) == 0
 
-    return (
-        ranks > 1
-        and bool(experts.inner)
-        and all(divides(path, parse_state(text, 1)) for path, text in experts.inner.items())
-    )
+    states = {path: parse_state(text, 1) for path, text in experts.inner.items()}
+    return ranks > 1 and bool(states) and all(divides(path, state) for path, state in states.items())
 
 
 def all_divided_inside(detection: Detection, degrees: Mapping[str, int]) -> bool:
     """Whether every expert of the model is sharded over the ranks of "tp"."""
     key = ("inside", degrees.get("tp", 1))
-    if key not in detection.cache:
-        detection.cache[key] = all(divided_inside(experts, degrees) for experts in detection.experts)
-    return bool(detection.cache[key])
+    return detection.cached(key, lambda: all(divided_inside(e, degrees) for e in detection.experts))
 
 
 def notes_of(detection: Detection) -> tuple[str, ...]:
@@ -171,18 +158,12 @@ def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
         dispatched |= parameters
     # a pipeline stage may have none
     if not dispatched and stages_of(model) is None:
-        raise PlanError(
-            f"degrees.{axis}",
-            plan.degree(axis),
-            f"the plan shards the parameters of no module of experts of this {type(model).__name__} along {axis!r}",
-            "1",
-        )
+        text = f"the plan shards the parameters of no module of experts of this {type(model).__name__} along {axis!r}"
+        raise PlanError(f"degrees.{axis}", plan.degree(axis), text, "1")
     if sharded - dispatched:
         name = min(sharded - dispatched)
-        rule_text = (
-            f"it is sharded along {axis!r}, but no rule of plan.experts matches a module that holds it"
-        )
-        raise PlanError("parameters", name, rule_text)
+        text = f"it is sharded along {axis!r}, but no rule of plan.experts matches a module that holds it"
+        raise PlanError("parameters", name, text)
 
 
 def _is_sharded(parameter: Any, axis: str) -> bool:

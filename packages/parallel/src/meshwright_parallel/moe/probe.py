@@ -37,10 +37,7 @@ TOLERANCE = 1e-4
 class Proved:
     """The call of a module that was proved to hold experts.
 
-    Args:
-        assignment: form of its assignment.
-        attributes: paths of the attributes that hold the number of experts.
-        width: size of a token.
+    `attributes`: paths of those that hold the number of experts. `width`: size of a token.
     """
 
     assignment: Style
@@ -230,11 +227,9 @@ class _Trial:
 
 def _reached(part: Tensor, parameters: list[torch.nn.Parameter]) -> bool:
     """Whether the gradient of the memory of `part` is not zero."""
+    memory = part.untyped_storage().data_ptr()
     for parameter in parameters:
-        if (
-            parameter.grad is not None
-            and parameter.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        ):
+        if parameter.grad is not None and parameter.untyped_storage().data_ptr() == memory:
             window = parameter.grad.reshape(-1)[part.storage_offset() : part.storage_offset() + part.numel()]
             return bool(window.abs().sum() > 0)
     return False

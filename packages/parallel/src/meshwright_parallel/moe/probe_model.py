@@ -22,8 +22,6 @@ class Candidate:
     """A module that may hold experts.
 
     Args:
-        name: fully qualified name.
-        module: the module.
         kind: "fused" - experts are equal parts of dim 0 of the parameters; "container" - one child each.
         count: number of experts, E.
         experts: paths of the experts' parameters (fused), or of the children in order (container).
@@ -75,7 +73,6 @@ class Sample:
     """A copy of a candidate's module.
 
     Args:
-        module: the copy.
         count: number of experts in its attributes.
         used: numbers of the two or three experts that have values.
         parts: expert -> its parameters, or for fused experts views of its rows.
@@ -88,9 +85,8 @@ class Sample:
 
     def widths(self) -> list[int]:
         """Sizes of dims of the experts that have values."""
-        return sorted(
-            {size for parts in self.parts.values() for part in parts for size in part.shape if size > 1}
-        )
+        shapes = (part.shape for parts in self.parts.values() for part in parts)
+        return sorted({size for shape in shapes for size in shape if size > 1})
 
 
 def sample_of(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UsageError
@@ -118,21 +118,19 @@ def _without_partial(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with partial sums reduced: a norm is not linear."""
     if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
         return tensor
-    from torch.distributed.tensor import Replicate
-
     return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
 def _norms(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
     """The p-norm of each tensor, in the tensor's own dtype, on its own device."""
     powers = [_power(local_of(tensor), p) for tensor in tensors]
-    meshes: dict[DeviceMesh, list[int]] = {}
+    meshes: dict[DeviceMesh, list[tuple[int, DTensor]]] = {}
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            meshes.setdefault(tensor.device_mesh, []).append(index)
+            meshes.setdefault(tensor.device_mesh, []).append((index, tensor))
     for mesh, members in meshes.items():
         for axis in range(mesh.ndim):
-            sharded = [i for i in members if _shards(tensors[i], axis)]
+            sharded = [i for i, tensor in members if tensor.placements[axis].is_shard()]
             if sharded and mesh.size(axis) > 1:
                 summed = _reduce(torch.stack([powers[i] for i in sharded]), mesh, axis, p)
                 for index, power in zip(sharded, summed.unbind(), strict=True):
@@ -149,10 +147,11 @@ def _power(local: torch.Tensor, p: float) -> torch.Tensor:
     # an empty shard
     if local.numel() == 0:
         return torch.full((), math.inf if p == -math.inf else 0.0, dtype=torch.float64, device=local.device)
+    dtype = torch.float32 if local.dtype in (torch.float16, torch.bfloat16) else local.dtype
     flat = local.reshape(-1)
     split = flat.numel() - flat.numel() % CHUNK
     norms = [
-        torch.linalg.vector_norm(piece, p, dim=-1, dtype=_accurate(local.dtype)).double()
+        torch.linalg.vector_norm(piece, p, dim=-1, dtype=dtype).double()
         for piece in (flat[:split].view(-1, CHUNK), flat[split:].view(1, -1))
         if piece.numel()
     ]
@@ -161,10 +160,6 @@ def _power(local: torch.Tensor, p: float) -> torch.Tensor:
         return norm.max() if p > 0 else norm.min()
     # p = 0 counts elements
     return (norm if p == 0 else norm**p).sum()
-
-
-def _shards(tensor: torch.Tensor, axis: int) -> bool:
-    return isinstance(tensor, DTensor) and tensor.placements[axis].is_shard()
 
 
 def _reduce(values: torch.Tensor, mesh: DeviceMesh, axis: int, p: float) -> torch.Tensor:
@@ -188,7 +183,3 @@ def _reduce(values: torch.Tensor, mesh: DeviceMesh, axis: int, p: float) -> torc
 
 def _root(power: torch.Tensor, p: float) -> torch.Tensor:
     return power if math.isinf(p) or p == 0 else power ** (1.0 / p)
-
-
-def _accurate(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

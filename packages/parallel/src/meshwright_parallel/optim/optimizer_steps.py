@@ -79,9 +79,8 @@ def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
             # from a checkpoint: a stock DTensor, not permuted
             if isinstance(value, DTensor):
                 in_order = permuted_layout(parameter) is not None and permuted_layout(value) is None
-                entries[key] = (
-                    like_parameter(value, parameter) if in_order and same_shape else mesh_value(value)
-                )
+                permutes = in_order and same_shape
+                entries[key] = like_parameter(value, parameter) if permutes else mesh_value(value)
             elif same_shape:
                 entries[key] = mesh_value(like_parameter(value, parameter))
 

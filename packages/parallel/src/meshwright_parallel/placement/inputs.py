@@ -50,7 +50,6 @@ class ModelPlacement:
         return self
 
     def input_states(self, name: str, shape: Sequence[int], size: BatchSize) -> tuple[State, ...]:
-        """See the function `input_states`; `size` is that of the batch."""
         return input_states(self.plan, self.strategies, name, shape, size)
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

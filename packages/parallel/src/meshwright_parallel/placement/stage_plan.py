@@ -54,13 +54,10 @@ def split_plan(plan: ParallelPlan, strategies: Sequence[Strategy]) -> StagePlan:
     if not dividing:
         return StagePlan(None, plan, tuple(strategies))
     degrees = {axis: degree for axis, degree in plan.degrees.items() if axis not in dividing}
+    named = {axis: name for axis, name in plan.strategies.items() if axis not in dividing}
+    ranks = plan.world_size // (plan.degree(outer[0].axis) if outer else 1)
     inner = plan.replace(
-        world_size=plan.world_size // (plan.degree(outer[0].axis) if outer else 1),
-        degrees=degrees,
-        strategies={axis: name for axis, name in plan.strategies.items() if axis not in dividing},
-        pipeline=None,
-        collectives=(),
-        predicted=None,
+        world_size=ranks, degrees=degrees, strategies=named, pipeline=None, collectives=(), predicted=None
     )
     remaining = tuple(s for s in strategies if s.axis not in dividing)
     return StagePlan(outer[0] if outer else None, inner, remaining)

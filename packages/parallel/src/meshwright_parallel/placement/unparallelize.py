@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import live_process_groups
-from meshwright_parallel._torch.core import buffers_of, module_parts, parameters_of
+from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts
 
 _ATTRIBUTE = "_meshwright_before"
 _BLANK = "_meshwright_blank"
@@ -59,7 +59,7 @@ def drop_values(model: nn.Module) -> Unparallelized:
     snapshots = [_ModuleSnapshot.of(module) for module in model.modules()]
     replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        part = parameters_of(module_parts(module))
+        part = module_parts(module)[PARAMETERS]
         for name, parameter in part.items():
             if parameter is not None:
                 if id(parameter) not in replacements:
@@ -117,7 +117,7 @@ class PlanUndo:
         # so that ids are not reused
         alive: list[torch.Tensor] = []
         for snapshot in self.modules:
-            for part in (parameters_of(snapshot.parts), buffers_of(snapshot.parts)):
+            for part in (snapshot.parts[PARAMETERS], snapshot.parts[BUFFERS]):
                 for name, tensor in part.items():
                     if tensor is not None:
                         alive.append(tensor)
@@ -172,52 +172,96 @@ def unparallelize(model: nn.Module) -> Unparallelized:
             f"this {type(model).__name__} has not been parallelized, or is a copy of a model that has; give the model itself"
         )
     result = Unparallelized([_ModuleSnapshot.of(module) for module in model.modules()], groups=before.groups)
-    replacements: dict[int, torch.Tensor] = {}
-    lost: set[str] = set()
+    restoration = _Restoration()
     names = {id(module): prefix for prefix, module in model.named_modules()}
     try:
         for old, new in zip(before.modules, before.after, strict=True):
-            _undo(old, new, names.get(id(old.module), ""), replacements, lost)
+            restoration.undo(old, new, names.get(id(old.module), ""))
     except BaseException:
         result.restore()
         raise
-    result.lost = frozenset(lost)
+    result.lost = frozenset(restoration.lost)
     return result
 
 
-def _undo(
-    old: _ModuleSnapshot,
-    new: _ModuleSnapshot,
-    prefix: str,
-    replacements: dict[int, torch.Tensor],
-    lost: set[str],
-) -> None:
-    """Undo the changes of one module from `old` to `new`."""
-    current = vars(old.module)
-    parts = module_parts(old.module)
-    parameters, buffers = parameters_of(old.parts), buffers_of(old.parts)
-    for name in [name for name in current if name not in parts]:
-        ours = name.startswith(_OURS) or name in parameters or name in buffers
-        unchanged = name in new.attributes and current[name] is new.attributes[name]
-        if name in old.attributes:
-            if unchanged:
-                current[name] = old.attributes[name]
-        elif ours or unchanged:
-            del current[name]
-    for name, value in old.attributes.items():
-        if name not in new.attributes:
-            current.setdefault(name, value)
-    for name, part in parts.items():
-        if part is parameters_of(parts) or part is buffers_of(parts):
-            continue
-        if isinstance(part, set):
-            part |= old.parts[name] - new.parts[name]
-            part -= new.parts[name] - old.parts[name]
-        else:
-            _undo_entries(part, old.parts[name], new.parts[name])
-    dot = f"{prefix}." if prefix else ""
-    _restore_parameters(parameters_of(parts), parameters, parameters_of(new.parts), dot, replacements, lost)
-    _restore_buffers(buffers_of(parts), buffers, dot, replacements, lost)
+@dataclass
+class _Restoration:
+    """What was made anew so far, by the form of the old value, and the names of values that this rank did not hold."""
+
+    replacements: dict[int, torch.Tensor] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+
+    def undo(self, old: _ModuleSnapshot, new: _ModuleSnapshot, prefix: str) -> None:
+        """Undo the changes of one module from `old` to `new`."""
+        current = vars(old.module)
+        parts = module_parts(old.module)
+        parameters, buffers = old.parts[PARAMETERS], old.parts[BUFFERS]
+        for name in [name for name in current if name not in parts]:
+            ours = name.startswith(_OURS) or name in parameters or name in buffers
+            unchanged = name in new.attributes and current[name] is new.attributes[name]
+            if name in old.attributes:
+                if unchanged:
+                    current[name] = old.attributes[name]
+            elif ours or unchanged:
+                del current[name]
+        for name, value in old.attributes.items():
+            if name not in new.attributes:
+                current.setdefault(name, value)
+        for name, part in parts.items():
+            if name in (PARAMETERS, BUFFERS):
+                continue
+            if isinstance(part, set):
+                part |= old.parts[name] - new.parts[name]
+                part -= new.parts[name] - old.parts[name]
+            else:
+                _undo_entries(part, old.parts[name], new.parts[name])
+        dot = f"{prefix}." if prefix else ""
+        self._restore_parameters(parts[PARAMETERS], parameters, new.parts[PARAMETERS], dot)
+        self._restore_buffers(parts[BUFFERS], buffers, dot)
+
+    def _restore_parameters(
+        self, part: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], dot: str
+    ) -> None:
+        added = [name for name in part if name not in old]
+        other = [name for name, value in new.items() if name in part and part[name] is not value]
+        for name in added + other:
+            raise UsageError(
+                f"parameter {dot + name!r} was added or replaced after the model was parallelized, so another plan cannot be "
+                "applied to it; build the model anew"
+            )
+        current = dict(part)
+        part.clear()
+        for name, form in old.items():
+            if form is None:
+                part[name] = None
+                continue
+            parameter = current.get(name)
+            if parameter is None:
+                self.lost.add(dot + name)
+            if id(form) not in self.replacements:
+                trained = form.requires_grad if parameter is None else parameter.requires_grad
+                replacement = self.replacements[id(form)] = form.parameter(trained)
+                for key, value in vars(parameter).items() if parameter is not None else ():
+                    # attributes that users set on a parameter
+                    if not key.startswith("_"):
+                        setattr(replacement, key, value)
+            part[name] = self.replacements[id(form)]
+
+    def _restore_buffers(self, part: dict[str, Any], old: Mapping[str, Any], dot: str) -> None:
+        current = dict(part)
+        part.clear()
+        for name, form in old.items():
+            buffer = current.pop(name, None)
+            if form is None or (buffer is not None and buffer.dtype == form.dtype):
+                part[name] = buffer
+                continue
+            if buffer is None:
+                self.lost.add(dot + name)
+            if id(form) not in self.replacements:
+                self.replacements[id(form)] = form.tensor() if buffer is None else buffer.to(form.dtype)
+            part[name] = self.replacements[id(form)]
+        # buffers that users have added
+        part.update(current)
 
 
 def _undo_entries(part: dict[Any, Any], old: Mapping[Any, Any], new: Mapping[Any, Any]) -> None:
@@ -229,60 +273,3 @@ def _undo_entries(part: dict[Any, Any], old: Mapping[Any, Any], new: Mapping[Any
     for key, value in old.items():
         if key not in new:
             part.setdefault(key, value)
-
-
-def _restore_parameters(
-    part: dict[str, Any],
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    dot: str,
-    replacements: dict[int, torch.Tensor],
-    lost: set[str],
-) -> None:
-    added = [name for name in part if name not in old]
-    other = [name for name, value in new.items() if name in part and part[name] is not value]
-    for name in added + other:
-        raise UsageError(
-            f"parameter {dot + name!r} was added or replaced after the model was parallelized, so another plan cannot be "
-            "applied to it; build the model anew"
-        )
-    current = dict(part)
-    part.clear()
-    for name, form in old.items():
-        if form is None:
-            part[name] = None
-            continue
-        parameter = current.get(name)
-        if parameter is None:
-            lost.add(dot + name)
-        if id(form) not in replacements:
-            trained = form.requires_grad if parameter is None else parameter.requires_grad
-            replacement = replacements[id(form)] = form.parameter(trained)
-            for key, value in vars(parameter).items() if parameter is not None else ():
-                # attributes that users set on a parameter
-                if not key.startswith("_"):
-                    setattr(replacement, key, value)
-        part[name] = replacements[id(form)]
-
-
-def _restore_buffers(
-    part: dict[str, Any],
-    old: Mapping[str, Any],
-    dot: str,
-    replacements: dict[int, torch.Tensor],
-    lost: set[str],
-) -> None:
-    current = dict(part)
-    part.clear()
-    for name, form in old.items():
-        buffer = current.pop(name, None)
-        if form is None or (buffer is not None and buffer.dtype == form.dtype):
-            part[name] = buffer
-            continue
-        if buffer is None:
-            lost.add(dot + name)
-        if id(form) not in replacements:
-            replacements[id(form)] = form.tensor() if buffer is None else buffer.to(form.dtype)
-        part[name] = replacements[id(form)]
-    # buffers that users have added
-    part.update(current)

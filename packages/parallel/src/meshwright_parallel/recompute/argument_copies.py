@@ -145,7 +145,11 @@ class _Copier:
             return self._tuple(x)
         if isinstance(x, _METHODS):
             owner = self.copied(x.__self__)
-            return x if owner is x.__self__ else _method_of(owner, x)
+            if owner is x.__self__:
+                return x
+            if type(x) is types.MethodType:
+                return types.MethodType(x.__func__, owner)
+            return getattr(owner, x.__name__)
         if type(x) is functools.partial:
             return functools.partial(self.copied(x.func), *self.copied(x.args), **self.copied(x.keywords))
         if isinstance(x, torch.Generator):
@@ -230,12 +234,6 @@ def _empty(x: Any) -> Any:
         if issubclass(kind, types.SimpleNamespace):
             return kind.__new__(kind)
         return copy.copy(x) if issubclass(kind, bytearray) or hasattr(kind, "__copy__") else None
-
-
-def _method_of(owner: Any, method: Any) -> Any:
-    if isinstance(method, types.MethodType):
-        return types.MethodType(method.__func__, owner)
-    return getattr(owner, method.__name__)
 
 
 @functools.lru_cache(maxsize=256)

@@ -178,15 +178,13 @@ def _collectives(form: str, use: AttentionUse, degree: int) -> list[CollectiveUs
             CollectiveUse("reduce_scatter", kv * degree, 1, "backward", "gradients of keys and values"),
         ]
     sizes = Counter((use.query_bytes, use.output_bytes))
-    sizes[kv * _key_repeats(use, degree) // 2] += 2
+    # key heads are repeated so that each rank has equally many
+    repeats = degree // math.gcd(use.key_heads, degree)
+    if use.heads % (use.key_heads * repeats):
+        repeats = use.heads // use.key_heads
+    sizes[kv * repeats // 2] += 2
     return [
         CollectiveUse("all_to_all", nbytes * degree, count, phase, "heads in place of the sequence")
         for phase in ("forward", "backward")
         for nbytes, count in sizes.items()
     ]
-
-
-def _key_repeats(use: AttentionUse, degree: int) -> int:
-    """How often key heads are repeated so that each of `degree` ranks has equally many."""
-    times = degree // math.gcd(use.key_heads, degree)
-    return times if use.heads % (use.key_heads * times) == 0 else use.heads // use.key_heads

@@ -65,9 +65,7 @@ class Expert(RowStrategy):
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         """Divisors of the number of experts that divide the batch; 1 where there are no experts."""
         count = _count(request)
-        return [
-            d for d in divisors(count or 1) if request.batch_size % d == 0 and request.world_size % d == 0
-        ]
+        return divisors(math.gcd(count or 1, request.batch_size, request.world_size))
 
     def refusal(self, request: SearchRequest, degree: int) -> str | None:
         """Why this degree is impossible, or None."""
@@ -93,9 +91,8 @@ class Expert(RowStrategy):
         from meshwright_parallel.moe.plan_rules import all_divided_inside, rules_of
 
         detection = _detection(request)
-        inside = (
-            request.step.degrees.get("tp", 1) if all_divided_inside(detection, request.step.degrees) else 1
-        )
+        divided = all_divided_inside(detection, request.step.degrees)
+        inside = request.step.degrees.get("tp", 1) if divided else 1
         width = {e.candidate.name: e.proved.width for e in detection.experts}
         sizes = Counter(
             _sent_bytes(inputs, width[name]) * degree

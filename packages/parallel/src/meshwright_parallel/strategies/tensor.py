@@ -29,15 +29,14 @@ class Tensor(Strategy):
         return divisors(request.world_size)
 
 
-class TensorOuter(Strategy):
+class TensorOuter(Tensor):
     """Placements on `tp_outer` come from `plan.parameters` and `plan.activations`; the batch is replicated."""
 
     name: ClassVar[str] = "tensor-outer"
     axis: ClassVar[str] = "tp_outer"
     order: ClassVar[int] = 38
-    placement_search: ClassVar[bool] = True
     optional: ClassVar[bool] = True
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         """1; every divisor of the world size where the axis is pinned."""
-        return divisors(request.world_size) if self.axis in request.pins or request.exhaustive else (1,)
+        return super().degrees(request) if self.axis in request.pins or request.exhaustive else (1,)

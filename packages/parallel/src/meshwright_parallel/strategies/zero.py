@@ -195,7 +195,7 @@ class _Exposure:
         return sum(self.link.seconds(kind, nbytes, self.degree) for nbytes in sizes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _GroupBytes:
     """Bytes of one parameter group.
 
@@ -209,82 +209,59 @@ class _GroupBytes:
         all_reduced: of gradients of parameters that stay whole.
     """
 
-    full: int
-    shards: int
-    unsharded: int
-    trained: int
-    trained_shards: int
-    row: int
-    all_gathers: tuple[int, ...]
-    reduce_scatters: tuple[int, ...]
-    buffers: int
-    all_reduced: int
+    full: int = 0
+    shards: int = 0
+    unsharded: int = 0
+    trained: int = 0
+    trained_shards: int = 0
+    row: int = 0
+    all_gathers: tuple[int, ...] = ()
+    reduce_scatters: tuple[int, ...] = ()
+    buffers: int = 0
+    all_reduced: int = 0
 
     @staticmethod
     # blocks are equal, and every configuration asks for them
     @functools.lru_cache(maxsize=4096)
     def of(group: tuple[ParameterSize, ...], degree: int, alone_bytes: int) -> _GroupBytes:
         """`alone_bytes`: size of a shard from which it has a collective of its own."""
-        full = shards = unsharded = trained = trained_shards = 0
-        gathered = scattered = buffers = all_reduced = 0
-        all_gathers, reduce_scatters = [], []
+        made = _GroupBytes()
+        gathered = scattered = 0
         for p in group:
             stored_size, compute_size = p.itemsize
             dim = _state(p.shape, set(p.sharded_dims), degree)
-            local = _shard_numel(p, dim, degree)
-            alone = local * stored_size >= alone_bytes and _is_contiguous_shard(p, dim, degree)
-            full += p.numel * stored_size
-            shards += local * stored_size
+            local, alone = p.numel, False
             if isinstance(dim, int):
-                unsharded += p.numel * compute_size
+                local = p.numel // p.shape[dim] * -(-p.shape[dim] // degree)
+                # shards that are equal, contiguous in the whole, and computed with as they are stored
+                in_rows = math.prod(p.shape[:dim]) == 1 and p.shape[dim] % degree == 0
+                alone = local * stored_size >= alone_bytes and in_rows and stored_size == compute_size
+            made.full += p.numel * stored_size
+            made.shards += local * stored_size
+            if isinstance(dim, int):
+                made.unsharded += p.numel * compute_size
                 if alone:
-                    all_gathers.append(local * degree * compute_size)
+                    made.all_gathers += (local * degree * compute_size,)
                 else:
                     gathered += local * degree * compute_size
             elif stored_size != compute_size:
-                unsharded += p.numel * compute_size
+                made.unsharded += p.numel * compute_size
             if not p.trainable:
                 continue
-            trained += p.numel * stored_size
-            trained_shards += local * stored_size
+            made.trained += p.numel * stored_size
+            made.trained_shards += local * stored_size
             # each parameter has one flag, which travels with a bucket
             if not isinstance(dim, int):
-                all_reduced += (local + 1) * stored_size
+                made.all_reduced += (local + 1) * stored_size
                 continue
-            buffers += (local + 1) * degree * stored_size
+            made.buffers += (local + 1) * degree * stored_size
             if alone:
-                reduce_scatters.append(local * degree * stored_size)
+                made.reduce_scatters += (local * degree * stored_size,)
             scattered += (1 if alone else local + 1) * degree * stored_size
-        return _GroupBytes(
-            full=full,
-            shards=shards,
-            unsharded=unsharded,
-            trained=trained,
-            trained_shards=trained_shards,
-            row=gathered // degree,
-            all_gathers=tuple(all_gathers + ([gathered] if gathered else [])),
-            reduce_scatters=tuple(reduce_scatters + ([scattered] if scattered else [])),
-            buffers=buffers,
-            all_reduced=all_reduced,
-        )
-
-
-def _shard_numel(parameter: ParameterSize, dim: State, degree: int) -> int:
-    """Elements of the largest shard."""
-    if not isinstance(dim, int):
-        return parameter.numel
-    size = parameter.shape[dim]
-    return parameter.numel // size * -(-size // degree)
-
-
-def _is_contiguous_shard(parameter: ParameterSize, dim: State, degree: int) -> bool:
-    """Whether shards are equal, contiguous in the whole, and computed with as they are stored."""
-    return (
-        isinstance(dim, int)
-        and math.prod(parameter.shape[:dim]) == 1
-        and parameter.shape[dim] % degree == 0
-        and parameter.itemsize[0] == parameter.itemsize[1]
-    )
+        made.row = gathered // degree
+        made.all_gathers += (gathered,) if gathered else ()
+        made.reduce_scatters += (scattered,) if scattered else ()
+        return made
 
 
 def _uses(

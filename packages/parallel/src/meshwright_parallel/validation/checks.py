@@ -20,7 +20,7 @@ from meshwright_dtensor.model.tied_parameters import all_names, with_ties
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.intervals import IntervalShard
-from meshwright_dtensor.sharding.states import State, format_state
+from meshwright_dtensor.sharding.states import States, format_state
 from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.strategy.resolve import parameter_states, resolve_strategies
 from meshwright_dtensor.utils.fingerprint import fingerprint
@@ -46,7 +46,7 @@ class Fit:
 
     whole: ParallelPlan
     part: StagePlan
-    states: Mapping[str, tuple[State, ...]]
+    states: Mapping[str, States]
 
 
 def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost, world_size: int) -> Fit:
@@ -62,8 +62,8 @@ def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost
     """
     whole = with_inner_axis(plan)
     part = split_plan(whole, resolve_strategies(whole, host, world_size))
-    states = stored_states(model, part.plan, part.strategies)
-    check_plan(model, part.plan, part.strategies, batch, states)
+    states = _stored_states(model, part.plan, part.strategies)
+    _check_plan(model, part, batch, states)
     recomputed_modules(model, part.plan)
     if part.outer is None or any(degree > 1 for degree in part.plan.degrees.values()):
         check_dense(model)
@@ -123,11 +123,8 @@ def check_dense(model: nn.Module) -> None:
         UnsupportedError: naming the module.
     """
     for name, module in model.named_modules():
-        if (
-            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            and module.sparse
-            and module.weight.requires_grad
-        ):
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and module.sparse and module.weight.requires_grad:
             raise UnsupportedError(
                 f"module {name!r} makes sparse gradients, which cannot be summed and sharded; build it with sparse=False, and "
                 "use a dense optimizer (Adam for SparseAdam)"
@@ -168,15 +165,13 @@ def _live_optimizers() -> Iterator[torch.optim.Optimizer]:
     return itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
 
 
-def stored_states(
-    model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy]
-) -> dict[str, tuple[State, ...]]:
+def _stored_states(model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy]) -> dict[str, States]:
     """Name -> state per mesh axis of every parameter, tied ones under each of their names.
 
     Raises:
         PlanError: two names of one parameter are placed differently, or a placement does not fit its shape.
     """
-    stored: dict[str, tuple[State, ...]] = {}
+    stored: dict[str, States] = {}
     gathered = frozenset(strategy.axis for strategy in strategies if strategy.gathers)
     for aliases, parameter in all_names(model):
         planned = [name for name in aliases if plan.parameter_rule(name) is not None] or aliases[:1]
@@ -195,43 +190,30 @@ def stored_states(
     return stored
 
 
-def check_plan(
-    model: nn.Module,
-    plan: ParallelPlan,
-    strategies: Sequence[Strategy],
-    batch: Any,
-    states: Mapping[str, tuple[State, ...]],
-) -> None:
+def _check_plan(model: nn.Module, part: StagePlan, batch: Any, states: Mapping[str, States]) -> None:
     """Check that the plan fits this model, and this batch if one is given, and that its parts can be combined.
-
-    `states` are those of `stored_states`.
 
     Raises:
         PlanError: the plan was made for another model, a pattern matches nothing, or a combination is illegal.
         UsageError: the batch holds no tensor, or cannot be divided.
     """
+    plan = part.plan
     _check_fingerprint(model, plan)
     fqns = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for index, rule in enumerate(plan.parameters):
         if not any(rule.matches(fqn) for fqn in fqns):
-            raise PlanError(
-                f"parameters[{index}].pattern",
-                rule.pattern,
-                f"no parameter of this {type(model).__name__} matches; its parameters are {listing(fqns, 4)}",
-                did_you_mean(rule.pattern, fqns),
-            )
+            kind, near = type(model).__name__, did_you_mean(rule.pattern, fqns)
+            text = f"no parameter of this {kind} matches; its parameters are {listing(fqns, 4)}"
+            raise PlanError(f"parameters[{index}].pattern", rule.pattern, text, near)
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for index, call in enumerate(plan.activations):
         if not any(call.matches(name, call.function, call.occurrence) for name in modules):
-            raise PlanError(
-                f"activations[{index}].module",
-                call.module,
-                f"no module of this {type(model).__name__} matches",
-                did_you_mean(call.module, [name for name in modules if name]),
-            )
-    check_composition(model, plan, strategies, states)
+            text = f"no module of this {type(model).__name__} matches"
+            near = did_you_mean(call.module, filter(None, modules))
+            raise PlanError(f"activations[{index}].module", call.module, text, near)
+    check_composition(model, plan, part.strategies, states)
     if batch is not None:
-        _check_batch(plan, strategies, batch)
+        _check_batch(plan, part.strategies, batch)
 
 
 def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any) -> None:
@@ -256,7 +238,7 @@ def _check_shape(
     fqn: str,
     shape: tuple[int, ...],
     plan: ParallelPlan,
-    states: tuple[State, ...],
+    states: States,
     gathered: frozenset[str],
 ) -> None:
     """Check that sharded dims exist and that every rank has at least one row (with the chunks of torch.chunk).
@@ -301,13 +283,9 @@ def _check_fingerprint(model: nn.Module, plan: ParallelPlan) -> None:
         if planned[1] != name
         else f"it was made for a {name} with other modules, parameter shapes or dtypes (another configuration?)"
     )
-    raise PlanError(
-        "provenance.model",
-        planned[0],
-        f"{difference}; plan again for this model, or remove the field",
-        fingerprint(model),
-    )
+    text = f"{difference}; plan again for this model, or remove the field"
+    raise PlanError("provenance.model", planned[0], text, fingerprint(model))
 
 
-def _show(states: tuple[State, ...]) -> str:
+def _show(states: States) -> str:
     return "(" + ", ".join(format_state(state) for state in states) + ")"

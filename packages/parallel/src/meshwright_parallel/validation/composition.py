@@ -28,8 +28,6 @@ class Situation:
     """A model and the plan that is about to be applied to it.
 
     Attributes:
-        model: as the user built it.
-        plan: the plan.
         strategies: one per mesh axis, in mesh order.
         states: parameter name -> state per mesh axis in which it will be stored.
     """

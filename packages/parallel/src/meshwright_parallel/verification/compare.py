@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -71,7 +72,9 @@ def compare(
         reach: name -> largest difference, for tensors that are no measure.
         actual_only: this rank holds some of the tensors only; other ranks compare the others.
     """
-    largest = _largest(kind, expected)
+    largest: dict[str, float] = defaultdict(float)
+    for name, tensor in expected.items():
+        largest[_family(kind, name)] = max(largest[_family(kind, name)], magnitude(tensor))
     results = []
     for name in dict.fromkeys(actual if actual_only else [*expected, *actual]):
         want, got = expected.get(name), whole(actual.get(name))
@@ -104,14 +107,6 @@ def _noise_bound(want: torch.Tensor, perturbed: torch.Tensor | None, largest: fl
 def _family(kind: Kind, name: str) -> str:
     """Tensors of one family have comparable values: all gradients, or the states of one key (exp_avg, step)."""
     return name.rpartition("/")[2] if kind == "state" else ""
-
-
-def _largest(kind: Kind, tensors: Tensors) -> dict[str, float]:
-    largest: dict[str, float] = {}
-    for name, tensor in tensors.items():
-        family = _family(kind, name)
-        largest[family] = max(largest.get(family, 0.0), magnitude(tensor))
-    return largest
 
 
 @torch.no_grad()
@@ -209,11 +204,8 @@ def max_difference(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple
     # then every element of both is finite
     if math.isfinite(worst):
         return worst, ""
-    mismatch = (
-        (torch.isfinite(a) != torch.isfinite(b))
-        | (torch.isnan(a) != torch.isnan(b))
-        | (torch.isinf(a) & (a != b))
-    )
+    mismatch = (torch.isfinite(a) != torch.isfinite(b)) | (torch.isnan(a) != torch.isnan(b))
+    mismatch |= torch.isinf(a) & (a != b)
     if bool(mismatch.any()):
         return math.inf, f"{int(mismatch.sum())} elements are not finite on one side only"
     delta = torch.where(torch.isfinite(a), a - b, 0.0)

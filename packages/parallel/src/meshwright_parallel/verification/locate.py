@@ -75,9 +75,8 @@ class _Recorder(TorchFunctionMode):
             frame = self.frames[-1]
             occurrence = frame.counts[name]
             frame.counts[name] += 1
-            inputs = tuple(
-                _layout_text(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-            )
+            leaves = pytree.tree_leaves((args, kwargs))
+            inputs = tuple(_layout_text(x) for x in leaves if isinstance(x, torch.Tensor))
             for index, tensor in enumerate(results):
                 self._record((frame.module, frame.call, name, occurrence, index), tensor, inputs)
         return out
@@ -158,9 +157,8 @@ def locate(
     fault = _first("forward", values, actual, tolerance)
     if fault is not None:
         return fault
-    backward = sorted(
-        (a for a in common if expected[a].gradient is not None), key=lambda a: expected[a].order
-    )
+    backward = [a for a in common if expected[a].gradient is not None]
+    backward.sort(key=lambda a: expected[a].order)
     gradients = [(a, expected[a].gradient, actual[a].gradient) for a in backward]
     return _first("backward", gradients, actual, tolerance)
 

@@ -151,7 +151,10 @@ class VerificationReport:
             "failures": len(self.failures),
             "fault": None if self.fault is None else {k: _plain(v) for k, v in asdict(self.fault).items()},
             "tied": {name: list(others) for name, others in self.tied.items()},
-            "worst": {kind: self._entry(kind) for kind in dict.fromkeys(c.kind for c in self.comparisons)},
+            "worst": {
+                kind: _entry(self.worst(1, kind)[0])
+                for kind in dict.fromkeys(c.kind for c in self.comparisons)
+            },
             "comparisons": [_entry(c) for c in self.comparisons],
         }
 
@@ -161,14 +164,8 @@ class VerificationReport:
 
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) or "one rank"
         summary = Table()
-        for column, side in (
-            ("what", "left"),
-            ("tensors", "right"),
-            ("no measure", "right"),
-            ("worst relative", "right"),
-            ("passes", "left"),
-        ):
-            summary.add_column(column, justify=side)  # type: ignore[arg-type]
+        for column in ("what", "tensors", "no measure", "worst relative", "passes"):
+            summary.add_column(column, justify="left" if column in ("what", "passes") else "right")
         for kind in dict.fromkeys(c.kind for c in self.comparisons):
             of_kind = [c for c in self.comparisons if c.kind == kind]
             passed = sum(c.ok for c in of_kind)
@@ -181,9 +178,8 @@ class VerificationReport:
             table.add_column(column, overflow="fold")
         for c in self.worst(count):
             mark = ("ok" if c.ok else "DIFFERS") + (f": {c.note}" if c.note else "")
-            table.add_row(
-                str(c.step), c.kind, self._named(c) or "-", f"{c.relative:.1e}", f"{c.tolerance:.0e}", mark
-            )
+            relative, tolerance = f"{c.relative:.1e}", f"{c.tolerance:.0e}"
+            table.add_row(str(c.step), c.kind, self._named(c) or "-", relative, tolerance, mark)
         text = io.StringIO()
         console = Console(file=text, width=width, no_color=True)
         console.print(
@@ -208,9 +204,6 @@ class VerificationReport:
         """The tensor's name with every name of a tied parameter: "embed.weight = head.weight/exp_avg"."""
         name, slash, key = comparison.name.partition("/")
         return " = ".join((name, *self.tied.get(name, ()))) + slash + key
-
-    def _entry(self, kind: Kind) -> dict[str, Any]:
-        return _entry(self.worst(1, kind)[0])
 
 
 def _badness(comparison: Comparison) -> tuple[float, float]:

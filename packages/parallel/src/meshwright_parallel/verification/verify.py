@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import init
@@ -32,6 +32,7 @@ from meshwright_dtensor.plugins import PluginHost
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.optim.clip_grad import clip_grad_norm_
+from meshwright_parallel.optim.optimizer_steps import ELEMENTWISE
 from meshwright_parallel.ranks import generator_kept
 from meshwright_parallel.verification.compare import (
     NOISE_REACH,
@@ -49,20 +50,7 @@ from meshwright_parallel.verification.report import Comparison, Kind, Verificati
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-ADAPTIVE = (
-    torch.optim.Adadelta,
-    torch.optim.Adafactor,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.Muon,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SparseAdam,
-)
+ADAPTIVE = (*ELEMENTWISE.difference((optim.SGD, optim.ASGD)), optim.Adafactor, optim.Muon, optim.SparseAdam)
 """Optimizers of torch whose step does not shrink with the gradient."""
 
 
@@ -318,11 +306,8 @@ class _Runs:
 
 def find_loss(output: Any) -> torch.Tensor | None:
     """The loss in what a model returned: a 0-dim tensor, its `.loss` or its "loss"; None where there is none."""
-    candidates = [
-        output,
-        getattr(output, "loss", None),
-        output.get("loss") if isinstance(output, Mapping) else None,
-    ]
+    item = output.get("loss") if isinstance(output, Mapping) else None
+    candidates = (output, getattr(output, "loss", None), item)
     return next((v for v in candidates if isinstance(v, torch.Tensor) and v.dim() == 0), None)
 
 
