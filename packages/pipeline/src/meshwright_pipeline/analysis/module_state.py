@@ -37,8 +37,6 @@ class TensorValues:
         a, b = self.tensor, other.tensor
         return bool(((a == b) | ((a != a) & (b != b))).all())
 
-    __hash__ = None  # type: ignore[assignment]
-
     def like(self, other: TensorValues) -> bool:
         """Whether both have the same shape and dtype."""
         return self.tensor.shape == other.tensor.shape and self.tensor.dtype == other.tensor.dtype

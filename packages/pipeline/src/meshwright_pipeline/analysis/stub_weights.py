@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import (
-    TorchDispatchMode,
-    draws,
-    named_arguments,
-    op_name,
-    remove_hooks,
-    tensors_in,
-)
+from meshwright_pipeline._torch import TorchDispatchMode, draws, named_arguments, op_name, tensors_in
 from meshwright_pipeline.analysis.module_state import LARGE
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.meta_model import meta_tensors
@@ -143,8 +136,6 @@ def with_stubs(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list[
     """The skeleton in full precision, with stubs for parameters outside of units; and its large tensors."""
     generator, large = torch.Generator().manual_seed(0), list[Tensor]()
     for part in model.modules():
-        # they would count the trial as a step
-        remove_hooks(part)
         parameters, buffers = tensors_in(part)
         for name, tensor in list(parameters.items()):
             if tensor is not None and tensor.is_floating_point():

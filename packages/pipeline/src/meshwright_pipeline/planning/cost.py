@@ -15,13 +15,7 @@ from meshwright_dtensor.strategy import CollectiveUse, Link, Peak, SearchRequest
 from meshwright_dtensor.strategy.cost import TIED
 from meshwright_pipeline.analysis.loss_preview import LossForecast
 from meshwright_pipeline.planning.activation_memory import MemoryPeak
-from meshwright_pipeline.planning.full_batch_loss import (
-    tail_gradient_bytes,
-    tail_memory,
-    tail_of,
-    with_tail,
-    without_tail,
-)
+from meshwright_pipeline.planning.full_batch_loss import tail_memory, tail_of, with_tail, without_tail
 from meshwright_pipeline.planning.recompute_cuts import recompute_to_fit
 from meshwright_pipeline.planning.search_space import microbatches, single_microbatch_note
 from meshwright_pipeline.planning.simulate import (
@@ -224,8 +218,8 @@ class _Case:
         limit = outcome.fullest.total(request)[0] - request.pipeline.bytes_to_free
         between = None
         if self.tail is not None:
-            count = self.shape.microbatches
-            between = sum(tail_memory(self.tail, count)), tail_gradient_bytes(self.tail, count)
+            kept, over, gradients = tail_memory(self.tail, self.shape.microbatches)
+            between = kept + over, gradients
         target = limit
         # bytes that several units share are known only when all units are chosen
         for _ in range(RECOMPUTE_TRIES):

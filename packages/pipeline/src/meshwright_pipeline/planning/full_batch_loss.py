@@ -23,31 +23,27 @@ def tail_of(model: ModelCosts) -> UnitWork:
     return replace(model.tail, seconds=model.tail.seconds + early, forward=model.tail.forward + early)
 
 
-def tail_gradient_bytes(tail: UnitWork, microbatches: int) -> float:
-    """Bytes of the gradients from the tail to the units: for all microbatches they exist when backwards begin."""
-    return microbatches * sum(size for _, _, size in tail.inputs)
+def tail_memory(tail: UnitWork, microbatches: int) -> tuple[float, float, float]:
+    """Bytes kept while a tail runs, bytes alive in addition, and bytes of the gradients from the tail to the units.
 
-
-def tail_memory(tail: UnitWork, microbatches: int) -> tuple[float, float]:
-    """Bytes kept while a tail runs, and bytes alive in addition.
-
-    Unit results of the microbatches are concatenated, so they exist twice; and so do their gradients.
+    Unit results of the microbatches are concatenated, so they exist twice; and so do their gradients, which exist for all
+    microbatches when backwards begin.
     """
-    inputs = tail_gradient_bytes(tail, microbatches)
-    return microbatches * tail.kept + inputs, microbatches * tail.over + inputs
+    inputs = microbatches * sum(size for _, _, size in tail.inputs)
+    return microbatches * tail.kept + inputs, microbatches * tail.over + inputs, inputs
 
 
 def with_tail(step: Prediction, tail: UnitWork, rank: int, microbatches: int) -> Prediction:
     """A step with the tail between its forwards and backwards, on the rank of the last stage."""
     seconds = microbatches * tail.seconds
-    kept, over = tail_memory(tail, microbatches)
+    kept, over, gradients = tail_memory(tail, microbatches)
     busy, held, fullest = list(step.busy), list(step.held), list(step.fullest)
     busy[rank] += seconds
     if fullest:
         units = held[rank]
         held[rank] = units + kept
         whole = MemoryPeak(held[rank], over)
-        backward = replace(fullest[rank], over=fullest[rank].over + tail_gradient_bytes(tail, microbatches))
+        backward = replace(fullest[rank], over=fullest[rank].over + gradients)
         fullest[rank] = max(backward, whole, key=lambda peak: peak.total)
     step = replace(step, seconds=step.seconds + seconds, silent=step.silent + seconds)
     return replace(step, busy=tuple(busy), held=tuple(held), fullest=tuple(fullest))

@@ -65,11 +65,6 @@ class Prediction:
     fullest: tuple[MemoryPeak, ...] = ()
     silent: float = 0.0
 
-    @property
-    def bubble(self) -> float:
-        """The fraction of the step in which the average rank waits."""
-        return 1.0 - sum(self.busy) / (self.seconds * len(self.busy)) if self.seconds else 0.0
-
 
 def predict(
     schedule: Schedule, shape: Shape, costs: StageCosts, slowdown: tuple[float, ...] = ()

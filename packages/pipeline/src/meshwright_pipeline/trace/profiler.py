@@ -38,16 +38,7 @@ from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
 from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
-from meshwright_pipeline.trace.profile import (
-    BETWEEN,
-    NO_LABELS,
-    PARAMETERS,
-    Key,
-    Label,
-    Labels,
-    Profile,
-    Result,
-)
+from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label, Profile, Result
 from meshwright_pipeline.trace.rng_replay import DrawRecorder, check_generator
 from meshwright_pipeline.trace.row_tracer import RowTracer
 from meshwright_pipeline.trace.side_outputs import (
@@ -105,7 +96,7 @@ class _LabelMode(TorchDispatchMode):
         self.labels[tensor] = frozenset({label})
         self._returned[tensor.untyped_storage().data_ptr()] = (tensor, label)
 
-    def of(self, tree: Any) -> Labels:
+    def of(self, tree: Any) -> frozenset[Label]:
         """The labels of all tensors in a tree."""
         return NO_LABELS.union(*(self.labels.get(tensor, NO_LABELS) for tensor in tensors_of(tree)))
 
@@ -210,7 +201,7 @@ class _ProfiledRun:
         self.model, self.units = profiler.model, profiler.units
         self.mode = _LabelMode(tracer)
         # in the order of the calls
-        self.consumes: dict[Key, Labels] = {}
+        self.consumes: dict[Key, frozenset[Label]] = {}
         self.results: dict[Key, Result] = {}
         self.of_batch: set[Key] = set()
         self._old_attributes: list[tuple[nn.Module, str, Any]] = []
