@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from meshwright import ranks
 from meshwright.demo.models import RECIPES
 from meshwright.demo.tasks import batches, loader, read_text
 from meshwright_dtensor.errors import UsageError
-
-if TYPE_CHECKING:
-    from meshwright.demo.report import Report
 
 # absolute, on the loss, in fp32: about ten units in the last place of a loss near 5
 TOLERANCE = 5e-6
@@ -146,6 +143,14 @@ class Outcome:
         }
 
 
+class Watcher(Protocol):
+    """Told on rank 0 what happens."""
+
+    def planned(self, plan: Any, outcome: Outcome, options: Options) -> None: ...
+
+    def stepped(self, step: Step) -> None: ...
+
+
 class _Single:
     """The same training on one device, with random numbers of its own."""
 
@@ -183,10 +188,10 @@ def make_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Opti
     return optimizer, schedule
 
 
-def run(options: Options, report: Report | None) -> Outcome:
+def run(options: Options, watcher: Watcher | None) -> Outcome:
     """Train on every rank of this job; the one-device run happens on rank 0, in turn with the parallel one.
 
-    report: told on rank 0; other ranks pass None.
+    watcher: told on rank 0; other ranks pass None.
     Raises what planning and applying a plan raise: UsageError, InfeasibleError.
     """
     torch.set_num_threads(1)
@@ -215,8 +220,8 @@ def run(options: Options, report: Report | None) -> Outcome:
     single = (
         _Single(options, lambda: recipe.make(options.sequence_length), data) if ranks.rank() == 0 else None
     )
-    if report:
-        report.planned(plan, outcome, options)
+    if watcher:
+        watcher.planned(plan, outcome, options)
 
     start = time.perf_counter()
     for number, batch in enumerate(mw.shard_loader(loader(data, options.batch_size))):
@@ -231,7 +236,7 @@ def run(options: Options, report: Report | None) -> Outcome:
             single_loss, single_seconds = single.step()
             step = Step(number, value, single_loss, seconds, single_seconds)
             outcome.steps.append(step)
-            if report:
-                report.stepped(step)
+            if watcher:
+                watcher.stepped(step)
         start = time.perf_counter()
     return outcome

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def find_function_gradients(
                     input_tensor = tensor(value)
                     receives.append(input_tensor is None or _torch.receives_gradient(function, input_tensor))
             earlier = notes[k].function or (False,) * len(receives)
-            notes[k].function = tuple(a or b for a, b in zip(earlier, receives, strict=True))
+            notes[k].function = tuple(map(or_, earlier, receives))
             if any(receives):
                 reached.update(ref.i for ref in nodes[k].outs)
 
