@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 ROWS, TOKENS = 8, 128
 """Rows and tokens of a batch where neither the user nor the model's function gives a size."""
 
-_NO_SIZES: Mapping[str, int] = MappingProxyType({})
-
 
 @dataclass
 class Source:
@@ -93,7 +91,7 @@ def resolve(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     seed: int = 0,
-    defaults: Mapping[str, int] = _NO_SIZES,
+    defaults: Mapping[str, int] = MappingProxyType({}),
 ) -> Source:
     """The model and batch that `--model NAME` means.
 

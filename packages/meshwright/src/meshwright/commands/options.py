@@ -12,8 +12,8 @@ import click
 
 from meshwright.sources import ROWS, TOKENS
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plugins import PlannerSpec, PluginHost
-from meshwright_dtensor.strategy import Planner, PlanRequest
+from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.strategy.plan_request import DEGREES, KEYWORDS, PRECISIONS
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
 
@@ -289,12 +289,6 @@ def pinning(pins: Mapping[str, int]) -> dict[str, Any]:
     """The keywords of PlanRequest that pin these degrees."""
     others = {axis: degree for axis, degree in pins.items() if axis not in KEYWORDS}
     return {"degrees": others} | {KEYWORDS[axis]: n for axis, n in pins.items() if axis in KEYWORDS}
-
-
-def make_plans(host: PluginHost, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
-    """The plans that the requested planner finds, best first; at least one."""
-    planner: Planner = host.get(PlannerSpec, request.planner).load()()
-    return planner.plan(model, batch, request)
 
 
 def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[nn.Module, ParallelPlan]:

@@ -17,17 +17,16 @@ from meshwright.commands.options import (
     check_folder,
     check_rows,
     file,
-    make_plans,
     model_options,
     number,
     plan_options,
 )
 from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.plugins import PlannerSpec
+from meshwright_dtensor.strategy import Planner, PlanRequest
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from meshwright_dtensor.strategy import PlanRequest
 
 # the planner that runs the model, which therefore needs its values
 RUNS = "trial"
@@ -73,7 +72,8 @@ def command(
     instance, batch = chosen.source().to_plan(values=RUNS in planners)
     if compare is not None:
         return _compare(state, instance, batch, request, planners, as_json)
-    plans = make_plans(state.host, instance, batch, request)
+    planner: Planner = state.host.get(PlannerSpec, request.planner).load()()
+    plans = planner.plan(instance, batch, request)
     if ranks.rank():
         return 0
     if trial is not None:

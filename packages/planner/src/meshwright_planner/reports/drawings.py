@@ -103,17 +103,13 @@ def timeline(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | Non
     if cluster is None or plan.predicted is None or plan.predicted.split is None:
         return Timeline()
     replayed = simulate(plan, cluster, host=host)
-    rows, whole = bars(replayed.timelines)
-    return Timeline(rows, whole, replayed.notes)
-
-
-def bars(rows: Sequence[Sequence[Span]]) -> tuple[list[list[Bar]], float]:
-    """Bars for every rank along pp, and the seconds of the whole step."""
-    whole = max((span.end for row in rows for span in row), default=0.0)
+    spans = replayed.timelines
+    whole = max((span.end for row in spans for span in row), default=0.0)
     if not whole:
-        return [], 0.0
-    thin = sum(map(len, rows)) > MOST_SPANS
-    return [[_bar(span, whole) for span in _merged(row, thin) if span.kind != "wait"] for row in rows], whole
+        return Timeline(notes=replayed.notes)
+    thin = sum(map(len, spans)) > MOST_SPANS
+    rows = [[_bar(span, whole) for span in _merged(row, thin) if span.kind != "wait"] for row in spans]
+    return Timeline(rows, whole, replayed.notes)
 
 
 def _bar(span: Span, whole: float) -> Bar:

@@ -261,26 +261,23 @@ class Workload:
         as far as there is no compute left to overlap with.
         """
         seconds: dict[str, dict[str, float]] = {}
-        for axis, exposed in self.split.exposed.items():
-            axes = [a for a in axis.split("+") if a in self.mesh.degrees]
-            if axis == "pp" or any(a in self.mesh.loose for a in axes):
+        exposed, hidden, loose = self.split.exposed, self.split.hidden, set(self.mesh.loose)
+        for axis in {**exposed, **hidden}:
+            if axis == "pp" or not loose.isdisjoint(axis.split("+")):
                 continue
-            sound, bad = self._totals(axis, axes, None), self._totals(axis, axes, set(ranks))
+            sound, bad = self._totals(axis, None), self._totals(axis, set(ranks))
             before, after = sum(sound.values()), sum(bad.values())
-            seconds[axis] = {}
-            for phase in PASSES:
-                share = sound[phase] / before if before else 0.5
-                seconds[axis][phase] = share * (exposed + after - before)
-        for axis, hidden in self.split.hidden.items():
-            axes = [a for a in axis.split("+") if a in self.mesh.degrees]
-            if axis == "pp" or axis in seconds or any(a in self.mesh.loose for a in axes):
-                continue
-            after = sum(self._totals(axis, axes, set(ranks)).values())
-            left = max(0.0, after - max(hidden, self.predicted.compute_seconds))
-            seconds[axis] = dict.fromkeys(PASSES, left / 2)
+            if axis in exposed:
+                shares = {phase: sound[phase] / before if before else 0.5 for phase in PASSES}
+                seconds[axis] = {p: share * (exposed[axis] + after - before) for p, share in shares.items()}
+            else:
+                left = max(0.0, after - max(hidden[axis], self.predicted.compute_seconds))
+                seconds[axis] = dict.fromkeys(PASSES, left / 2)
         return seconds
 
-    def _totals(self, axis: str, axes: Sequence[str], ranks: set[int] | None) -> dict[str, float]:
+    def _totals(self, axis: str, ranks: set[int] | None) -> dict[str, float]:
+        """Phase -> seconds of all collectives on an axis."""
+        axes = [a for a in axis.split("+") if a in self.mesh.degrees]
         collectives = [c for c in self.plan.collectives if c.axis == axis]
         return {
             phase: sum(c.count * self._seconds(c, axes, ranks) for c in collectives if c.phase == phase)

@@ -21,13 +21,7 @@ from meshwright_planner import _torch
 
 @dataclass(eq=False)
 class Checkpoint:
-    """One call of a checkpoint.
-
-    Args:
-        frame: torch's record of it; None if it is reentrant.
-        nodes: number of nodes that ran in it.
-        first: the first of them.
-    """
+    """One call of a checkpoint: torch's record of it (None if it is reentrant), the number of its nodes, and the first."""
 
     frame: Any = None
     nodes: int = 0
@@ -52,21 +46,16 @@ class Checkpoint:
         return self.saved > 0 and not _torch.checkpoint_stops(self.frame)
 
     @cached_property
-    def _results(self) -> Mapping[Any, Mapping[int, Any]] | None:
+    def results(self) -> Mapping[Any, Mapping[int, Any]] | None:
+        """The results that its policy saves, by operation and number of the call; None without a policy."""
         return None if self.frame is None else _torch.checkpoint_results(self.frame)
 
     def number(self, op: Any) -> int | None:
         """The number of the call of an operation in it that begins now, from 0; None without a policy."""
-        if self._results is None:
+        if self.results is None:
             return None
         self._calls[op] += 1
         return self._calls[op] - 1
-
-    def kept(self, op: Any, number: int | None) -> list[torch.Tensor]:
-        """The results of a call that the checkpoint's policy saves, so that the call is not recomputed."""
-        if self._results is None or number is None:
-            return []
-        return _torch.checkpoint_kept(self._results.get(op, {}).get(number))
 
 
 class CheckpointPosition(NamedTuple):
@@ -87,8 +76,10 @@ class CheckpointPosition(NamedTuple):
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """The results that a policy saves."""
-        return self.original.kept(self.op, self.number)
+        """The results that a policy saves, so that the node is not recomputed."""
+        if self.original.results is None or self.number is None:
+            return []
+        return _torch.checkpoint_kept(self.original.results.get(self.op, {}).get(self.number))
 
 
 Place = tuple[CheckpointPosition, ...]

@@ -40,15 +40,10 @@ def workspace_bytes(x: Tensor, weights: tuple[Tensor, ...], hidden: int, rest: t
     shrunk = min(1.0, WIDEST / max(hidden, features))
     sizes = max(1, round(features * shrunk)), max(1, round(hidden * shrunk))
     gates = weights[0].shape[0] // hidden
-    first, more = _per_row(sizes, gates, x.dtype, _sized(rest, hidden, sizes[1]))
-    return rows * max(0, round((first + more * (steps - STEPS[0])) / shrunk))
-
-
-def _sized(rest: tuple[Any, ...], hidden: int, shrunk: int) -> tuple[Any, ...]:
-    """The arguments for another number of hidden features."""
     reverse, batch_sizes, mode, _, *others = rest
     given = tuple(batch_sizes) if isinstance(batch_sizes, (list, tuple)) else batch_sizes
-    return (reverse, given, mode, shrunk, *others)
+    first, more = _per_row(sizes, gates, x.dtype, (reverse, given, mode, sizes[1], *others))
+    return rows * max(0, round((first + more * (steps - STEPS[0])) / shrunk))
 
 
 @functools.lru_cache(maxsize=64)
