@@ -21,10 +21,9 @@ from test_ilp_optimal import BLOCKS, Block
 from torch import nn
 
 from meshwright_dtensor.sharding.intervals import segmented_shard
-from meshwright_planner.placement.ilp import Program, Unsolved
-from meshwright_planner.placement.solution import Placement
+from meshwright_planner.cost.prices import JointCosts
+from meshwright_planner.placement.ilp import Placement, Program, Unsolved
 from meshwright_planner.placement.two_axes import solve as solve_module
-from meshwright_planner.placement.two_axes.prices import JointCosts
 from meshwright_planner.placement.two_axes.problem import JointProblem
 from meshwright_planner.placement.two_axes.solve import (
     in_turns,

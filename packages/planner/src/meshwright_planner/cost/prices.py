@@ -1,4 +1,4 @@
-"""Costs on one mesh axis: operations with their sizes on one rank, and the collectives of conversions.
+"""Costs on the searched mesh axes: operations with their sizes on one rank, and the collectives of conversions.
 
 Operations are timed by `cost/operations.py`, collectives by `meshwright_dtensor.cluster.links` on the slowest link that the axis
 crosses. A cost model (`cost/cost_models.py`) replaces both.
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright_dtensor.cluster import Cluster, CostModel, Operation
-from meshwright_dtensor.sharding.states import State, forward_kind, gradient_kind, is_shard
+from meshwright_dtensor.sharding.boxes import local_shape_of
+from meshwright_dtensor.sharding.states import State, States, forward_kind, gradient_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_planner.cost.backward import BackwardTraffic
@@ -41,6 +42,11 @@ class Collective:
     def resized(self, nbytes: int) -> Collective:
         """The same for a tensor of `nbytes` in all."""
         return replace(self, nbytes=nbytes // self.parts)
+
+
+def along(state: State | States) -> States:
+    """The state on each searched axis, outermost first; on one axis, a tuple of the state itself."""
+    return state if isinstance(state, tuple) else (state,)
 
 
 def move(source: State, target: State, nbytes: int) -> Collective | None:
@@ -173,7 +179,7 @@ class AxisCosts:
     ) -> Operation:
         """The operation on one rank; without shapes, which only cost models need."""
         made = tuple([values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)])
-        streamed = sum(made)
+        streamed, split = sum(made), self.split((*ins, *outs))
         table = work.table_bytes
         if work.kind == "embedding":
             # reads only the rows that it writes
@@ -181,11 +187,24 @@ class AxisCosts:
             table = int(table * self.share(ins[1] if len(ins) > 1 else "I"))
         else:
             streamed += sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.ins, ins))
+        backward_bytes = None
+        if work.back is not None:
+            # what the backward pass reads and writes
+            sizes = (
+                times * values[ref.i].nbytes * self.share(state)
+                for refs, states, counts in (
+                    (node.ins, ins, work.back.ins),
+                    (node.outs, outs, work.back.outs),
+                )
+                for ref, state, times in zip(refs, states, counts)
+                if times
+            )
+            backward_bytes = sum(sizes) + work.back.kept * self.part(split)
         return Operation(
             node.name,
             work.kind,
             work.dtype,
-            work.flops / self.sharers(self.split((*ins, *outs))),
+            work.flops / self.sharers(split),
             streamed,
             work.grad,
             work.inputs_back,
@@ -194,27 +213,8 @@ class AxisCosts:
             products=work.products,
             table_bytes=table,
             on_mesh=self.meshed,
-            backward_bytes=None
-            if work.back is None
-            else self._backward_bytes(work.back, node, values, ins, outs),
+            backward_bytes=backward_bytes,
         )
-
-    def _backward_bytes(
-        self,
-        back: BackwardTraffic,
-        node: Node,
-        values: Sequence[Value],
-        ins: Sequence[State],
-        outs: Sequence[State],
-    ) -> float:
-        """Bytes that the backward pass reads and writes on one rank."""
-        sizes = (
-            times * values[ref.i].nbytes * self.share(state)
-            for refs, states, counts in ((node.ins, ins, back.ins), (node.outs, outs, back.outs))
-            for ref, state, times in zip(refs, states, counts)
-            if times
-        )
-        return sum(sizes) + back.kept * self.part(self.split((*ins, *outs)))
 
     def _local(self, shape: tuple[int, ...], state: State) -> tuple[int, ...]:
         """The shape that one rank has of a value in `state`."""
@@ -224,17 +224,60 @@ class AxisCosts:
         return (*shape[:dim], -(-shape[dim] // self.degree), *shape[dim + 1 :])
 
 
+@dataclass(frozen=True)
+class JointCosts(AxisCosts):
+    """Costs on several searched axes; `axes` are those of each, `degree` is the number of their ranks together."""
+
+    axes: tuple[AxisCosts, ...] = ()
+
+    @staticmethod
+    def of(axes: Sequence[AxisCosts]) -> JointCosts:
+        """The costs of axes on one cluster, outermost first."""
+        first = axes[0]
+        degree = math.prod(a.degree for a in axes)
+        return JointCosts(first.cluster, first.link, degree, first.meshed, first.model, tuple(axes))
+
+    def collective(self, collective: Collective | None) -> float:
+        """Seconds of a collective on the link of its axis."""
+        return 0.0 if collective is None else self.axes[collective.axis].collective(collective)
+
+    def share(self, state: State) -> float:
+        """The fraction of a value that one rank holds."""
+        return self.part(self.split((state,)))
+
+    def split(self, states: Iterable[State]) -> Hashable:
+        """Per axis, whether work on tensors in these states is divided along it."""
+        all_states = list(states)
+        return tuple(
+            any(is_shard(s[axis] if isinstance(s, tuple) else s) for s in all_states)
+            for axis in range(len(self.axes))
+        )
+
+    def sharers(self, split: Hashable) -> int:
+        """Number of ranks that share work divided so."""
+        assert isinstance(split, tuple)
+        return math.prod(a.degree for a, divided in zip(self.axes, split, strict=True) if divided)
+
+    def _local(self, shape: tuple[int, ...], state: State) -> tuple[int, ...]:
+        """The shape that one rank has of a value."""
+        if not isinstance(state, tuple):
+            return tuple(shape)
+        return local_shape_of(shape, self.degrees, (0,) * len(self.axes), state)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees of the axes."""
+        return tuple(a.degree for a in self.axes)
+
+    def ranks(self, collective: Collective) -> int:
+        """Number of ranks in a collective."""
+        return self.axes[collective.axis].degree
+
+
 def more_forward(seconds: float, forward: float, times: float) -> tuple[float, float]:
     """Seconds, and the fraction of one forward pass, when the forward is recomputed `times` times."""
     more = 1 + times * forward
     return (seconds * more, forward / more) if times else (seconds, forward)
-
-
-def _matrices(node: Node, values: Sequence[Value]) -> int:
-    """Number of matrix products in a product."""
-    if not node.outs or base_name(node) not in ("bmm", "baddbmm"):
-        return 1
-    return math.prod(values[node.outs[0].i].shape[:-2])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -261,6 +304,7 @@ def work_of(
     floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
     first = values[node.ins[0].i].shape if node.ins else ()
     kind = kind_of(node, flops, int(first[-1]) if first else 1)
+    batched = bool(node.outs) and base_name(node) in ("bmm", "baddbmm")
     return Work(
         flops=flops,
         dtype=dtype_name(floating[0]) if floating else "float32",
@@ -269,7 +313,7 @@ def work_of(
         inputs_back=gradients_made(node, flows) if flops else sum(flows),
         table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
         itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
-        products=_matrices(node, values),
+        products=math.prod(values[node.outs[0].i].shape[:-2]) if batched else 1,
         back=None if flops else back,
         again=again,
     )

@@ -12,7 +12,7 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import PipelineQuery, StepContext
-from meshwright_planner.cost.prices import AxisCosts
+from meshwright_planner.cost.prices import AxisCosts, JointCosts
 from meshwright_planner.evaluation.cache import SearchCache
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import BY_STAGE, Point
@@ -27,7 +27,6 @@ from meshwright_planner.placement.ilp import MemoryTerms, Unsolved
 from meshwright_planner.placement.legal_rows import Legality, Rules
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.placement.two_axes.legal_rows import JointLegality
-from meshwright_planner.placement.two_axes.prices import JointCosts
 from meshwright_planner.placement.two_axes.problem import JointProblem
 from meshwright_planner.recompute.region import recomputed_blocks
 from meshwright_planner.recompute.rules import POLICIES, recompute_rules, repeated_blocks

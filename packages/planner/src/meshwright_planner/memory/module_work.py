@@ -13,10 +13,10 @@ from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import FORWARD
+from meshwright_planner.cost.prices import along
 from meshwright_planner.memory.peak import Replay
 from meshwright_planner.memory.savers import SavedByRun
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-from meshwright_planner.placement.solution import along
 
 
 @dataclass(frozen=True)

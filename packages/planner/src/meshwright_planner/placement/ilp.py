@@ -1,11 +1,11 @@
-"""The integer program of a placement problem: columns, rows, solver, and what a problem provides to build it."""
+"""The integer program of a placement problem: columns, rows, solver, and its solution, a placement."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -13,10 +13,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.states import State
-from meshwright_planner.cost.prices import AxisCosts, Collective
+from meshwright_planner.cost.prices import Collective
 from meshwright_planner.placement.legal_rows import Option
-from meshwright_planner.trace.quotient import Quotient
-from meshwright_planner.trace.tape import Saved, Tape
 
 Phase: TypeAlias = Literal["forward", "backward"]
 
@@ -28,6 +26,9 @@ INTEGRALITY = 1e-6
 
 INFEASIBLE = 2
 """Status of scipy's milp for a program without a solution."""
+
+RESULT = -1
+"""The consumer of the model's results, as the node of an edge."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,49 @@ class Conversion:
     collective: Collective
     count: int
     consumers: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Placement:
+    """A solution.
+
+    Args:
+        options: representative node -> its option.
+        stored: representative parameter value -> its state.
+        conversions: the collectives between nodes.
+        compute_seconds, communication_seconds: of one step on one rank, over all repetitions.
+        forward_seconds: of the compute seconds, those of the forward pass.
+        saved_bytes: bytes that autograd saves on one rank.
+        status: "optimal", or the solver's message when it stopped early with a solution.
+        variables, binaries, rows: size of the program.
+        seconds: time to build and solve.
+        times: number of microbatches in the counts, seconds and bytes.
+        again: representative node -> the fraction of its copies that is recomputed.
+        bound: lower bound of the objective, if this placement may not be optimal.
+    """
+
+    options: dict[int, Option]
+    stored: dict[int, State]
+    conversions: list[Conversion]
+    compute_seconds: float
+    forward_seconds: float
+    communication_seconds: float
+    saved_bytes: float
+    status: str
+    variables: int = 0
+    binaries: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    objective: float = 0.0
+    times: int = 1
+    again: Mapping[int, float] = field(default_factory=dict)
+    bound: float | None = None
+
+
+def seconds_of(options: Mapping[int, Option], counts: Mapping[int, int]) -> tuple[float, float]:
+    """Seconds of these options with these counts, in all and of the forward pass."""
+    parts = [(option.seconds * counts[k], option.forward) for k, option in options.items()]
+    return sum(seconds for seconds, _ in parts), sum(seconds * forward for seconds, forward in parts)
 
 
 @dataclass(frozen=True)
@@ -130,11 +174,8 @@ class Program:
         entries, columns = np.asarray(self.entries, dtype=float), np.asarray(self.columns, dtype=int)
         matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), shape=(len(self.low), len(self.cost)))
         cost = np.asarray(self.cost)
-        scale = 1.0 / max(
-            float(np.max(np.abs(cost), initial=0.0)),
-            1e-12,
-            # the solver's tolerances are absolute
-        )
+        # the solver's tolerances are absolute
+        scale = 1.0 / max(float(np.max(np.abs(cost), initial=0.0)), 1e-12)
         limits = LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))
 
         def run_solver(integer: Any, seconds: float, presolve: bool) -> Any:
@@ -149,13 +190,13 @@ class Program:
         # mostly the optimum of the relaxation is integral, which takes half the time; without presolve even less
         start, integer = time.perf_counter(), np.asarray(self.integer)
         relaxed = run_solver(np.zeros_like(integer), time_limit, False)
-        if relaxed.status == INFEASIBLE or (relaxed.status == 0 and _is_integer(relaxed.x[integer > 0])):
+        if relaxed.status == INFEASIBLE:
             return relaxed
+        if relaxed.status == 0:
+            binaries = relaxed.x[integer > 0]
+            if np.all(np.abs(binaries - np.round(binaries)) <= INTEGRALITY):
+                return relaxed
         return run_solver(integer, max(0.0, time_limit - (time.perf_counter() - start)), True)
-
-
-def _is_integer(values: Any) -> bool:
-    return bool(np.all(np.abs(values - np.round(values)) <= INTEGRALITY))
 
 
 class Move(NamedTuple):
@@ -186,51 +227,6 @@ class ConversionStep:
 
 Route: TypeAlias = tuple[ConversionStep, ...] | None
 """The steps from one state to another; None where there is no way."""
-
-
-class ProblemView(Protocol):
-    """What the integer program reads of a placement problem, on one axis or several."""
-
-    @property
-    def tape(self) -> Tape:
-        """The recorded run."""
-
-    @property
-    def quotient(self) -> Quotient:
-        """The tape up to repetition."""
-
-    @property
-    def costs(self) -> AxisCosts:
-        """Costs on the searched axes."""
-
-    @property
-    def options(self) -> Mapping[int, Sequence[Option]]:
-        """Representative node -> its legal options."""
-
-    @property
-    def whole(self) -> State:
-        """The replicated state."""
-
-    def storable(self, value: int, divided: bool) -> list[State]:
-        """The states in which a parameter may be stored. `divided`: sharded only."""
-
-    def route(self, value: int, source: State, target: State) -> Route:
-        """How a value is brought from one state to another."""
-
-    def inside_one_call(self, value: int, node: int) -> bool:
-        """Whether a value is produced and read by one torch function call."""
-
-    def writes(self, node: int, position: int) -> bool:
-        """Whether a node writes to this input, or is a view that is written through."""
-
-    def kept_bytes(self, item: Saved) -> int:
-        """Bytes of a saved tensor on the cluster."""
-
-    def kept_split(self, item: Saved, option: Option) -> Hashable:
-        """How a saved tensor is divided with this option of the node that saves it."""
-
-    def slot(self, node: int, value: int | None, output: bool) -> int | None:
-        """Which input or output of `node` has the storage of `value`."""
 
 
 class User(NamedTuple):

@@ -13,7 +13,7 @@ Variables, all in [0, 1]:
 Objective: seconds of compute and communication, plus a price per byte of memory.  Constraint, on demand: memory.
 
 On one axis a state is a State, on several a tuple with one per axis.  The problem says which steps lead from one state to
-another (`ProblemView.route`).
+another (`PlacementProblem.route`).
 """
 
 from __future__ import annotations
@@ -21,24 +21,29 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State
+from meshwright_planner.cost.prices import along
 from meshwright_planner.placement.ilp import (
+    RESULT,
     ConversionStep,
     Event,
     MemoryTerms,
-    ProblemView,
+    Placement,
     Program,
     Route,
     User,
+    seconds_of,
     solution_exists,
 )
 from meshwright_planner.placement.saved_bytes import SavedPlaces
-from meshwright_planner.placement.solution import RESULT, Placement, along, seconds_of
+
+if TYPE_CHECKING:
+    from meshwright_planner.placement.problem import PlacementProblem
 
 TIE = 1e-9
 """Seconds: breaks ties towards fewer conversions and replicated parameters."""
@@ -53,7 +58,7 @@ _Columns: TypeAlias = Mapping[State, Sequence[int]]
 class _Routes(dict[tuple[State, State], Route]):
     """The routes of one value, by (source, target)."""
 
-    def __init__(self, problem: ProblemView, value: int) -> None:
+    def __init__(self, problem: PlacementProblem, value: int) -> None:
         super().__init__()
         self._problem, self._value = problem, value
 
@@ -63,7 +68,7 @@ class _Routes(dict[tuple[State, State], Route]):
 
 
 def solve_program(
-    problem: ProblemView, memory: MemoryTerms, divided: frozenset[int], time_limit: float
+    problem: PlacementProblem, memory: MemoryTerms, divided: frozenset[int], time_limit: float
 ) -> Placement | None:
     """The best placement by one integer program, or None when there is none; see `PlacementProblem.solve`.
 
@@ -81,7 +86,7 @@ def solve_program(
 class Build:
     """Builds the program, and reads the placement of a solution."""
 
-    def __init__(self, problem: ProblemView, memory: MemoryTerms, divided: frozenset[int]) -> None:
+    def __init__(self, problem: PlacementProblem, memory: MemoryTerms, divided: frozenset[int]) -> None:
         self.problem, self.memory, self.divided = problem, memory, divided
         self.tape, self.quotient, self.costs = problem.tape, problem.quotient, problem.costs
         self.program = Program()
@@ -115,8 +120,7 @@ class Build:
         produced = {self.quotient.value(r.i) for k in self.quotient.nodes for r in self.tape.nodes[k].outs}
         read = [*(value for value, _, _ in self.quotient.edges), *map(self.quotient.value, self.tape.results)]
         for value in dict.fromkeys(v for v in read if v not in produced):
-            name = self.tape.values[value].name or ""
-            is_parameter = name.startswith("param:")
+            is_parameter = self.problem.is_parameter(value)
             states = (
                 self.problem.storable(value, value in self.divided) if is_parameter else [self.problem.whole]
             )
@@ -146,13 +150,6 @@ class Build:
         for value, consumers in by_value.items():
             self._conversions(value, consumers)
 
-    def _wanted(self, node: int, position: int) -> dict[State, list[int]]:
-        """State -> columns of the options of `node` that want input `position` in that state."""
-        wanted: dict[State, list[int]] = defaultdict(list)
-        for column, option in zip(self.x[node], self.problem.options[node]):
-            wanted[option.ins[position]].append(column)
-        return wanted
-
     def _conversions(self, value: int, consumers: list[_Consumer]) -> None:
         """The edges from a value to its consumers, and the conversion steps that they need."""
         whole, produced = self.problem.whole, self.producers[value]
@@ -161,7 +158,11 @@ class Build:
         shared: dict[tuple[Hashable, int], Event] = {}
         first = len(self.events)
         for node, position, flows in consumers:
-            wanted: _Columns = {whole: []} if node == RESULT else self._wanted(node, position)
+            # state -> columns of the options that want it
+            wanted: dict[State, list[int]] = {whole: []} if node == RESULT else defaultdict(list)
+            if node != RESULT:
+                for column, option in zip(self.x[node], self.problem.options[node]):
+                    wanted[option.ins[position]].append(column)
             if set(wanted) == {whole} and set(produced) == {whole}:
                 continue
             # a conversion is done once for all consumers that read the same copies of the value
@@ -243,7 +244,9 @@ class Build:
                 for column, option in zip(self.x[node], self.problem.options[node]):
                     part = self.costs.part(self.costs.split((*option.ins, *option.outs)))
                     nbytes = self.problem.kept_bytes(item) * count * part
-                    self._price(column, nbytes)
+                    self.program.cost[column] += nbytes * self.memory.price
+                    self.program.memory[column] += nbytes
+                    self.kept[column] = self.kept.get(column, 0.0) + nbytes
                 continue
             for column, option in zip(self.x[node], self.problem.options[node]):
                 split = self.problem.kept_split(item, option)
@@ -256,20 +259,13 @@ class Build:
             held = []
             stored_value = None if root is None else self.quotient.value(root)
             # a saved parameter in its stored state costs nothing more; a saved input does
-            if stored_value in self.stored and (self.tape.values[stored_value].name or "").startswith(
-                "param:"
-            ):
+            if stored_value in self.stored and self.problem.is_parameter(stored_value):
                 ways, columns = self.stored[stored_value]
                 held = [c for s, c in zip(ways, columns) if self.costs.split((s,)) == split]
             column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
             self.kept[column] = nbytes
             for chosen in by_user.values():
                 self.program.compare([column, *held], chosen, 0.0, np.inf)
-
-    def _price(self, column: int, nbytes: float) -> None:
-        self.program.cost[column] += nbytes * self.memory.price
-        self.program.memory[column] += nbytes
-        self.kept[column] = self.kept.get(column, 0.0) + nbytes
 
     def times_run(self, users: Iterable[User]) -> int:
         """How often the inputs of these consumers are converted forward in a training step, recomputation included."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from meshwright_dtensor.rules.lift import Known, slice_bounds
 from meshwright_dtensor.rules.node import NodeView, Strategy, base_name
@@ -19,6 +19,9 @@ from meshwright_dtensor.sharding.reshape import through_view
 from meshwright_dtensor.sharding.states import State
 from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.tape import Tape
+
+if TYPE_CHECKING:
+    from meshwright_planner.placement.legal_rows import Rules
 
 _ROUNDS = 8
 _FEW = 64
@@ -29,16 +32,6 @@ _SPLITS = frozenset(
 )
 
 
-class LiftingRules(Protocol):
-    """The part of RuleBook that is used here."""
-
-    def strategies(self, view: NodeView) -> list[Strategy]:
-        """Raw rows over R, P and plain dims."""
-
-    def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
-        """The rows, and the rows for inputs and outputs in these states."""
-
-
 class Domains:
     """The runs of every representative value, and with them the rows of every representative node."""
 
@@ -46,7 +39,7 @@ class Domains:
         self,
         tape: Tape,
         quotient: Quotient,
-        rules: LiftingRules,
+        rules: Rules,
         degree: int,
         pinned: Mapping[int, IntervalShard] | None = None,
     ) -> None:

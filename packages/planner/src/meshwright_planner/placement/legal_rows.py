@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from meshwright_dtensor.rules.lift import Known
 from meshwright_dtensor.rules.node import NodeView, Strategy, refine
+from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.cost.backward import BackwardTraffic, BackwardTraffics
 from meshwright_planner.cost.operations import FORWARD
-from meshwright_planner.cost.prices import AxisCosts, Collective, Work, work_of
+from meshwright_planner.cost.prices import AxisCosts, Collective, Work, along, work_of
 from meshwright_planner.placement.batch_dims import batch_dims, sequence_dims
 from meshwright_planner.placement.interval_domains import Domains
 from meshwright_planner.trace.flops import by_name, forward_flops
@@ -100,17 +101,15 @@ class Legality:
         tape, node = self.tape, self.tape.nodes[index]
         view = NodeView.of(node, tape.values, self.costs.degree)
         # values that depend on no input or parameter are computed on every rank, outside the runtime
-        rows = refine(view, self._domains.rows(index), self._grad)
+        rows = refine(view, self._domains.rows(index), lambda ref: tape.grad[ref.i])
         if node.call is None or not node.ins or self.costs.degree == 1 or index in tape.writes:
             rows = rows[:1]
         result: dict[tuple[States, States], Option] = {}
         for row in rows:
             if not self._allowed(node.ins, row.ins) or not self._allowed(node.outs, row.outs):
                 continue
-            if self._carried and not self._flows_right(node.outs, row.outs):
-                continue
-            if (row.ins, row.outs) not in result:
-                result[row.ins, row.outs] = self._priced(index, view, row)
+            if (row.ins, row.outs) not in result and self._keeps_sequence(node.outs, row.outs):
+                result[row.ins, row.outs] = self.option(index, row.ins, row.outs)
         return list(result.values())
 
     def on(self, tape: Tape) -> Self:
@@ -136,19 +135,34 @@ class Legality:
 
     def option(self, index: int, ins: States, outs: States) -> Option:
         """The option of a node with these states."""
-        view = NodeView.of(self.tape.nodes[index], self.tape.values, self.costs.degree)
-        return self._priced(index, view, Strategy(ins, outs, "hand"))
-
-    def _priced(self, index: int, view: NodeView, row: Strategy) -> Option:
-        tape, node = self.tape, self.tape.nodes[index]
+        node, values = self.tape.nodes[index], self.tape.values
         if index not in self._works:
-            work_inputs = self.flops(index), self.backward(index), tape.again[index]
-            self._works[index] = work_of(node, tape.values, tape.flows[index], *work_inputs)
+            work_inputs = self.flops(index), self.backward(index), self.tape.again[index]
+            self._works[index] = work_of(node, values, self.tape.flows[index], *work_inputs)
+        seconds, forward = self.costs.timed(self._works[index], node, values, ins, outs)
+        inners = tuple(self._inside_call(index, ins, outs))
+        inner_seconds = sum(map(self.costs.collective, inners), 0.0) * (1 + self.tape.again[index])
+        return Option(ins, outs, seconds, inners, inner_seconds, forward)
+
+    def _inside_call(self, index: int, ins: States, outs: States) -> Iterator[Collective]:
+        """The collectives of a composite, per axis, on the shards of the other axes."""
+        node, values, degrees = self.tape.nodes[index], self.tape.values, self.costs.degrees
         composite = self._composites.get(node.name) if node.op is None else None
-        inner = self._inner(composite, view, row)
-        seconds, forward = self.costs.timed(self._works[index], node, tape.values, row.ins, row.outs)
-        inner_seconds = self.costs.collective(inner) * (1 + tape.again[index])
-        return Option(row.ins, row.outs, seconds, () if inner is None else (inner,), inner_seconds, forward)
+        if composite is None:
+            return
+        refs, states = (*node.ins, *node.outs), [along(s) for s in (*ins, *outs)]
+        for axis, degree in enumerate(degrees):
+            axis_states = [s[axis] for s in states]
+            if not any(map(is_shard, axis_states)):
+                continue
+            shapes = {
+                ref: _seen(values[ref.i].shape, degrees, s, axis) for ref, s in zip(refs, states, strict=True)
+            }
+            view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in refs}, degree)
+            row = Strategy(tuple(axis_states[: len(ins)]), tuple(axis_states[len(ins) :]), "hand")
+            nbytes = int(composite.extra_comm_bytes(view, row))
+            if nbytes:
+                yield Collective("all_reduce", nbytes, axis)
 
     def parameter_states(self, value: int) -> list[State]:
         """The states in which a parameter may be stored."""
@@ -160,9 +174,6 @@ class Legality:
         """Number of sharded states in which a parameter can be stored; 0 for other values."""
         name = self.tape.values[value].name or ""
         return len(self.parameter_states(value)) - 1 if name.startswith("param:") else 0
-
-    def _grad(self, ref: Ref) -> bool:
-        return self.tape.grad[ref.i]
 
     def _allowed(self, refs: Sequence[Ref], states: States) -> bool:
         values, degree = self.tape.values, self.costs.degree
@@ -185,15 +196,20 @@ class Legality:
         """Whether a value in `state` is sharded along the sequence."""
         return isinstance(state, int) and state in self._sequence.get(self.quotient.value(value), ())
 
-    def _flows_right(self, refs: Sequence[Ref], states: States) -> bool:
+    def _keeps_sequence(self, refs: Sequence[Ref], states: States) -> bool:
         """Whether values between blocks are sharded along the sequence, if that is required."""
-        return all(
+        return not self._carried or all(
             self.quotient.value(r.i) not in self._carried or self.splits_sequence(r.i, s)
-            for r, s in zip(refs, states)
+            for r, s in zip(refs, states, strict=True)
         )
 
-    def _inner(self, composite: Any, view: NodeView, row: Strategy) -> Collective | None:
-        if composite is None or not any(is_shard(s) for s in (*row.ins, *row.outs)):
-            return None
-        nbytes = float(composite.extra_comm_bytes(view, row))
-        return Collective("all_reduce", int(nbytes)) if nbytes else None
+
+def _seen(shape: tuple[int, ...], degrees: Sequence[int], states: States, axis: int) -> tuple[int, ...]:
+    """The shape of the tensor that the ranks along one axis hold together."""
+    if not any(is_shard(state) for number, state in enumerate(states) if number != axis):
+        return shape
+    left = list(local_shape_of(shape, degrees, (0,) * len(degrees), states))
+    state = states[axis]
+    if isinstance(state, int):
+        left[state] = min(left[state] * degrees[axis], shape[state])
+    return tuple(left)

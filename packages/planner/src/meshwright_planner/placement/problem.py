@@ -11,12 +11,20 @@ from typing import Self
 
 from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
 from meshwright_planner.cost.prices import AxisCosts, Collective, backward_move, convertible, forward_move
-from meshwright_planner.placement.ilp import ConversionStep, MemoryTerms, Move, Phase, Route
+from meshwright_planner.placement.ilp import (
+    RESULT,
+    ConversionStep,
+    MemoryTerms,
+    Move,
+    Phase,
+    Placement,
+    Route,
+    seconds_of,
+)
 from meshwright_planner.placement.ilp_build import solve_program
 from meshwright_planner.placement.legal_rows import Legality, Option
 from meshwright_planner.placement.pinned import pinned
 from meshwright_planner.placement.saved_bytes import kept_bytes
-from meshwright_planner.placement.solution import RESULT, Placement, seconds_of
 from meshwright_planner.trace.tape import Saved, Tape
 
 __all__ = ["RESULT", "Placement", "PlacementProblem"]
@@ -199,19 +207,21 @@ class PlacementProblem:
     def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
         if not convertible(source, target):
             return None
-        steps: list[ConversionStep] = []
-
-        def add(phase: Phase, collective: Collective, kind: State) -> None:
-            moves = (Move(source, None, phase, collective),)
-            seconds, repeated = self.costs.collective(collective), phase == "forward"
-            steps.append(ConversionStep(moves, seconds, (phase, source, kind), repeated))
-
-        forward, backward = forward_move(source, target, nbytes), backward_move(source, target, nbytes)
-        if forward is not None:
-            add("forward", forward, forward_kind(target))
-        if backward is not None and grad:
-            add("backward", backward, target)
-        return tuple(steps)
+        backward = backward_move(source, target, nbytes) if grad else None
+        collectives: tuple[tuple[Phase, Collective | None, State], ...] = (
+            ("forward", forward_move(source, target, nbytes), forward_kind(target)),
+            ("backward", backward, target),
+        )
+        return tuple(
+            ConversionStep(
+                (Move(source, None, phase, collective),),
+                self.costs.collective(collective),
+                (phase, source, kind),
+                repeated=phase == "forward",
+            )
+            for phase, collective, kind in collectives
+            if collective is not None
+        )
 
     def kept_bytes(self, item: Saved) -> int:
         """Bytes of a saved tensor on the cluster.
@@ -262,11 +272,6 @@ class PlacementProblem:
             communication_seconds=0.0,
             saved_bytes=sum(saved.values()),
             status="replicated",
-            variables=0,
-            binaries=0,
-            rows=0,
-            seconds=0.0,
-            objective=0.0,
         )
 
 

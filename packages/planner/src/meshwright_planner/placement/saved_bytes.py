@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from meshwright_planner.placement.ilp import ProblemView
-from meshwright_planner.placement.solution import Placement
+from meshwright_planner.placement.ilp import Placement
+
+if TYPE_CHECKING:
+    from meshwright_planner.placement.problem import PlacementProblem
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,13 @@ class SavedPlaces:
     owned: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(problem: ProblemView) -> SavedPlaces:
+    def of(problem: PlacementProblem) -> SavedPlaces:
         """The places of a problem's tape, cached for all tapes that differ in sizes only."""
         key = ("saved places", problem.tape.recompute)
         return problem.quotient.once_for(problem.tape, key, lambda _: SavedPlaces._look(problem))
 
     @staticmethod
-    def _look(problem: ProblemView) -> SavedPlaces:
+    def _look(problem: PlacementProblem) -> SavedPlaces:
         tape, quotient = problem.tape, problem.quotient
         users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         owned: list[tuple[int, int]] = []
@@ -49,7 +52,8 @@ class SavedPlaces:
         copies: dict[int, int] = {}
         for root, saved in users.items():
             # the producer counts too: the first block saves an output of the embedding, the others of blocks
-            kept = tuple((k, _slot(problem, place), tape.saved[place].output) for place, k in saved)
+            items = ((k, tape.saved[place]) for place, k in saved)
+            kept = tuple((k, problem.slot(i.node, i.value, i.output), i.output) for k, i in items)
             first = classes.setdefault((quotient.value(root), kept), root)
             copies[first] = copies.get(first, 0) + 1
             if first == root:
@@ -57,12 +61,7 @@ class SavedPlaces:
         return SavedPlaces(tuple(sorted(representative)), copies, tuple(owned))
 
 
-def _slot(problem: ProblemView, place: int) -> int | None:
-    item = problem.tape.saved[place]
-    return problem.slot(item.node, item.value, item.output)
-
-
-def kept_bytes(problem: ProblemView, placement: Placement) -> float:
+def kept_bytes(problem: PlacementProblem, placement: Placement) -> float:
     """Bytes that autograd saves on one rank, each storage once (as the integer program counts)."""
     tape, quotient, costs = problem.tape, problem.quotient, problem.costs
     places = SavedPlaces.of(problem)
@@ -74,10 +73,10 @@ def kept_bytes(problem: ProblemView, placement: Placement) -> float:
             kept["inner", number] = problem.kept_bytes(item) * quotient.node_count[node] * costs.part(split)
             continue
         split = problem.kept_split(item, option)
-        if tape.lasts(item.root):
-            if costs.split((placement.stored.get(quotient.value(item.root), "I"),)) == split:
-                # a parameter in its stored state costs nothing more
-                continue
+        stored = placement.stored.get(quotient.value(item.root), "I")
+        if tape.lasts(item.root) and costs.split((stored,)) == split:
+            # a parameter in its stored state costs nothing more
+            continue
         size = item.nbytes * places.copies[item.root] * costs.part(split)
         kept[item.root, split] = max(kept.get((item.root, split), 0.0), size)
     return sum(kept.values())

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from meshwright_dtensor.sharding.states import is_shard
 from meshwright_dtensor.utils.names import listing
+from meshwright_planner.cost.prices import along
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.placement.legal_rows import Option
-from meshwright_planner.placement.solution import along
 
 NOTED = 0.1
 """Part of all products and attention from which replicated work gets a note."""

@@ -11,10 +11,10 @@ from torch import nn
 from meshwright_dtensor.plan import ActivationRule, ParameterRule, PlannedCollective
 from meshwright_dtensor.sharding.states import State, States, format_state
 from meshwright_dtensor.trace.graph import Call, Node
+from meshwright_planner.cost.prices import along
 from meshwright_planner.placement.ilp import Conversion
 from meshwright_planner.placement.legal_rows import Option
 from meshwright_planner.placement.problem import RESULT, Placement, PlacementProblem
-from meshwright_planner.placement.solution import along
 from meshwright_planner.plan_writer.patterns import Collapser
 from meshwright_planner.trace.quotient import carried
 

@@ -11,12 +11,10 @@ from typing import Self
 from meshwright_dtensor.rules.node import NodeView, Strategy, refine
 from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard
-from meshwright_dtensor.sharding.states import State, States, is_shard
+from meshwright_dtensor.sharding.states import State, States
 from meshwright_dtensor.trace.graph import Ref
-from meshwright_planner.cost.prices import AxisCosts, Collective, Work, work_of
+from meshwright_planner.cost.prices import AxisCosts, JointCosts, along
 from meshwright_planner.placement.legal_rows import Legality, Option, balanced
-from meshwright_planner.placement.solution import along
-from meshwright_planner.placement.two_axes.prices import JointCosts
 from meshwright_planner.trace.quotient import carried
 from meshwright_planner.trace.tape import Tape
 
@@ -34,9 +32,8 @@ class JointLegality(Legality):
         self.axes = (outer, inner)
         self.tape, self.quotient, self.rules = outer.tape, outer.quotient, outer.rules
         self.costs = JointCosts.of([outer.costs, inner.costs])
-        self._composites = {c.name: c for c in self.rules.composites.values()}
-        self._works: dict[int, Work] = {}
-        self._between = set(carried(self.tape, self.quotient)) if sequence else set()
+        self._composites, self._works = outer._composites, {}
+        self._carried = set(carried(self.tape, self.quotient)) if sequence else set()
 
     def options(self, index: int) -> list[Option]:
         """The legal pairs of node `index`, fully replicated first."""
@@ -49,17 +46,6 @@ class JointLegality(Legality):
                 if (ins, outs) not in options and self._keeps_sequence(node.outs, outs):
                     options[ins, outs] = self.option(index, ins, outs)
         return list(options.values())
-
-    def option(self, index: int, ins: States, outs: States) -> Option:
-        """The option of a node with these states."""
-        node, values = self.tape.nodes[index], self.tape.values
-        if index not in self._works:
-            work_inputs = self.flops(index), self.backward(index), self.tape.again[index]
-            self._works[index] = work_of(node, values, self.tape.flows[index], *work_inputs)
-        seconds, forward = self.costs.timed(self._works[index], node, values, ins, outs)
-        inners = tuple(self._inside_call(index, ins, outs))
-        inner_seconds = sum(map(self.costs.collective, inners)) * (1 + self.tape.again[index])
-        return Option(ins, outs, seconds, inners, inner_seconds, forward)
 
     def parameter_states(self, value: int) -> list[State]:
         """The pairs in which a parameter may be stored, whole first."""
@@ -77,10 +63,6 @@ class JointLegality(Legality):
     def splits_sequence(self, value: int, state: State) -> bool:
         """Whether a value in `state` is sharded along the sequence on either axis."""
         return any(axis.splits_sequence(value, s) for axis, s in zip(self.axes, along(state), strict=False))
-
-    def flops(self, index: int) -> float:
-        """FLOPs of the forward pass of a node."""
-        return self.axes[0].flops(index)
 
     def on(self, tape: Tape) -> Self:
         """The same for a tape that differs in sizes and saved tensors only."""
@@ -146,47 +128,10 @@ class JointLegality(Legality):
         inner = (inside(run, first, degree) for run in shards)
         return [run for run in inner if run is not None]
 
-    def _inside_call(self, index: int, ins: States, outs: States) -> Iterator[Collective]:
-        """The collectives of a composite, per axis, on the shards of the other axis."""
-        node, values = self.tape.nodes[index], self.tape.values
-        composite = self._composites.get(node.name) if node.op is None else None
-        if composite is None:
-            return
-        refs, states = (*node.ins, *node.outs), (*ins, *outs)
-        for axis, degree in enumerate(self.costs.degrees):
-            axis_states = [along(s)[axis] for s in states]
-            if not any(map(is_shard, axis_states)):
-                continue
-            shapes = {
-                ref: _seen(values[ref.i].shape, self.costs.degrees, along(s), axis)
-                for ref, s in zip(refs, states, strict=True)
-            }
-            view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in refs}, degree)
-            row = Strategy(tuple(axis_states[: len(ins)]), tuple(axis_states[len(ins) :]), "hand")
-            nbytes = int(composite.extra_comm_bytes(view, row))
-            if nbytes:
-                yield Collective("all_reduce", nbytes, axis)
-
-    def _keeps_sequence(self, refs: Sequence[Ref], states: States) -> bool:
-        """Whether values between blocks are sharded along the sequence, if that is required."""
-        return not self._between or all(
-            self.quotient.value(r.i) not in self._between or self.splits_sequence(r.i, s)
-            for r, s in zip(refs, states, strict=True)
-        )
-
 
 def pairs(first: States, second: States) -> States:
     """One tuple per tensor of the states on both axes."""
     return tuple(zip(first, second, strict=True))  # type: ignore[arg-type]
-
-
-def _seen(shape: tuple[int, ...], degrees: Sequence[int], states: States, axis: int) -> tuple[int, ...]:
-    """The shape of the tensor that the ranks along one axis hold together."""
-    left = list(local_shape_of(shape, degrees, (0,) * len(degrees), states))
-    state = states[axis]
-    if isinstance(state, int):
-        left[state] = min(left[state] * degrees[axis], shape[state])
-    return tuple(left)
 
 
 def inside(state: State, outer: State, degree: int) -> State | None:

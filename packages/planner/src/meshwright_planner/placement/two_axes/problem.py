@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
-from meshwright_dtensor.sharding.states import State, States, is_shard
-from meshwright_planner.placement.ilp import ConversionStep, MemoryTerms, Move, Route
+from meshwright_dtensor.comm.redistribute import route
+from meshwright_dtensor.sharding.states import State, States, forward_kind, is_shard
+from meshwright_planner.cost.prices import (
+    Collective,
+    JointCosts,
+    along,
+    backward_move,
+    convertible,
+    forward_move,
+)
+from meshwright_planner.placement.ilp import ConversionStep, MemoryTerms, Move, Placement, Route
+from meshwright_planner.placement.legal_rows import Option
 from meshwright_planner.placement.pinned import pinned
 from meshwright_planner.placement.problem import NOTICEABLE, PlacementProblem
-from meshwright_planner.placement.solution import Placement, along
 from meshwright_planner.placement.two_axes.legal_rows import JointLegality, Pins, inside
-from meshwright_planner.placement.two_axes.prices import JointCosts, sized, stages
 from meshwright_planner.placement.two_axes.solve import solve
 
 
@@ -42,7 +53,10 @@ class JointProblem(PlacementProblem):
         key = (value, divided)
         if key not in self._storable:
             states = [s for s in self.legality.parameter_states(value) if self._allowed(value, s)]
-            self._storable[key] = self._most_divided(value, states) if divided else states
+            if divided:
+                ranks = {s: self.costs.sharers(self.costs.split((s,))) for s in self.usable(value, states)}
+                states = [s for s in states if ranks.get(s) == max(ranks.values())] if ranks else states
+            self._storable[key] = states
         return self._storable[key]
 
     def _allowed(self, value: int, state: State) -> bool:
@@ -58,23 +72,15 @@ class JointProblem(PlacementProblem):
         there = "I" if placement is None else along(placement.stored[value])[axis]
         return along(state)[axis] == there
 
-    def _most_divided(self, value: int, states: Sequence[State]) -> list[State]:
-        usable = self.usable(value, states)
-        ranks = {s: self.costs.sharers(self.costs.split((s,))) for s in usable}
-        return (
-            [s for s in states if ranks.get(s, 0) == max(ranks.values(), default=0)]
-            if usable
-            else list(states)
-        )
-
     def usable(self, value: int, states: Sequence[State]) -> list[State]:
         """The states in which every reader can use a parameter without moving a shard of it."""
         readers = self._readers.get(value, [])
         wanted = [{option.ins[position] for option in self.options[node]} for node, position in readers]
-        return [s for s in states if all(any(self._used_as(value, s, w) for w in some) for some in wanted)]
-
-    def _used_as(self, value: int, stored: State, wanted: State) -> bool:
-        return stored == wanted or self.may_move(value, stored, wanted)
+        return [
+            s
+            for s in states
+            if all(any(s == w or self.may_move(value, s, w) for w in some) for some in wanted)
+        ]
 
     @property
     def _readers(self) -> dict[int, list[tuple[int, int]]]:
@@ -121,14 +127,14 @@ class JointProblem(PlacementProblem):
 
     # ---- costs
     def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
-        way = stages(along(source), along(target))
+        way = _stages(along(source), along(target), self.costs.degrees)
         if way is None:
             return None
         steps: list[ConversionStep] = []
         here = along(source)
         for stage in way:
             moves = tuple(
-                Move(move.source, move.target, move.phase, sized(move, nbytes, self.costs.degrees))
+                move._replace(collective=move.collective.resized(nbytes))
                 for move in stage.moves
                 if move.phase == "forward" or grad
             )
@@ -152,18 +158,15 @@ class JointProblem(PlacementProblem):
         other = copy.copy(self)
         other.fixed, other._storable = (axis, placement), {}
 
-        def alike(k: int, states: States, place: States) -> bool:
-            if placement is None:
-                return all(along(s)[axis] == "I" for s in states)
-            return all(along(s)[axis] == along(p)[axis] for s, p in zip(states, place, strict=True))
+        def on_axis(option: Option) -> States:
+            return tuple(along(s)[axis] for s in (*option.ins, *option.outs))
 
-        def kept(k: int) -> Iterator[int]:
-            there = () if placement is None else (*placement.options[k].ins, *placement.options[k].outs)
-            for number, o in enumerate(self.options[k]):
-                if alike(k, (*o.ins, *o.outs), there):
-                    yield number
+        def is_kept(k: int, option: Option) -> bool:
+            states = on_axis(option)
+            there = ("I",) * len(states) if placement is None else on_axis(placement.options[k])
+            return states == there
 
-        other.options = {k: [some[n] for n in kept(k)] for k, some in self.options.items()}
+        other.options = {k: [o for o in some if is_kept(k, o)] for k, some in self.options.items()}
         return other
 
     def _solve(self, memory: MemoryTerms, divided: frozenset[int], time_limit: float) -> Placement | None:
@@ -180,3 +183,46 @@ def _held(legality: JointLegality, pins: Pins) -> dict[int, tuple[State | None, 
         value: tuple(legality_of_axis.get(value) for legality_of_axis in by_axis)
         for value in {**by_axis[0], **by_axis[1]}
     }
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A conversion that the runtime does at once and caches: its target states and its collectives, per byte.
+
+    `kept`: consumers share the result; a stage that only slices is done by each.
+    """
+
+    target: States
+    moves: tuple[Move, ...]
+    kept: bool
+
+
+@lru_cache(maxsize=65536)
+def _stages(source: States, target: States, degrees: tuple[int, ...]) -> tuple[_Stage, ...] | None:
+    """The stages in which the runtime converts a value (`local_in`, `route`); None if it cannot.
+
+    A Partial that becomes X is reduced first; all consumers share that, and the rest starts from there.
+    """
+    if not all(map(convertible, source, target)):
+        return None
+    reduced = tuple("I" if a == "P" and b == "X" else a for a, b in zip(source, target, strict=True))
+    return tuple(_stage(a, b, degrees) for a, b in ((source, reduced), (reduced, target)) if a != b)
+
+
+def _stage(source: States, target: States, degrees: tuple[int, ...]) -> _Stage:
+    moves: list[Move] = []
+    current = list(source)
+    moved = cut = False
+    for axis, a, b in route(source, target):
+        # the other axes divide the tensor into this many parts
+        parts = math.prod(d for i, (d, s) in enumerate(zip(degrees, current)) if is_shard(s) and i != axis)
+        forward, backward = forward_move(a, b, 1), backward_move(a, b, 1)
+        if forward is not None:
+            moves.append(Move(a, b, "forward", Collective(forward.kind, 1, axis, parts)))
+            moved = True
+        elif forward_kind(a) != forward_kind(b):
+            cut = True
+        if backward is not None:
+            moves.append(Move(a, b, "backward", Collective(backward.kind, 1, axis, parts)))
+        current[axis] = b
+    return _Stage(target, tuple(moves), moved or not cut)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING
 
 from meshwright_dtensor.sharding.states import State
 from meshwright_planner.cost.prices import AxisCosts, Collective
-from meshwright_planner.placement.ilp import GAP, MemoryTerms, ProblemView, Unsolved
+from meshwright_planner.placement.ilp import GAP, MemoryTerms, Placement, Unsolved
 from meshwright_planner.placement.ilp_build import Build, solve_program
 from meshwright_planner.placement.problem import PlacementProblem
-from meshwright_planner.placement.solution import Placement
-from meshwright_planner.placement.two_axes.legal_rows import JointLegality
+
+if TYPE_CHECKING:
+    from meshwright_planner.placement.two_axes.problem import JointProblem
 
 EXACT = 200_000
 """Most pairs of states on edges for which one program places both axes."""
@@ -32,26 +32,8 @@ BOUND = 0.1
 """Fraction of the time of the alternation that is reserved for the bound."""
 
 
-class TwoAxisView(ProblemView, Protocol):
-    """What `solve` reads of a problem on two axes."""
-
-    @property
-    def legality(self) -> JointLegality:
-        """What is legal on both axes."""
-
-    @property
-    def pinned_states(self) -> Mapping[int, Sequence[State | None]]:
-        """Value -> the state that it is pinned to on each axis."""
-
-    def with_fixed(self, axis: int, placement: Placement | None) -> Self:
-        """The same where everything on one axis is as in a placement; None: replicated."""
-
-    def is_parameter(self, value: int) -> bool:
-        """Whether a value is a parameter."""
-
-
 def solve(
-    problem: TwoAxisView,
+    problem: JointProblem,
     memory: MemoryTerms,
     divided: frozenset[int],
     time_limit: float,
@@ -93,7 +75,7 @@ def solve(
 
 
 def one_after_the_other(
-    problem: TwoAxisView,
+    problem: JointProblem,
     memory: MemoryTerms,
     divided: frozenset[int] = frozenset(),
     time_limit: float = 60.0,
@@ -114,7 +96,7 @@ def one_after_the_other(
 
 
 def in_turns(
-    problem: TwoAxisView,
+    problem: JointProblem,
     memory: MemoryTerms,
     divided: frozenset[int] = frozenset(),
     time_limit: float = 60.0,
@@ -152,23 +134,15 @@ def in_turns(
     return best
 
 
-def lower_bound(problem: TwoAxisView, time_limit: float = 60.0) -> float:
+def lower_bound(problem: JointProblem, time_limit: float = 60.0) -> float:
     """A lower bound of the objective: the best placement on the outer axis, with no communication on the inner one.
 
     Every operation has the seconds of its best row on the inner axis, and every value the size of its smallest shard there.
     """
     outer, inner = problem.legality.axes
-    pins = {
-        value: pinned_pair[0]
-        for value, pinned_pair in problem.pinned_states.items()
-        if pinned_pair[0] is not None
-    }
     least = PlacementProblem(outer)
-    least.pins = pins
-    costs = outer.costs
-    least.costs = _Divided(
-        costs.cluster, costs.link, costs.degree, costs.meshed, costs.model, inner.costs.degree
-    )
+    least.pins = {value: first for value, (first, _) in problem.pinned_states.items() if first is not None}
+    least.costs = _Divided(**vars(outer.costs), parts=inner.costs.degree)
     for k, options in least.options.items():
         seconds: dict[object, float] = {}
         for pair in problem.options[k]:
@@ -200,7 +174,7 @@ class _Divided(AxisCosts):
         return super().collective(replace(collective, nbytes=collective.nbytes // self.parts))
 
 
-def count_pairs(problem: TwoAxisView) -> int:
+def count_pairs(problem: JointProblem) -> int:
     """Number of pairs (produced state, wanted state) on the edges of a problem: the size of its program."""
     left: dict[int, set[State]] = defaultdict(set)
     for k in problem.quotient.nodes:
