@@ -29,7 +29,7 @@ from meshwright_dtensor.strategy import (
 from meshwright_planner import EagerPlanner
 from meshwright_planner.calibration.live_bytes import Counting
 from meshwright_planner.cost.prices import AxisCosts
-from meshwright_planner.evaluation.gradient_units import summed_units
+from meshwright_planner.evaluation.placed_model import summed_units
 from meshwright_planner.memory.peak import Moment, Replay, at_peak, moments
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import Placement, PlacementProblem

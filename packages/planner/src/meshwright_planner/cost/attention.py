@@ -22,27 +22,24 @@ def attention_uses(
         return ()
     uses: Counter[AttentionUse] = Counter()
     for k in quotient.nodes:
-        if tape.nodes[k].name == attention.name:
-            uses[_use(k, tape, costs, attention)] += quotient.node_count[k]
+        node = tape.nodes[k]
+        if node.name != attention.name:
+            continue
+        q, key, v = (tape.values[ref.i] for ref in node.ins[:3])
+        heads, key_heads = (t.shape[-3] if len(t.shape) > 2 else 1 for t in (q, key))
+        split = costs.degree if heads % costs.degree == 0 else 1
+        by_key = split if key_heads % split == 0 else 1
+        states = [("I",) * len(refs) for refs in (node.ins, node.outs)]
+        flops = attention.flops(NodeView.of(node, tape.values, 1))
+        work = work_of(node, tape.values, tape.flows[k], flops, again=tape.again[k])
+        use = AttentionUse(
+            query_bytes=q.nbytes // split,
+            key_value_bytes=(key.nbytes + v.nbytes) // by_key,
+            output_bytes=tape.values[node.outs[0].i].nbytes // split,
+            heads=heads // split,
+            key_heads=key_heads // by_key,
+            causal=bool(node.args[5]),
+            seconds=costs.compute(work, node, tape.values, *states) / split,
+        )
+        uses[use] += quotient.node_count[k]
     return tuple(replace(use, count=count) for use, count in uses.items())
-
-
-def _use(index: int, tape: Tape, costs: AxisCosts, attention: Composite) -> AttentionUse:
-    node = tape.nodes[index]
-    q, k, v = (tape.values[ref.i] for ref in node.ins[:3])
-    out = tape.values[node.outs[0].i]
-    heads, key_heads = (t.shape[-3] if len(t.shape) > 2 else 1 for t in (q, k))
-    split = costs.degree if heads % costs.degree == 0 else 1
-    by_key = split if key_heads % split == 0 else 1
-    states = [("I",) * len(refs) for refs in (node.ins, node.outs)]
-    flops = attention.flops(NodeView.of(node, tape.values, 1))
-    work = work_of(node, tape.values, tape.flows[index], flops, again=tape.again[index])
-    return AttentionUse(
-        query_bytes=q.nbytes // split,
-        key_value_bytes=(k.nbytes + v.nbytes) // by_key,
-        output_bytes=out.nbytes // split,
-        heads=heads // split,
-        key_heads=key_heads // by_key,
-        causal=bool(node.args[5]),
-        seconds=costs.compute(work, node, tape.values, *states) / split,
-    )

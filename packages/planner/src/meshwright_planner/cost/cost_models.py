@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 from meshwright_dtensor.cluster import Cluster, CollectiveKind, Communication, CostModel, Link, Operation
 from meshwright_dtensor.errors import MeshwrightError, PluginError, UsageError
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost
-from meshwright_planner.cost.operations import operation_seconds
-
-Question = TypeVar("Question", Operation, Communication)
+from meshwright_planner.cost.operations import timed
 
 
 class Roofline:
@@ -24,7 +22,7 @@ class Roofline:
 
     def operation(self, operation: Operation) -> float:
         """See CostModel."""
-        return operation_seconds(self.figures, operation)
+        return timed(self.figures, operation)[0]
 
     def collective(self, communication: Communication) -> float:
         """See CostModel."""
@@ -51,7 +49,7 @@ class Measured:
 
     def operation(self, operation: Operation) -> float:
         """See CostModel."""
-        return operation_seconds(self.figures, operation)
+        return timed(self.figures, operation)[0]
 
     def collective(self, communication: Communication) -> float:
         """See CostModel."""
@@ -77,8 +75,7 @@ class CheckedModel:
         self.figures: Cluster | None = None
         if isinstance(model, (Roofline, Measured)) and type(model) in (Roofline, Measured):
             self.figures = model.figures
-        self._operations: dict[Operation, float] = {}
-        self._collectives: dict[Communication, float] = {}
+        self._seconds: dict[Operation | Communication, float] = {}
 
     def operation(self, operation: Operation) -> float:
         """See CostModel.
@@ -86,10 +83,7 @@ class CheckedModel:
         Raises:
             PluginError: the model fails, or its answer is no time.
         """
-        seconds = self._operations.get(operation)
-        if seconds is None:
-            seconds = self._operations[operation] = self._checked(self._model.operation, operation)
-        return seconds
+        return self._checked(self._model.operation, operation)
 
     def collective(self, communication: Communication) -> float:
         """See CostModel.
@@ -97,12 +91,11 @@ class CheckedModel:
         Raises:
             PluginError: as of `operation`.
         """
-        seconds = self._collectives.get(communication)
-        if seconds is None:
-            seconds = self._collectives[communication] = self._checked(self._model.collective, communication)
-        return seconds
+        return self._checked(self._model.collective, communication)
 
-    def _checked(self, ask: Callable[[Question], Any], question: Question) -> float:
+    def _checked(self, ask: Callable[[Any], Any], question: Operation | Communication) -> float:
+        if question in self._seconds:
+            return self._seconds[question]
         try:
             answer = ask(question)
         except MeshwrightError:
@@ -117,6 +110,7 @@ class CheckedModel:
         seconds = float(answer)
         if not math.isfinite(seconds) or seconds < 0:
             raise self._error(f"returned {seconds!r}", question)
+        self._seconds[question] = seconds
         return seconds
 
     def _error(self, what: str, question: Operation | Communication) -> PluginError:

@@ -47,7 +47,10 @@ def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.
         if index in group:
             ins, outs = (["I"] * len(refs) for refs in (node.ins, node.outs))
             separate += costs.compute(works[index], node, tape.values, ins, outs)
-    for nodes in _members(group):
+    members: dict[int, list[int]] = {}
+    for index, number in group.items():
+        members.setdefault(number, []).append(index)
+    for nodes in members.values():
         fused += _traffic(tape, nodes) / cluster.streams
     return max(0.0, separate - fused)
 
@@ -63,10 +66,8 @@ def _groups(tape: Tape, works: Sequence[Work]) -> dict[int, int]:
         return i
 
     maker: dict[int, int] = {}
-    depth: dict[
-        int, int
-        # of a value: the number of nodes before it that do not fuse, one after the other
-    ] = {}
+    # of a value: the number of nodes before it that do not fuse, one after the other
+    depth: dict[int, int] = {}
     level: dict[int, int] = {}
     for index, node in enumerate(tape.nodes):
         level[index] = max((depth.get(ref.i, 0) for ref in node.ins), default=0)
@@ -81,13 +82,6 @@ def _groups(tape: Tape, works: Sequence[Work]) -> dict[int, int]:
             else:
                 maker.pop(ref.i, None)
     return {i: find(i) for i in parent}
-
-
-def _members(group: dict[int, int]) -> list[list[int]]:
-    members: dict[int, list[int]] = {}
-    for index, number in group.items():
-        members.setdefault(number, []).append(index)
-    return list(members.values())
 
 
 def _traffic(tape: Tape, nodes: list[int]) -> float:

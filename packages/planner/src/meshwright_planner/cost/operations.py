@@ -45,13 +45,11 @@ UPDATE = "update"
 """Kind of operation of an optimizer step."""
 
 
-def operation_seconds(cluster: Cluster, op: Operation) -> float:
-    """Seconds of one operation, forward and backward, with launches unless compute hides them."""
-    return timed(cluster, op)[0]
-
-
 def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
-    """Seconds of one operation, as in `operation_seconds`, and the fraction that is its forward pass."""
+    """Seconds of one operation, forward and backward, and the fraction that is its forward pass.
+
+    Launches count unless compute hides them.
+    """
     if op.kind == UPDATE:
         return optimizer_seconds(cluster, sum(op.made), OPTIMIZERS[op.name], op.tensors), FORWARD
     around = cluster.host_s + (cluster.dispatch_s if op.on_mesh else 0.0)
@@ -59,9 +57,8 @@ def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
     launches += around
     if op.kind == "view":
         view = cluster.measured("view", "float32")
-        return (
-            launches if view is None else view.seconds(1.0, (True, op.backward)) + around
-        ), _usual_fraction(op)
+        seconds = launches if view is None else view.seconds(1.0, (True, op.backward)) + around
+        return seconds, _usual_fraction(op)
     # the gradient of an embedding table is filled with zeros first
     filled = op.table_bytes / cluster.streams if op.backward else 0.0
     curve = cluster.measured(op.kind, op.dtype) or cluster.measured(op.kind, "float32")
@@ -69,25 +66,22 @@ def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
         busy = _measured(cluster, curve, op) + filled
         return (max(busy, launches) if cluster.hides_launch else busy + around), _usual_fraction(op)
     forward = max(op.flops / cluster.rate(op.dtype), op.nbytes / cluster.streams)
-    busy = forward + (_back(cluster, op, forward) + filled if op.backward else 0.0)
-    return (
-        max(busy, launches) if cluster.hides_launch else busy + launches
-    ), forward / busy if busy else FORWARD
+    back = BACKWARD * forward
+    if op.kind.startswith("attention"):
+        back = ATTENTION * forward
+    elif op.flops:
+        back = BACKWARD * min(op.gradients, 2) / 2 * forward
+    elif op.backward_bytes is not None:
+        back = op.backward_bytes / cluster.streams
+    busy = forward + (back + filled if op.backward else 0.0)
+    seconds = max(busy, launches) if cluster.hides_launch else busy + launches
+    return seconds, forward / busy if busy else FORWARD
 
 
 def _usual_fraction(op: Operation) -> float:
     """The fraction of the forward pass by the number of gradients, when times are not separate."""
     operands = min(op.gradients, 2) / 2 if op.flops else 1.0
     return 1 / (1 + BACKWARD * operands) if op.backward else 1.0
-
-
-def _back(cluster: Cluster, op: Operation, forward: float) -> float:
-    """Seconds of the backward pass of an operation whose forward takes `forward`."""
-    if op.kind.startswith("attention"):
-        return ATTENTION * forward
-    if op.flops:
-        return BACKWARD * min(op.gradients, 2) / 2 * forward
-    return BACKWARD * forward if op.backward_bytes is None else op.backward_bytes / cluster.streams
 
 
 def _measured(cluster: Cluster, curve: MeasuredWork, op: Operation) -> float:
@@ -100,27 +94,19 @@ def _measured(cluster: Cluster, curve: MeasuredWork, op: Operation) -> float:
             back *= min(op.gradients, 2) / 2
         least = op.nbytes / cluster.streams
         even = even_bytes(op.flops, op.itemsize, op.products) if op.made else 0.0
-        first, later = _thin_seconds(cluster, op.nbytes - even) if op.kind == "matmul" else (0.0, 0.0)
-        forward += first
-        back += later * min(op.gradients, 2) / 2 if op.backward else 0.0
-        fresh = sum(_allocation_seconds(cluster, nbytes) for nbytes in op.made)
+        thin, more = cluster.measured("thin", "float32"), op.nbytes - even
+        if op.kind == "matmul" and thin is not None and more > 0:
+            # it moves more bytes than a product of equal sides
+            (nbytes, first), (_, later) = thin.forward[0], thin.backward[0]
+            forward += first * more / nbytes
+            back += later * more / nbytes * min(op.gradients, 2) / 2 if op.backward else 0.0
+        pages, fresh = cluster.measured("fresh", "float32"), 0.0
+        if pages is not None:
+            # large new tensors get new memory pages
+            smallest = pages.forward[0][0]
+            fresh = sum(pages.seconds(nbytes, (True, False)) for nbytes in op.made if nbytes >= smallest)
         return max(forward, least) + max(back, least if op.backward else 0.0) + fresh
     return curve.seconds(op.nbytes, (True, op.backward))
-
-
-def _thin_seconds(cluster: Cluster, more: float) -> tuple[float, float]:
-    """Additional seconds of a product, forward and backward, that moves `more` bytes than one of equal sides."""
-    curve = cluster.measured("thin", "float32")
-    if curve is None or more <= 0:
-        return 0.0, 0.0
-    (nbytes, forward), (_, back) = curve.forward[0], curve.backward[0]
-    return forward * more / nbytes, back * more / nbytes
-
-
-def _allocation_seconds(cluster: Cluster, nbytes: float) -> float:
-    """Seconds to allocate a new tensor: large ones get new memory pages."""
-    curve = cluster.measured("fresh", "float32")
-    return 0.0 if curve is None or nbytes < curve.forward[0][0] else curve.seconds(nbytes, (True, False))
 
 
 def even_bytes(flops: float, itemsize: int = 4, matrices: int = 1) -> float:

@@ -118,9 +118,9 @@ class AxisCosts:
 
     def collective(self, collective: Collective | None) -> float:
         """Seconds of a collective on this axis."""
-        return (
-            0.0 if collective is None else self.link.seconds(collective.kind, collective.nbytes, self.degree)
-        )
+        if collective is None:
+            return 0.0
+        return self.link.seconds(collective.kind, collective.nbytes, self.degree)
 
     def share(self, state: State) -> float:
         """The fraction of a value that one rank holds in `state`."""
@@ -157,14 +157,9 @@ class AxisCosts:
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
     ) -> tuple[float, float]:
         """As `compute`, and the fraction of the seconds that is the forward pass."""
-        return more_forward(*self._once(work, node, values, ins, outs), work.again)
-
-    def _once(
-        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
-    ) -> tuple[float, float]:
         op = self._operation(work, node, values, ins, outs)
         if self.model is None:
-            return timed(self.cluster, op)
+            return more_forward(*timed(self.cluster, op), work.again)
         shapes = [
             tuple(self._local(values[r.i].shape, s) for r, s in zip(refs, states))
             for refs, states in ((node.ins, ins), (node.outs, outs))
@@ -172,7 +167,8 @@ class AxisCosts:
         # of first-party models
         figures = getattr(self.model, "figures", None)
         forward = FORWARD if figures is None else timed(figures, op)[1]
-        return self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1])), forward
+        seconds = self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1]))
+        return more_forward(seconds, forward, work.again)
 
     def _operation(
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.strategy import CollectiveUse
 from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.memory.parts import Sizes, parameter_bytes
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.recompute.rules import in_words
 
@@ -67,19 +69,9 @@ class Candidate:
     recompute: tuple[RecomputeRule, ...] = ()
 
     @property
-    def collectives(self) -> list[PlannedCollective]:
-        """The collectives that strategies add, as entries of a plan."""
-        return [PlannedCollective(axis=axes, **asdict(use)) for axes, use in self.uses]
-
-    @property
     def exposed_seconds(self) -> float:
         """Communication that adds to the step."""
         return sum(self.exposed.values())
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Communication that overlaps with compute."""
-        return sum(self.hidden.values())
 
     @property
     def step_seconds(self) -> float:
@@ -95,6 +87,22 @@ class Candidate:
     def excess_bytes(self) -> int:
         """Bytes by which it exceeds the limit; 0 where it fits."""
         return max(0, self.total_bytes - self.limit)
+
+    def least_bytes(self, sizes: Sizes) -> float:
+        """The least bytes that any placement on the searched axes can reach: with everything sharded there."""
+        problem, placement = self.problem, self.placement
+        if not self.searched:
+            return float(self.total_bytes)
+        degree = math.prod(self.point.degree(axis) for axis in self.searched)
+        stored = kept = 1 / degree
+        # a stage of a pipeline may hold more or less sharded parameters than the model on average
+        if self.fields.get("pipeline") is None:
+            now, _ = parameter_bytes(sizes, problem, placement)
+            stored = min(1.0, sum(size for _, size, _ in sizes.parameters) / degree / now) if now else 1.0
+            undivided = problem.replicated().saved_bytes * placement.times
+            kept = min(1.0, undivided / degree / placement.saved_bytes) if placement.saved_bytes else 1.0
+        factors = {"parameters": stored, "gradients": stored, "optimizer": stored, "activations": kept}
+        return sum(size * factors.get(part, 1 / degree) for part, size in self.memory.items())
 
     @property
     def bound(self) -> str:

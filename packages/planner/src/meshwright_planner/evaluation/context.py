@@ -18,6 +18,7 @@ from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Link, ModelSizes, SearchRequest, Strategy, Survey
 from meshwright_planner.cost.cost_models import CheckedModel, priced
+from meshwright_planner.cost.operations import OPTIMIZERS
 from meshwright_planner.memory.parts import Sizes
 from meshwright_planner.trace.batch import Batch
 
@@ -128,6 +129,21 @@ class Basis:
     def units(self) -> tuple[tuple[tuple[str, nn.Parameter], ...], ...]:
         """The named parameters of each unit of the model (see blocks.parameter_units)."""
         return tuple(tuple(named) for _, _, named in parameter_units(self.setting.model))
+
+    def floor_bytes(self, degrees: Mapping[str, int] | None = None) -> float:
+        """The least bytes of a rank while the optimizer steps: its part of parameters, gradients and states.
+
+        `degrees`: replicas along axes that only sum gradients hold the same; without degrees the model is divided over all
+        ranks.
+        """
+        parts = self.setting.world_size
+        if degrees is not None:
+            strategies = self.setting.strategies.items()
+            sums = {axis for axis, s in strategies if s.gradient == "deferred" and not s.gathers}
+            sums -= {axis for axis, survey in self.surveys.items() if survey.parameters}
+            parts = math.prod(d for axis, d in degrees.items() if axis not in sums)
+        parameters, trained = self.bytes
+        return (parameters + trained * (1 + OPTIMIZERS[self.setting.optimizer])) / parts
 
     def request(self, axis: str | None = None) -> SearchRequest:
         """The request to strategies before anything is decided; `axis`: of the strategy that is asked."""

@@ -28,9 +28,8 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
     for axis, degree in setting.pins.items():
         if axis in legal and not legal[axis]:
             raise _illegal_pin(basis, requests[axis], axis, degree)
-    whole = [
-        c for c in _products(legal, setting.world_size) if _one_search(basis, c) and _rows_divide(basis, c)
-    ]
+    products = _products(legal, setting.world_size)
+    whole = [c for c in products if _one_search(basis, c) and _rows_divide(basis, c)]
     possible = [c for c in whole if _sequence_divides(basis, c)]
     if setting.stage:
         # a pinned ZeRO stage asks for ranks that share training state
@@ -39,9 +38,8 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
         return possible
     if whole:
         raise UsageError(_sequence_refusal(setting, whole))
-    shown = (
-        "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "no strategy is installed"
-    )
+    listed = (f"{axis}: {', '.join(map(str, degrees))}" for axis, degrees in legal.items())
+    shown = "; ".join(listed) or "no strategy is installed"
     pinnable = unasked(basis)
     pin = f"pin a degree that is tried only when pinned ({named(pinnable)}), or " if pinnable else ""
     raise UsageError(
@@ -68,8 +66,7 @@ def _illegal_pin(basis: Basis, request: SearchRequest, axis: str, degree: int) -
     reason = strategy.refusal(request, degree)
     if reason is not None:
         return PlanError(f"degrees.{axis}", degree, reason, options)
-    length = setting.batch.sequence_length
-    size = setting.batch.size
+    size, length = setting.batch.size, setting.batch.sequence_length
     rows = f"{size}" if length is None else f"{count_of(size, 'row')} of {count_of(length, 'token')}"
     nearest = min(allowed, key=lambda d: (abs(d - degree), d), default=1)
     return UsageError(
@@ -98,13 +95,6 @@ def unasked(basis: Basis) -> dict[str, list[int]]:
 def named(degrees: Mapping[str, Sequence[int]]) -> str:
     """ "cp=2, cp=4"."""
     return ", ".join(f"{axis}={degree}" for axis, values in degrees.items() for degree in values)
-
-
-def sequence_hint(setting: Setting) -> str:
-    """The end of a placement error where sequence_parallel=True may be the reason; else empty."""
-    if not setting.sequence_parallel:
-        return ""
-    return "; sequence_parallel=True needs placements that split the sequence between blocks: leave it out to allow others"
 
 
 def _sequence_refusal(setting: Setting, legal: Iterable[Mapping[str, int]]) -> str:
@@ -150,9 +140,8 @@ def _one_search(basis: Basis, degrees: Mapping[str, int]) -> bool:
     """Whether at most one axis is searched for placements, or two: tp and one that the user pinned."""
     setting = basis.setting
     searched = [a for a, d in degrees.items() if d > 1 and setting.strategies[a].placement_search]
-    return len(searched) <= 1 or (
-        len(searched) == 2 and all(a in setting.pins for a in searched if a != TENSOR)
-    )
+    outer_pinned = all(a in setting.pins for a in searched if a != TENSOR)
+    return len(searched) <= 1 or (len(searched) == 2 and outer_pinned)
 
 
 def _products(legal: Mapping[str, Sequence[int]], total: int) -> Iterator[dict[str, int]]:

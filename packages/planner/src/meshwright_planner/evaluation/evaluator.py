@@ -10,21 +10,21 @@ from typing import Any, TypeAlias
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import PipelineQuery, StepContext
 from meshwright_planner.cost.prices import AxisCosts, JointCosts
-from meshwright_planner.evaluation.cache import SearchCache
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import BY_STAGE, Point
 from meshwright_planner.evaluation.context import Basis, Setting, Surveys
-from meshwright_planner.evaluation.degrees import combinations, sequence_hint
-from meshwright_planner.evaluation.memory_bound import least_bytes
+from meshwright_planner.evaluation.degrees import combinations
 from meshwright_planner.evaluation.placed_model import Placed
 from meshwright_planner.evaluation.stage_recompute import RecomputeVariants
 from meshwright_planner.evaluation.step_cost import cost, with_stage_recompute
+from meshwright_planner.evaluation.tapes import SearchCache, Tapes
 from meshwright_planner.memory.parts import parameter_factor
 from meshwright_planner.placement.ilp import MemoryTerms, Unsolved
-from meshwright_planner.placement.legal_rows import Legality, Rules
+from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.placement.two_axes.legal_rows import JointLegality
 from meshwright_planner.placement.two_axes.problem import JointProblem
@@ -48,17 +48,11 @@ Axes: TypeAlias = tuple[str, ...]
 class Search:
     """Evaluates configurations. Recorded tapes and solved placements are shared by all configurations and variants."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        rules: Rules,
-        shared: SearchCache | None = None,
-    ) -> None:
+    def __init__(self, setting: Setting, rules: RuleBook, shared: SearchCache | None = None) -> None:
         self.setting, self.rules = setting, rules
-        self.shared = SearchCache(Surveys(setting.model)) if shared is None else shared
+        self.shared = SearchCache(Surveys(setting.model), Tapes(rules)) if shared is None else shared
         self.basis = Basis(setting, self.shared.surveys)
         self.surveys = self.basis.surveys
-        self.evaluated = 0
         # variants of a search share its time budget
         if self.shared.end is None:
             budget = setting.time_budget
@@ -88,25 +82,24 @@ class Search:
     def ways(self, degrees: Mapping[str, int], thorough: bool = False) -> list[dict[str, object]]:
         """The options that strategies offer with these degrees, all axes combined; `thorough`: all that are legal."""
         combined: list[dict[str, object]] = [{}]
+        batch = self.setting.batch
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] > 1:
-                rows = max(1, self.setting.batch.size // self.basis.batch_factor(degrees))
-                tape = self._any_tape(degrees) if strategy.divides else None
+                pipeline = PipelineQuery()
+                if strategy.divides:
+                    tape = self._any_tape(degrees)
+                    pipeline = PipelineQuery(
+                        shared_cores=self.setting.cluster.shared_core_factors(degrees[axis]),
+                        scalar_flows=tape.numbers,
+                        calls=tape.calls,
+                        example=(batch.args, batch.kwargs),
+                    )
                 request = replace(
                     self.basis.request(axis),
-                    batch_size=rows,
+                    batch_size=max(1, batch.size // self.basis.batch_factor(degrees)),
                     step=StepContext(degrees=dict(degrees)),
                     exhaustive=thorough,
-                    pipeline=PipelineQuery(
-                        shared_cores=self.setting.cluster.shared_core_factors(degrees[axis])
-                        if strategy.divides
-                        else (),
-                        scalar_flows=frozenset() if tape is None else tape.numbers,
-                        calls=None if tape is None else tape.calls,
-                        example=(self.setting.batch.args, self.setting.batch.kwargs)
-                        if strategy.divides
-                        else None,
-                    ),
+                    pipeline=pipeline,
                 )
                 offered = [dict(way) for way in strategy.ways(request, degrees[axis])]
                 combined = [{**outer, **way} for outer in combined for way in offered]
@@ -116,10 +109,10 @@ class Search:
         """A tape of the model, for facts that do not depend on the degrees."""
         if self.shared.tape is None:
             try:
-                self.shared.tape = self.shared.tapes.of(self.basis, self.rules, degrees)
+                self.shared.tape = self.shared.tapes.of(self.basis, degrees)
             except PlanError:
                 # the model does not run on a part of its batch
-                self.shared.tape = self.shared.tapes.of(self.basis, self.rules, dict.fromkeys(degrees, 1))
+                self.shared.tape = self.shared.tapes.of(self.basis, dict.fromkeys(degrees, 1))
         return self.shared.tape
 
     # ---- exact
@@ -133,12 +126,11 @@ class Search:
         """
         if not isinstance(point, Point):
             point = self.point(point, stage)
-        self.evaluated += 1
         axes = self._searched(point)
         placed = self._exact(point, axes)
         candidate = self._costed(point, placed, axes)
         if candidate.excess_bytes and axes and point.recompute != BY_STAGE:
-            hopeless = least_bytes(candidate, self.basis.sizes) > self.setting.limit
+            hopeless = candidate.least_bytes(self.basis.sizes) > self.setting.limit
             factor = parameter_factor(self.setting.optimizer)
             recomputed = placed.with_recompute(self.recompute(point))
             problem = recomputed.problem
@@ -174,15 +166,16 @@ class Search:
         family = self._family(point, tape, axes)
         model = self._models.get(family)
         if model is None:
-            model = self._models[family] = self._model(family, point, tape, axes)
+            solved = self.shared.models.get(family)
+            model = self._exact(point, axes, tape) if solved is None else self._new(*solved)
+            self._models[family] = model
+            self.shared.models[family] = model.problem, model.placement
         placed = model if model.problem.tape is tape else model.at(tape)
         return self._costed(point, placed, axes, True, beyond)
 
     def _far(self, point: Point, axes: Axes, beyond: float) -> Candidate | None:
         """The estimate by tapes of more rows where it is far beyond the bound, so that no tape of one row is recorded."""
-        larger = self.shared.tapes.for_more_rows(
-            self.basis, self.rules, dict(point.degrees), point.microbatches
-        )
+        larger = self.shared.tapes.for_more_rows(self.basis, dict(point.degrees), point.microbatches)
         model = None if larger is None else self._models.get(self._family(point, larger, axes))
         if larger is None or model is None:
             return None
@@ -202,14 +195,6 @@ class Search:
             None if tape.division is None or tape.origin is not None else id(tape),
         )
 
-    def _model(self, family: tuple[object, ...], point: Point, tape: Tape, axes: Axes) -> Placed:
-        solved = self.shared.models.get(family)
-        if solved is not None:
-            return self._new(*solved)
-        placed = self._exact(point, axes, tape)
-        self.shared.models[family] = placed.problem, placed.placement
-        return placed
-
     def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
         """The recompute rules of a configuration."""
         wanted = point.recompute
@@ -225,9 +210,7 @@ class Search:
         """The recompute policies that the model allows, the cheapest in time first."""
         if self.shared.patterns is None:
             self.shared.patterns = repeated_blocks(self.setting.model, self._any_tape(degrees).calls)
-        if not self.shared.patterns:
-            return ()
-        return tuple(reversed(POLICIES))
+        return tuple(reversed(POLICIES)) if self.shared.patterns else ()
 
     def has_stage_choice(self, candidate: Candidate) -> bool:
         """Whether each stage of a candidate may choose the blocks that it recomputes."""
@@ -254,13 +237,12 @@ class Search:
 
     def _meshed(self, point: Point) -> bool:
         """Whether operations pay for dispatch on a mesh. A pipeline without other axes has none."""
-        if not self.setting.cluster.dispatch_s:
-            return False
-        return any(d > 1 and not self.setting.strategies[a].divides for a, d in point.degrees)
+        meshed = any(d > 1 and not self.setting.strategies[a].divides for a, d in point.degrees)
+        return meshed and bool(self.setting.cluster.dispatch_s)
 
     def _tape(self, point: Point, rough: bool = False) -> Tape:
         degrees = dict(point.degrees)
-        return self.shared.tapes.of(self.basis, self.rules, degrees, point.microbatches, rough)
+        return self.shared.tapes.of(self.basis, degrees, point.microbatches, rough)
 
     def _key(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
         # variants of a search may differ in sequence_parallel
@@ -371,9 +353,10 @@ class Search:
                 return placement
         if unsolved is not None:
             raise unsolved
+        needs = "; sequence_parallel=True needs placements that split the sequence between blocks: leave it out to allow others"
+        sequence = needs if self.setting.sequence_parallel else ""
         raise UsageError(
-            "the placement search found no legal placement; check the pinned parameter placements"
-            + sequence_hint(self.setting)
+            f"the placement search found no legal placement; check the pinned parameter placements{sequence}"
         )
 
     def _within(self, problem: PlacementProblem, terms: MemoryTerms) -> Placement | None:
@@ -394,10 +377,13 @@ class Search:
         training = sum(memory[part] for part in ("parameters", "gradients", "optimizer")) / stored
         kept = memory["activations"] / (placed.placement.saved_bytes or 1.0) or 1.0
         fixed = sum(memory.values()) - training * stored - memory["activations"]
+        # parameters that the results do not depend on
+        tape = candidate.problem.tape
+        read = {ref.i for node in tape.nodes for ref in node.ins}
         outside = sum(
             p.numel() * p.element_size()
             for name, p in self.setting.model.named_parameters()
-            if name not in candidate.problem.read_parameters
+            if tape.parameters.get(name) not in read
         )
         room = candidate.limit - fixed - outside * training
         return MemoryTerms(PRICE, min(factor, training) / kept, max(1.0, room / kept))

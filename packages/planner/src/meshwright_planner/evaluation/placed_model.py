@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.sharding.states import parse_state
 from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
 from meshwright_planner.cost.attention import attention_uses
 from meshwright_planner.evaluation.context import Basis, placements
-from meshwright_planner.evaluation.gradient_units import UnitSizes, summed_units
 from meshwright_planner.memory.module_work import module_runs, module_work, parameter_sizes
 from meshwright_planner.memory.parts import copied_bytes, memory_parts, parameter_bytes, trained_sizes
 from meshwright_planner.memory.peak import Moment, Replay, moments, optimizer_moment
-from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-from meshwright_planner.recompute.effect import recomputed
-from meshwright_planner.recompute.live_again import alive_again, checkpoint_dropped
+from meshwright_planner.recompute.effect import alive_again, checkpoint_dropped, recomputed
 from meshwright_planner.trace.flops import backward_flops
 from meshwright_planner.trace.tape import Tape
+
+T = TypeVar("T")
+
+UnitSizes = tuple[ParameterSize, ...]
+"""The parameters of one unit."""
 
 
 class Placed:
@@ -28,7 +35,7 @@ class Placed:
     def __init__(
         self,
         basis: Basis,
-        rules: Rules,
+        rules: RuleBook,
         problem: PlacementProblem,
         placement: Placement,
         like: Placed | None = None,
@@ -41,14 +48,26 @@ class Placed:
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
         self._others: dict[object, Placed] = {}
         self._times: dict[int, Placement] = {1: placement}
-        self._states: _States = _States(basis, problem, placement) if like is None else like._states
+        self._by_states: dict[object, Any] = {} if like is None else like._by_states
+
+    def _once(self, key: object, compute: Callable[[], T]) -> T:
+        """A value that depends on the states of the placement, not on the sizes of activations."""
+        if key not in self._by_states:
+            self._by_states[key] = compute()
+        result: T = self._by_states[key]
+        return result
 
     @cached_property
     def alive_again(self) -> Mapping[int, float]:
         """Representative node -> bytes that its module has alive while it is recomputed, saved tensors not included."""
         if not self.problem.tape.dropped:
             return self._planned_again
-        by_model, planned = _alive_in_checkpoints(self.problem, self.placement), self._planned_again
+        problem, tape, planned = self.problem, self.problem.tape, self._planned_again
+        blocks = problem.quotient.once_for(tape, "checkpoint dropped", lambda _: checkpoint_dropped(problem))
+        # a tensor that stays saved meanwhile must not be counted a second time
+        origin = tape if tape.origin is None else tape.origin
+        whole = replace(tape, saved=[*tape.saved, *tape.dropped], recompute=("own",), origin=origin)
+        by_model = alive_again(problem.on(whole), self.placement, blocks, dict(enumerate(tape.again)))
         return {k: max(by_model.get(k, 0.0), planned.get(k, 0.0)) for k in {*by_model, *planned}}
 
     @cached_property
@@ -81,6 +100,11 @@ class Placed:
         return attention_uses(problem.tape, problem.quotient, problem.costs, self.rules.composites.values())
 
     @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Per searched axis, its part of the communication."""
+        return self.problem.shares(self.placement)
+
+    @cached_property
     def flops(self) -> float:
         """Operations of one rank, forward and backward, recomputation included."""
         problem, again = self.problem, self.placement.again
@@ -94,30 +118,33 @@ class Placed:
 
     def survey_bytes(self, names: frozenset[str]) -> tuple[float, float]:
         """Bytes of these parameters on one rank, of all and of the trained ones."""
-        cache = self._states.survey_bytes
-        if names not in cache:
-            cache[names] = parameter_bytes(self.basis.sizes, self.problem, self.placement, names)
-        return cache[names]
+        sizes, problem, placement = self.basis.sizes, self.problem, self.placement
+        return self._once(("survey", names), lambda: parameter_bytes(sizes, problem, placement, names))
 
     @property
     def copies(self) -> float:
-        """Bytes of the compute copies of all parameters, where ranks do not share them."""
-        return self._states.copies
+        """Bytes of the compute copies of all parameters in the precision of the plan, where ranks do not share them."""
+        sizes, problem, dtype = self.basis.sizes, self.problem, self.basis.setting.dtype
+        if dtype is None:
+            return 0.0
+        return self._once("copies", lambda: copied_bytes(sizes, problem, self.placement, dtype))
 
     @property
-    def parameters(self) -> tuple[dict[str, ParameterSize], ...]:
-        """Per unit, its parameters by name."""
-        return self._states.units
+    def _units(self) -> tuple[dict[str, ParameterSize], ...]:
+        """Per unit, its parameters."""
+        units, dtype = self.basis.units, self.basis.setting.dtype
+        return self._once("units", lambda: parameter_sizes(units, dtype, self.problem, self.placement))
 
     def sizes(self, holds: frozenset[str] | None = None) -> tuple[UnitSizes, ...]:
         """The parameters of each unit; `holds`: names of those that the rank has, None for all."""
-        cache = self._states.sizes
-        if holds not in cache:
+
+        def find() -> tuple[UnitSizes, ...]:
             shared: dict[UnitSizes, UnitSizes] = {}
-            units = (tuple(_held(unit, holds).values()) for unit in self._states.units)
+            units = (tuple(_held(unit, holds).values()) for unit in self._units)
             # equal units are one object
-            cache[holds] = tuple(shared.setdefault(unit, unit) for unit in units)
-        return cache[holds]
+            return tuple(shared.setdefault(unit, unit) for unit in units)
+
+        return self._once(("sizes", holds), find)
 
     def summed(
         self, degrees: Mapping[str, int], over: Sequence[str], holds: frozenset[str] | None = None
@@ -129,14 +156,14 @@ class Placed:
         surveys = {a: s for a, s in self.basis.surveys.items() if degrees[a] > 1 and s.parameters}
         if not surveys:
             return self.sizes(holds)
-        key = (tuple(over), tuple((axis, degrees[axis]) for axis in surveys), holds)
-        cache = self._states.summed
-        if key not in cache:
+
+        def find() -> tuple[UnitSizes, ...]:
             owners = {axis: survey.parameters for axis, survey in surveys.items()}
             stated = placements(self.basis.setting.strategies, surveys, degrees)
-            units = [_held(unit, holds) for unit in self._states.units]
-            cache[key] = summed_units(units, owners, stated, degrees, over)
-        return cache[key]
+            units = [_held(unit, holds) for unit in self._units]
+            return summed_units(units, owners, stated, degrees, over)
+
+        return self._once((tuple(over), tuple((axis, degrees[axis]) for axis in surveys), holds), find)
 
     def trained(self, holds: frozenset[str] | None) -> int:
         """How many parameters the optimizer of one rank updates; `holds`: as for `sizes`."""
@@ -175,7 +202,16 @@ class Placed:
     def repeated(self, times: int) -> Placement:
         """The placement of `times` microbatches, run one after the other."""
         if times not in self._times:
-            self._times[times] = _repeated(self.placement, times)
+            once = self.placement
+            self._times[times] = replace(
+                once,
+                conversions=[replace(c, count=c.count * times) for c in once.conversions],
+                compute_seconds=once.compute_seconds * times,
+                forward_seconds=once.forward_seconds * times,
+                communication_seconds=once.communication_seconds * times,
+                saved_bytes=once.saved_bytes * times,
+                times=times,
+            )
         return self._times[times]
 
     def with_recompute(self, rules: Sequence[RecomputeRule]) -> Placed:
@@ -195,47 +231,49 @@ def _held(unit: Mapping[str, ParameterSize], holds: frozenset[str] | None) -> Ma
     return unit if holds is None else {name: size for name, size in unit.items() if name in holds}
 
 
-def _alive_in_checkpoints(problem: PlacementProblem, placement: Placement) -> dict[int, float]:
-    """Bytes alive while the activation checkpoints in the user's model recompute, by representative node."""
-    tape = problem.tape
-    blocks = problem.quotient.once_for(tape, "checkpoint dropped", lambda _: checkpoint_dropped(problem))
-    # a tensor that stays saved meanwhile must not be counted a second time
-    origin = tape if tape.origin is None else tape.origin
-    whole = replace(tape, saved=[*tape.saved, *tape.dropped], recompute=("own",), origin=origin)
-    return alive_again(problem.on(whole), placement, blocks, dict(enumerate(tape.again)))
+def summed_units(
+    units: Iterable[Mapping[str, ParameterSize]],
+    owners: Mapping[str, frozenset[str]],
+    stated: Mapping[str, Mapping[str, str]],
+    degrees: Mapping[str, int],
+    summed: Iterable[str],
+) -> tuple[UnitSizes, ...]:
+    """The parameters of each unit whose gradients are summed over axes of `summed`.
+
+    Args:
+        units: per unit its parameters by name, whole on the axes that own some.
+        owners: axis -> names of the parameters that its strategy distributes over its ranks.
+        stated: name -> axis -> state as text, of the parameters that are sharded (see Strategy.placements).
+        degrees: of every axis.
+        summed: axes on which gradients of other parameters are partial.
+    """
+    over = frozenset(summed)
+    shared: dict[UnitSizes, UnitSizes] = {}
+    result: list[UnitSizes] = []
+    for unit in units:
+        sizes: list[ParameterSize] = []
+        owned: Counter[tuple[ParameterSize, int]] = Counter()
+        for name, size in unit.items():
+            axes = frozenset(axis for axis, names in owners.items() if name in names)
+            if not axes:
+                sizes.append(size)
+            elif not over <= axes:
+                states = stated.get(name, {})
+                ranks = math.prod(degrees[axis] for axis in axes if axis not in states)
+                owned[_sharded(size, states, degrees), ranks] += 1
+        # parameters that are not sharded are dealt out over the ranks of the owning axes
+        for (size, ranks), count in owned.items():
+            sizes += [size] * -(-count // ranks)
+        # equal units are one object
+        result.append(shared.setdefault(tuple(sizes), tuple(sizes)))
+    return tuple(result)
 
 
-class _States:
-    """Values that depend on the states of a placement, not on the sizes of activations."""
-
-    def __init__(self, basis: Basis, problem: PlacementProblem, placement: Placement) -> None:
-        self._basis, self._problem, self._placement = basis, problem, placement
-        self.survey_bytes: dict[frozenset[str], tuple[float, float]] = {}
-        self.sizes: dict[frozenset[str] | None, tuple[UnitSizes, ...]] = {}
-        self.summed: dict[object, tuple[UnitSizes, ...]] = {}
-
-    @cached_property
-    def copies(self) -> float:
-        """Bytes of the compute copies of the parameters, in the precision of the plan."""
-        dtype = self._basis.setting.dtype
-        if dtype is None:
-            return 0.0
-        return copied_bytes(self._basis.sizes, self._problem, self._placement, dtype)
-
-    @cached_property
-    def units(self) -> tuple[dict[str, ParameterSize], ...]:
-        """Per unit, its parameters."""
-        basis = self._basis
-        return parameter_sizes(basis.units, basis.setting.dtype, self._problem, self._placement)
-
-
-def _repeated(placement: Placement, times: int) -> Placement:
-    return replace(
-        placement,
-        conversions=[replace(c, count=c.count * times) for c in placement.conversions],
-        compute_seconds=placement.compute_seconds * times,
-        forward_seconds=placement.forward_seconds * times,
-        communication_seconds=placement.communication_seconds * times,
-        saved_bytes=placement.saved_bytes * times,
-        times=times,
-    )
+def _sharded(size: ParameterSize, states: Mapping[str, str], degrees: Mapping[str, int]) -> ParameterSize:
+    shape, sharded = list(size.shape), list(size.sharded_dims)
+    for axis, text in states.items():
+        state = parse_state(text, degrees[axis])
+        if isinstance(state, int) and degrees[axis] > 1 and int(state) not in sharded:
+            shape[state] = -(-shape[state] // degrees[axis])
+            sharded.append(int(state))
+    return replace(size, shape=tuple(shape), sharded_dims=tuple(sharded))

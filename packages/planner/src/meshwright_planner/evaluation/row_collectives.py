@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from meshwright_dtensor.propagate.predict import PredictedMove
 from meshwright_dtensor.strategy import CollectiveUse
-from meshwright_planner.evaluation.context import Basis
 from meshwright_planner.evaluation.placed_model import Placed
 from meshwright_planner.recompute.region import recomputed_blocks
 
 
 def row_collectives(
-    basis: Basis, placed: Placed, microbatches: int, degrees: Mapping[str, int]
+    placed: Placed, microbatches: int, degrees: Mapping[str, int]
 ) -> Iterator[tuple[str, CollectiveUse, float]]:
     """(axis, collectives of one step, seconds of one of them). A recomputed operation communicates again."""
     problem, tape = placed.problem, placed.problem.tape
@@ -36,7 +35,7 @@ def row_collectives(
         part = replace(moved, nbytes=round(moved.nbytes * share), value=None)
         counted[part] += count * microbatches * (1 + twice)
     for moved, count in counted.items():
-        link, why = basis.link(degrees, moved.axis), moved.why
+        link, why = placed.basis.link(degrees, moved.axis), moved.why
         if not why.startswith("inside "):
             why = f"{why} for {moved.function}, which combines rows of several ranks"
         use = CollectiveUse(moved.kind, moved.nbytes, count, moved.phase, why, moved.module)

@@ -36,10 +36,9 @@ class RecomputeVariants:
     ) -> RecomputeVariants:
         """The variants of a placement; `policies`: name -> its rules for all `blocks`."""
         names = frozenset(blocks)
-        inside = [_is_inside(work.module, names) for work in placed.work]
-        work = {
-            policy: _work(placed, placed.with_recompute(rules), inside) for policy, rules in policies.items()
-        }
+        above = (work.module.split(".") for work in placed.work)
+        inside = [any(".".join(parts[: n + 1]) in names for n in range(len(parts))) for parts in above]
+        work = {name: _work(placed, placed.with_recompute(rules), inside) for name, rules in policies.items()}
         patterns = dict.fromkeys(rule.pattern for rules in policies.values() for rule in rules)
         return RecomputeVariants(work, tuple(blocks), tuple(patterns))
 
@@ -58,14 +57,6 @@ class RecomputeVariants:
                 )
             policies.update(dict.fromkeys(inside, policy))
         return rules_of(policies, self.blocks, self.patterns)
-
-
-@dataclass(frozen=True)
-class StageRecompute:
-    """The request to the strategy that divides the model: the variants, and bytes that its fullest rank must free."""
-
-    variants: RecomputeVariants
-    bytes_to_free: int
 
 
 def _work(placed: Placed, recomputed: Placed, inside: Sequence[bool]) -> tuple[ModuleWork, ...]:
@@ -98,9 +89,3 @@ def _work(placed: Placed, recomputed: Placed, inside: Sequence[bool]) -> tuple[M
             )
         result.append(work)
     return tuple(result)
-
-
-def _is_inside(module: str, blocks: frozenset[str]) -> bool:
-    """Whether a module is one of these blocks, or in one."""
-    parts = module.split(".")
-    return any(".".join(parts[:n]) in blocks for n in range(1, len(parts) + 1))

@@ -1,19 +1,20 @@
-"""The tapes of a search: recorded for a few batch sizes, scaled to all others."""
+"""The tapes of a search, recorded for a few batch sizes and scaled to all others, and the cache that all its variants share."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.propagate.choose import MeshShape
-from meshwright_dtensor.rules import RuleBook
-from meshwright_planner.evaluation.context import Basis
-from meshwright_planner.placement.legal_rows import Rules
-from meshwright_planner.trace.batch import Batch
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_planner.evaluation.context import Basis, Surveys
+from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.trace.quotient import Quotient, quotient
 from meshwright_planner.trace.recorder.record import NoRunError, RecordingCache, record
 from meshwright_planner.trace.row_coupling import SMALL, DataRankTapes
@@ -33,23 +34,19 @@ CHECK_ROWS = 8
 class Tapes:
     """The tapes of one model, by the shapes of a batch. All variants of a search share them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: RuleBook) -> None:
+        self._rules = rules
         self._tapes: dict[object, Tape] = {}
         self._larger: dict[object, Tape | None] = {}
         self._families: dict[object, TapeFamily | None] = {}
-        self._rows = DataRankTapes(self.quotient)
+        self._data_ranks = DataRankTapes(self.quotient)
         # the tape is kept too, so that its id stays unique
         self._quotients: dict[int, tuple[Tape, Quotient]] = {}
         self._failed: dict[object, NoRunError] = {}
         self._known: dict[torch.dtype | None, RecordingCache] = defaultdict(RecordingCache)
 
     def of(
-        self,
-        basis: Basis,
-        rules: Rules,
-        degrees: Mapping[str, int],
-        microbatches: int = 1,
-        rough: bool = False,
+        self, basis: Basis, degrees: Mapping[str, int], microbatches: int = 1, rough: bool = False
     ) -> Tape:
         """The tape of one microbatch of one rank's part of the batch.
 
@@ -61,25 +58,24 @@ class Tapes:
         """
         batch, shapes = basis.setting.batch, _shapes(basis, degrees, microbatches)
         try:
-            local = self._find(basis, rules, batch, shapes)
+            local = self._find(basis, shapes)
         except NoRunError as error:
-            raise self._refusal(basis, rules, degrees, microbatches, error) from error
+            raise self._refusal(basis, degrees, microbatches, error) from error
         axes = basis.rows_axes(degrees)
-        if not axes or not isinstance(rules, RuleBook):
+        if not axes:
             return local
         counted = {name: tuple(t.shape[:1]) == (batch.size,) for name, t in batch.tensors()}
-        key = (basis.setting.dtype, *shapes.values())
         many, large = batch.size >= max(BASE_ROWS), len(local.nodes) > SMALL
-        if not many or self._family(basis, rules, batch, shapes) is None:
+        if not many or self._family(basis, shapes) is None:
             if rough and large:
                 # each number of rows would have to be recorded
                 return local
         else:
             # one check serves all numbers of rows
-            few, more = (self._find(basis, rules, batch, s) for s in self._pair(batch, shapes))
-            modules = tuple(basis.strategy_modules())
-            pair = (basis.setting.dtype, *self._pair(batch, shapes)[0].values(), modules)
-            coupling = self._rows.meet(pair, few, more, counted, rules, modules)
+            shapes_of_pair, modules = _pair(basis, shapes), basis.strategy_modules()
+            few, more = (self._find(basis, s) for s in shapes_of_pair)
+            pair = (basis.setting.dtype, *shapes_of_pair[0].values(), modules)
+            coupling = self._data_ranks.meet(pair, few, more, counted, self._rules, modules)
             if coupling == "never" or (coupling == "little" and rough and large):
                 return local
         together = _shapes(basis, {a: 1 if a in axes else d for a, d in degrees.items()}, microbatches)
@@ -88,12 +84,12 @@ class Tapes:
             name: tuple(basis.batch_states(name, tuple(t.shape), degrees)[a] for a in axes)
             for name, t in batch.tensors()
         }
-        return self._rows.of(
-            (key, grid.axes, grid.sizes, *together.values()),
+        return self._data_ranks.of(
+            ((basis.setting.dtype, *shapes.values()), grid.axes, grid.sizes, *together.values()),
             local,
-            lambda: self._find(basis, rules, batch, together),
+            lambda: self._find(basis, together),
             grid,
-            rules,
+            self._rules,
             states,
             basis.strategy_modules(),
         )
@@ -105,9 +101,7 @@ class Tapes:
             self._quotients[id(origin)] = origin, quotient(origin)
         return self._quotients[id(origin)][1]
 
-    def for_more_rows(
-        self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1
-    ) -> Tape | None:
+    def for_more_rows(self, basis: Basis, degrees: Mapping[str, int], microbatches: int = 1) -> Tape | None:
         """A tape of one row, scaled from tapes of more rows, while it is not recorded; else None.
 
         A model may do less for a single row than for one of several, so this tape has the right sizes and no fewer nodes.
@@ -117,64 +111,62 @@ class Tapes:
         if key in self._tapes:
             return None
         if key not in self._larger:
-            self._larger[key] = self._scaled(basis, rules, basis.setting.batch, shapes, single_row=True)
+            self._larger[key] = self._scaled(basis, shapes, single_row=True)
         return self._larger[key]
 
-    def other(
-        self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1
-    ) -> Tape | None:
+    def other(self, basis: Basis, degrees: Mapping[str, int], microbatches: int = 1) -> Tape | None:
         """The tape of the same work on another number of rows; None where the batch has one row or recording fails."""
-        tape, batch = self.of(basis, rules, degrees, microbatches), basis.setting.batch
+        tape, batch = self.of(basis, degrees, microbatches), basis.setting.batch
         if tape.origin is not None and tape.origin.rows != tape.rows:
             return tape.origin
         shapes = _shapes(basis, degrees, microbatches)
-        for rows, pair_shapes in zip(BASE_ROWS, self._pair(batch, shapes), strict=True):
+        for rows, pair_shapes in zip(BASE_ROWS, _pair(basis, shapes), strict=True):
             if tape.rows != rows <= batch.size:
                 with contextlib.suppress(UsageError):
-                    return self._find(basis, rules, batch, pair_shapes)
+                    return self._find(basis, pair_shapes)
         return None
 
-    def _find(self, basis: Basis, rules: Rules, batch: Batch, shapes: Shapes) -> Tape:
+    def _find(self, basis: Basis, shapes: Shapes) -> Tape:
         # variants of a search differ in precision
         key = (basis.setting.dtype, *shapes.values())
         if key not in self._tapes:
-            self._tapes[key] = self._scaled(basis, rules, batch, shapes) or self._run(
-                basis, rules, batch, shapes
-            )
-            pair = self._pair(batch, shapes)
+            self._tapes[key] = self._scaled(basis, shapes) or self._run(basis, shapes)
+            pair = _pair(basis, shapes)
             if all((basis.setting.dtype, *s.values()) in self._tapes for s in pair):
                 # both tapes then share one quotient
-                self._family(basis, rules, batch, shapes)
+                self._family(basis, shapes)
         return self._tapes[key]
 
-    def _run(self, basis: Basis, rules: Rules, batch: Batch, shapes: Shapes) -> Tape:
+    def _run(self, basis: Basis, shapes: Shapes) -> Tape:
         """Record a tape. A model that refuses one row (a batch norm) gets a scaled tape: on real ranks its norm sees all rows."""
+        dtype = basis.setting.dtype
+        key = (dtype, *shapes.values())
         try:
-            return self._recorded(basis, rules, batch, shapes)
-        except UsageError:
-            tape = self._scaled(basis, rules, batch, shapes, single_row=True)
+            if key in self._failed:
+                raise self._failed[key]
+            local = basis.setting.batch.map(lambda name, t: _part(t, shapes[name]))
+            return record(basis.setting.model, local, self._rules.composites, dtype, self._known[dtype])
+        except UsageError as error:
+            if isinstance(error, NoRunError):
+                self._failed[key] = error
+            tape = self._scaled(basis, shapes, single_row=True)
             if tape is None:
                 raise
             return tape
 
     def _refusal(
-        self,
-        basis: Basis,
-        rules: Rules,
-        degrees: Mapping[str, int],
-        microbatches: int,
-        error: NoRunError,
+        self, basis: Basis, degrees: Mapping[str, int], microbatches: int, error: NoRunError
     ) -> UsageError:
         """The error where the model does not run on a rank's part of the batch. It names the degree or the microbatches."""
         whole = {name: tuple(t.shape) for name, t in basis.setting.batch.tensors()}
         for axis, degree in degrees.items():
             part = _shapes(basis, {a: degree if a == axis else 1 for a in degrees}, 1)
-            if degree > 1 and part != whole and self._fails(basis, rules, part):
+            if degree > 1 and part != whole and self._fails(basis, part):
                 return _part_error(f"degrees.{axis}", degree, error, part)
         parts = _shapes(basis, degrees, microbatches)
-        if parts == whole or self._fails(basis, rules, whole):
+        if parts == whole or self._fails(basis, whole):
             return error
-        if microbatches > 1 and not self._fails(basis, rules, _shapes(basis, degrees, 1)):
+        if microbatches > 1 and not self._fails(basis, _shapes(basis, degrees, 1)):
             return _part_error("microbatches", microbatches, error, parts)
         axis = next(
             a
@@ -183,53 +175,34 @@ class Tapes:
         )
         return _part_error(f"degrees.{axis}", degrees[axis], error, parts)
 
-    def _fails(self, basis: Basis, rules: Rules, shapes: Shapes) -> bool:
+    def _fails(self, basis: Basis, shapes: Shapes) -> bool:
         try:
-            self._find(basis, rules, basis.setting.batch, shapes)
+            self._find(basis, shapes)
         except NoRunError:
             return True
         return False
 
-    def _recorded(self, basis: Basis, rules: Rules, batch: Batch, shapes: Shapes) -> Tape:
-        dtype = basis.setting.dtype
-        key = (dtype, *shapes.values())
-        if key in self._failed:
-            raise self._failed[key]
-        local = batch.map(lambda name, t: _part(t, shapes[name]))
-        try:
-            return record(basis.setting.model, local, rules.composites, dtype, self._known[dtype])
-        except NoRunError as error:
-            self._failed[key] = error
-            raise
-
-    def _scaled(
-        self,
-        basis: Basis,
-        rules: Rules,
-        batch: Batch,
-        shapes: Shapes,
-        single_row: bool = False,
-    ) -> Tape | None:
+    def _scaled(self, basis: Basis, shapes: Shapes, single_row: bool = False) -> Tape | None:
         """The tape scaled from two others, where it has more rows than they; `single_row`: or one row."""
-        size, whole = batch.size, {name: tuple(t.shape) for name, t in batch.tensors()}
-        counted = [name for name, shape in whole.items() if shape[:1] == (size,)]
-        rows = {shapes[name][0] for name in counted}
+        batch = basis.setting.batch
+        rows = {shapes[name][0] for name, t in batch.tensors() if tuple(t.shape[:1]) == (batch.size,)}
         if len(rows) != 1 or rows & {*BASE_ROWS, *(() if single_row else (1,))}:
             return None
-        if size < max(BASE_ROWS):
+        if batch.size < max(BASE_ROWS):
             return None
-        family = self._family(basis, rules, batch, shapes)
+        family = self._family(basis, shapes)
         return None if family is None else family.at(rows.pop())
 
-    def _family(self, basis: Basis, rules: Rules, batch: Batch, shapes: Shapes) -> TapeFamily | None:
+    def _family(self, basis: Basis, shapes: Shapes) -> TapeFamily | None:
         """The tapes that differ from these shapes in rows only; None where sizes are not linear in the rows."""
-        few, more = self._pair(batch, shapes)
+        few, more = _pair(basis, shapes)
+        rows = basis.setting.batch.size
         key = (basis.setting.dtype, *few.values())
         if key not in self._families:
             tapes = []
             # the model may refuse so few rows
             with contextlib.suppress(UsageError):
-                tapes = [self._find(basis, rules, batch, s) for s in (few, more)]
+                tapes = [self._find(basis, s) for s in (few, more)]
         # recording the second tape may have made the family
         if key not in self._families:
             self._families[key] = None
@@ -237,33 +210,57 @@ class Tapes:
             if not any(tape.real for tape in tapes) and [tape.rows for tape in tapes] == list(BASE_ROWS):
                 with contextlib.suppress(ValueError):
                     family = TapeFamily(*tapes)
-                    third = None if family.proportional else self._third(basis, rules, batch, shapes)
+                    third = None
+                    # a batch of no more rows than the two has no third tape
+                    if not family.proportional and rows > max(BASE_ROWS):
+                        with contextlib.suppress(UsageError):
+                            third = self._find(basis, _with_rows(basis, shapes, min(rows, CHECK_ROWS)))
                     if family.proportional or (third is not None and family.predicts(third)):
                         self._families[key] = family
                         for other in filter(None, (tapes[1], third)):
                             other.origin = tapes[0]
         return self._families[key]
 
-    def _third(self, basis: Basis, rules: Rules, batch: Batch, shapes: Shapes) -> Tape | None:
-        """A third recorded tape of a family; None where the batch has no more rows than the two, or recording fails."""
-        if batch.size <= max(BASE_ROWS):
-            return None
-        with contextlib.suppress(UsageError):
-            return self._find(
-                basis, rules, batch, self._with_rows(batch, shapes, min(batch.size, CHECK_ROWS))
-            )
-        return None
 
-    def _pair(self, batch: Batch, shapes: Shapes) -> list[Shapes]:
-        """The shapes with the rows of the two tapes that others are scaled from."""
-        return [self._with_rows(batch, shapes, rows) for rows in BASE_ROWS]
+@dataclass
+class SearchCache:
+    """Recorded and solved once for every variant of a search: more ranks, fewer rows, another optimizer.
 
-    @staticmethod
-    def _with_rows(batch: Batch, shapes: Shapes, rows: int) -> Shapes:
-        whole = {name: t.shape[0] if t.dim() else None for name, t in batch.tensors()}
-        return {
-            name: (rows, *shape[1:]) if whole[name] == batch.size else shape for name, shape in shapes.items()
-        }
+    Args:
+        surveys: what strategies find in the model.
+        tapes: by the shapes of a batch.
+        problems: by links, tape, searched axes with their degrees, whether a mesh adds dispatch time, and the axes whose
+            strategies place parameters themselves. The first problem is also stored without the links and those axes.
+        placements: by problem and optimizer.
+        models: by everything except sizes: a problem and its placement, from which others are scaled.
+        rules: value of `recompute` -> its rules.
+        patterns: patterns of the repeated blocks; None before they are computed.
+        blocks: names of the repeated blocks; None before they are computed.
+        tape: any tape, for facts that are equal in all of them; None before one is recorded.
+        end: time.monotonic() at which the time budget is spent; None before the search has begun.
+    """
+
+    surveys: Surveys
+    tapes: Tapes
+    problems: dict[tuple[object, ...], PlacementProblem] = field(default_factory=dict)
+    placements: dict[tuple[object, ...], Placement] = field(default_factory=dict)
+    models: dict[tuple[object, ...], tuple[PlacementProblem, Placement]] = field(default_factory=dict)
+    rules: dict[str, tuple[RecomputeRule, ...]] = field(default_factory=dict)
+    patterns: tuple[str, ...] | None = None
+    blocks: tuple[str, ...] | None = None
+    tape: Tape | None = None
+    end: float | None = None
+
+
+def _pair(basis: Basis, shapes: Shapes) -> list[Shapes]:
+    """The shapes with the rows of the two tapes that others are scaled from."""
+    return [_with_rows(basis, shapes, rows) for rows in BASE_ROWS]
+
+
+def _with_rows(basis: Basis, shapes: Shapes, rows: int) -> Shapes:
+    batch = basis.setting.batch
+    counted = {name for name, t in batch.tensors() if tuple(t.shape[:1]) == (batch.size,)}
+    return {name: (rows, *shape[1:]) if name in counted else shape for name, shape in shapes.items()}
 
 
 def _part_error(field: str, value: int, error: NoRunError, shapes: Shapes) -> PlanError:

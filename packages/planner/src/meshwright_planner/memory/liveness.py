@@ -9,7 +9,6 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.trace.op_kinds import VIEWS, base_name
 
 if TYPE_CHECKING:
@@ -49,9 +48,13 @@ class LiveRanges:
                 source = root.get(quotient.value(ref.i))
                 if source is not None:
                     last[source] = n
+            name = base_name(node)
+            in_place = name.endswith("_") and not name.startswith("__")
+            # the output shares the storage of the input
+            shares = node.op is not None and node.ins and (name in VIEWS or in_place)
             for slot, ref in enumerate(node.outs):
                 value = quotient.value(ref.i)
-                if _shares(node):
+                if shares:
                     source = root.get(quotient.value(node.ins[0].i))
                     # a view of a parameter or an input has no new storage
                     if source is not None:
@@ -83,11 +86,3 @@ class LiveRanges:
             changes[begin] += size
             changes[end + 1] -= size
         return list(itertools.accumulate(changes[:-1]))
-
-
-def _shares(node: Node) -> bool:
-    """Whether the output of a node shares the storage of its input."""
-    if node.op is None or not node.ins:
-        return False
-    name = base_name(node)
-    return name in VIEWS or (name.endswith("_") and not name.startswith("__"))

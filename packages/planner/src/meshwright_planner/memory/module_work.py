@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
-from meshwright_dtensor.trace.graph import Node
+from meshwright_dtensor.strategy import ModuleWork, ParameterSize
 from meshwright_planner.cost.operations import FORWARD
 from meshwright_planner.cost.prices import along
 from meshwright_planner.memory.peak import Replay
-from meshwright_planner.memory.savers import SavedByRun
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 
 
@@ -39,6 +37,63 @@ class ModuleRun:
 
 
 @dataclass(frozen=True)
+class SavedByRun:
+    """The saved tensors of a tape by module run, without parameters and buffers.
+
+    Args:
+        inner: (place in `tape.saved`, run, representative node) of tensors that the recorder never saw.
+        shared: storage -> run -> (place, representative node, slot, output); slot: see `PlacementProblem.slot`.
+    """
+
+    inner: tuple[tuple[int, int, int], ...]
+    shared: dict[int, dict[int, list[tuple[int, int, int | None, bool]]]]
+
+    @staticmethod
+    def of(problem: PlacementProblem, run_of: Sequence[int]) -> SavedByRun:
+        """The saved tensors of a problem's tape; `run_of`: node -> its run."""
+        tape, representative = problem.tape, problem.quotient.node
+        inner: list[tuple[int, int, int]] = []
+        shared: dict[int, dict[int, list[tuple[int, int, int | None, bool]]]] = {}
+        for place, item in enumerate(tape.saved):
+            run, k = run_of[item.node], representative(item.node)
+            if item.root is None:
+                inner.append((place, run, k))
+            elif not tape.lasts(item.root):
+                slot = problem.slot(item.node, item.value, item.output)
+                entry = (place, k, slot, item.output)
+                shared.setdefault(item.root, {}).setdefault(run, []).append(entry)
+        return SavedByRun(tuple(inner), shared)
+
+    def bytes(
+        self, problem: PlacementProblem, placement: Placement, runs: int
+    ) -> tuple[list[float], list[dict[int, float]]]:
+        """Per run, the bytes that it alone saves, and by storage the bytes that other runs save too."""
+        saved, costs, options = problem.tape.saved, problem.costs, placement.options
+        parts = {k: costs.part(costs.split((*o.ins, *o.outs))) for k, o in options.items()}
+        either = {k: tuple(costs.part(costs.split(s)) for s in (o.ins, o.outs)) for k, o in options.items()}
+        alone, common = [0.0] * runs, [dict[int, float]() for _ in range(runs)]
+        for place, run, k in self.inner:
+            alone[run] += problem.kept_bytes(saved[place]) * parts[k]
+        for root, of in self.shared.items():
+            sizes: dict[int, float] = {}
+            for run, entries in of.items():
+                most = 0.0
+                for place, k, slot, output in entries:
+                    states = options[k].outs if output else options[k].ins
+                    part = costs.share(states[slot]) if slot is not None else either[k][output]
+                    most = max(most, saved[place].nbytes * part)
+                sizes[run] = most
+            if len(sizes) == 1:
+                ((run, size),) = sizes.items()
+                alone[run] += size
+            else:
+                most = max(sizes.values())
+                for run in sizes:
+                    common[run][root] = most
+        return alone, common
+
+
+@dataclass(frozen=True)
 class ModuleRuns:
     """The operations of a tape in the order of execution, consecutive ones of one module together.
 
@@ -57,6 +112,10 @@ def module_runs(problem: PlacementProblem) -> ModuleRuns:
     """The runs of a problem's tape; the outputs of the model enter a last run without operations."""
     tape, quotient = problem.tape, problem.quotient
     makers: dict[int, str] = {}
+
+    def inputs_of(values: Iterable[int]) -> tuple[tuple[int, int, str], ...]:
+        return tuple((i, quotient.value(i), makers[i]) for i in values)
+
     runs_found: list[ModuleRun] = []
     run_of: list[int] = []
     # per run, value -> the inputs that it depends on
@@ -79,39 +138,22 @@ def module_runs(problem: PlacementProblem) -> ModuleRuns:
                 elif ref.i in makers:
                     entering[ref.i] = None
                     sources.add(ref.i)
-            of = _NOTHING if _reads_only_shape(node) else frozenset(sources)
+            if "_like." in node.name or node.name.startswith("aten.new_"):
+                # reads only the shape of its input
+                sources = set()
+            of = frozenset(sources)
             made.update((ref.i, of) for ref in node.outs)
-        runs_found.append(_run(problem, module, kinds, read, entering, makers))
+        runs_found.append(ModuleRun(module, tuple(kinds), frozenset(read), inputs_of(entering)))
         makers.update(dict.fromkeys(made, module))
         made_of.append(made)
     returned = dict.fromkeys(i for i in tape.returned if i in makers)
-    runs_found.append(_run(problem, "", (), (), returned, makers))
+    runs_found.append(ModuleRun("", (), frozenset(), inputs_of(returned)))
     consumed = {value for run in runs_found for value, _, _ in run.inputs}
     runs = [
         replace(run, outputs=tuple((v, of, tape.grad[v]) for v, of in made.items() if v in consumed))
         for run, made in zip(runs_found, [*made_of, {}], strict=True)
     ]
     return ModuleRuns(tuple(runs), tuple(run_of), {})
-
-
-_NOTHING: frozenset[int] = frozenset()
-
-
-def _run(
-    problem: PlacementProblem,
-    module: str,
-    kinds: Iterable[int],
-    read: Iterable[str],
-    entering: Iterable[int],
-    makers: Mapping[int, str],
-) -> ModuleRun:
-    entered = tuple((i, problem.quotient.value(i), makers[i]) for i in entering)
-    return ModuleRun(module, tuple(kinds), frozenset(read), entered)
-
-
-def _reads_only_shape(node: Node) -> bool:
-    """Whether an operation reads only the shape of its input."""
-    return "_like." in node.name or node.name.startswith("aten.new_")
 
 
 def module_work(
@@ -138,10 +180,8 @@ def module_work(
     for k in replay.place:
         for ref, state in zip(tape.nodes[k].outs, placement.options[k].outs):
             states[quotient.value(ref.i)] = state
-    by_kinds: dict[
-        tuple[int, ...], tuple[float, float, float, float]
-        # copies of a block have equal work
-    ] = {}
+    # copies of a block have equal work
+    by_kinds: dict[tuple[int, ...], tuple[float, float, float, float]] = {}
     work = []
     for number, run in enumerate(runs.runs):
         same = by_kinds.get(run.kinds)
@@ -208,23 +248,3 @@ def parameter_sizes(
         return ParameterSize(tuple(shape), tuple(sharded_dims), (p.element_size(), cast), p.requires_grad)
 
     return tuple({name: size(name, p) for name, p in dim} for dim in units)
-
-
-def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], int]) -> SearchRequest:
-    """The request for other strategies when one rank holds a part of the modules."""
-    busy = cost.compute - cost.idle
-    return replace(
-        request,
-        sizes=replace(
-            request.sizes,
-            parameter_bytes=up(request.sizes.parameter_bytes * cost.parameters),
-            gradient_bytes=up(request.sizes.gradient_bytes * cost.gradients),
-            activation_bytes=up(request.sizes.activation_bytes * cost.activations),
-            flops=request.sizes.flops * busy,
-        ),
-        step=replace(
-            request.step,
-            forward_seconds=request.step.forward_seconds * busy,
-            backward_seconds=request.step.backward_seconds * busy * cost.input_gradient_share,
-        ),
-    )

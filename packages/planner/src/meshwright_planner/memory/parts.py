@@ -35,19 +35,10 @@ class Sizes:
     @staticmethod
     def of(model: nn.Module) -> Sizes:
         """The sizes of a model; a tied parameter counts once."""
-        parameters = tuple(
-            (n, p.numel() * p.element_size(), p.requires_grad) for n, p in model.named_parameters()
-        )
-        dtypes = {n: p.dtype for n, p in model.named_parameters() if p.is_floating_point()}
+        named = list(model.named_parameters())
+        parameters = tuple((n, p.numel() * p.element_size(), p.requires_grad) for n, p in named)
+        dtypes = {n: p.dtype for n, p in named if p.is_floating_point()}
         return Sizes(parameters, sum(b.numel() * b.element_size() for b in model.buffers()), dtypes)
-
-    def cast_from(self, dtype: torch.dtype) -> dict[torch.dtype, frozenset[str]]:
-        """Dtype other than `dtype` -> names of its parameters, which are computed with as copies in `dtype`."""
-        names: dict[torch.dtype, set[str]] = {}
-        for name, source in self.dtypes.items():
-            if source != dtype:
-                names.setdefault(source, set()).add(name)
-        return {source: frozenset(members) for source, members in names.items()}
 
 
 def memory_parts(
@@ -101,7 +92,11 @@ def _sizes_on_rank(
 
 def copied_bytes(sizes: Sizes, problem: PlacementProblem, placement: Placement, dtype: torch.dtype) -> float:
     """Bytes on one rank of the compute copies in `dtype` of parameters of another dtype."""
+    names: dict[torch.dtype, list[str]] = {}
+    for name, source in sizes.dtypes.items():
+        if source != dtype:
+            names.setdefault(source, []).append(name)
     return sum(
-        parameter_bytes(sizes, problem, placement, names)[0] / source.itemsize * dtype.itemsize
-        for source, names in sizes.cast_from(dtype).items()
+        parameter_bytes(sizes, problem, placement, some)[0] / source.itemsize * dtype.itemsize
+        for source, some in names.items()
     )

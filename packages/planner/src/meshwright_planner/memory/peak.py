@@ -46,10 +46,9 @@ class Moment:
 
     def dominates(self, other: Moment) -> bool:
         """Whether every part is at least as large as at another moment."""
-        kept, grown = self.kept >= other.kept, self.gradients >= other.gradients
         return (
-            kept
-            and grown
+            self.kept >= other.kept
+            and self.gradients >= other.gradients
             and self.transient_bytes >= other.transient_bytes
             and self.bucket_copy >= other.bucket_copy
         )
@@ -64,9 +63,8 @@ def optimizer_moment(sizes: Sequence[float], optimizer: str, together: bool) -> 
         together: a foreach step over all parameters is possible, as on accelerators.
     """
     made = COPIES[optimizer]
-    temporary = max(
-        (made.previous * a + made.current * b for a, b in itertools.pairwise((0.0, *sizes))), default=0.0
-    )
+    pairs = itertools.pairwise((0.0, *sizes))
+    temporary = max((made.previous * a + made.current * b for a, b in pairs), default=0.0)
     return Moment(0.0, 1.0, temporary, stepping=True, copies=made.together if together else 0.0)
 
 
@@ -106,11 +104,8 @@ def at_peak(
     def parts(moment: Moment) -> tuple[float, float, float]:
         if moment.stepping and stepped is not None:
             twice = moment.copies * stepped
-            return (
-                0.0,
-                moment.gradients * max(0.0, stepped - always) + always,
-                max(moment.transient_bytes, twice),
-            )
+            gradients = moment.gradients * max(0.0, stepped - always) + always
+            return 0.0, gradients, max(moment.transient_bytes, twice)
         made = moment.gradients * coming
         # when microbatches accumulate, earlier gradients are there from the start of a backward pass
         if moment.gradients < 1.0 and (moment.gradients or (math.isinf(bucket) and moment.kept)):
@@ -145,10 +140,8 @@ class Replay:
         self.maker: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.size: dict[int, float] = {}
-        self.gradient: dict[
-            int, float
-            # place -> bytes of the parameter gradients that one copy completes
-        ] = {}
+        # place -> bytes of the parameter gradients that one copy completes
+        self.gradient: dict[int, float] = {}
         self._values()
         self.kept = self._kept()
 
@@ -231,19 +224,21 @@ class Replay:
     @cached_property
     def backward_alive(self) -> list[float]:
         """Per node, the bytes of activation gradients and recomputed tensors while it runs backward."""
-        moved, living = self._moved_gradients(), self._alive_gradients(0)
+        moved, living, tape = self._moved_gradients(), self._alive_gradients(0), self.problem.tape
+        inner = [
+            0.0 if _by_rows(tape, tape.nodes[k]) else self._torch_loss_bytes(n)
+            for n, k in enumerate(self.nodes)
+        ]
         return [
-            living[n] + self._inner_bytes(n) + moved.get(n, 0.0) + self.again.get(k, 0.0)
+            living[n] + inner[n] + moved.get(n, 0.0) + self.again.get(k, 0.0)
             for n, k in enumerate(self.nodes)
         ]
 
     @cached_property
     def alive_after(self) -> list[float]:
         """The same after it has run: only gradients of its inputs."""
-        return [
-            size + self.again.get(k, 0.0)
-            for size, k in zip(self._alive_gradients(1), self.nodes, strict=True)
-        ]
+        alive = self._alive_gradients(1)
+        return [size + self.again.get(k, 0.0) for size, k in zip(alive, self.nodes, strict=True)]
 
     def _moved_gradients(self) -> dict[int, float]:
         """Place -> bytes of the largest gradient that exists twice: before and after its conversion."""
@@ -270,13 +265,8 @@ class Replay:
                 changes[end] -= self.size[root]
         return list(itertools.accumulate(changes[:-1]))
 
-    def _inner_bytes(self, n: int) -> float:
-        """Bytes that a node allocates and frees within its backward."""
-        node = self.problem.tape.nodes[self.nodes[n]]
-        return 0.0 if _by_rows(self.problem.tape, node) else self._torch_loss_bytes(n)
-
     def _torch_loss_bytes(self, n: int) -> float:
-        """The same for torch's own cross entropy: the gradient of the log-probabilities, before that of the logits."""
+        """Bytes that torch's own cross entropy allocates and frees: the gradient of the log-probabilities."""
         node = self.problem.tape.nodes[self.nodes[n]]
         if base_name(node) != "cross_entropy":
             return 0.0
@@ -285,9 +275,9 @@ class Replay:
     @cached_property
     def more_without_mesh(self) -> float:
         """Additional bytes when the model runs on plain tensors, with torch's own loss."""
-        return max(
-            (self._torch_loss_bytes(n) - self._inner_bytes(n) for n in range(len(self.nodes))), default=0.0
-        )
+        tape = self.problem.tape
+        by_rows = (n for n, k in enumerate(self.nodes) if _by_rows(tape, tape.nodes[k]))
+        return max(map(self._torch_loss_bytes, by_rows), default=0.0)
 
 
 def _by_rows(tape: Tape, node: Node) -> bool:

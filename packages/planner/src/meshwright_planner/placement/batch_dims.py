@@ -18,11 +18,7 @@ BatchDims = dict[int, set[int]]
 
 
 def batch_dims(
-    tape: Tape,
-    nodes: Iterable[int],
-    rows_of: Callable[[NodeView], list[Strategy]],
-    degree: int,
-    rows: int,
+    tape: Tape, nodes: Iterable[int], rows_of: Callable[[NodeView], list[Strategy]], degree: int, rows: int
 ) -> BatchDims:
     """The batch dims of the values of `nodes` (in order), if `degree` ranks can shard `rows` rows.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +66,6 @@ class Placement:
         forward_seconds: of the compute seconds, those of the forward pass.
         saved_bytes: bytes that autograd saves on one rank.
         status: "optimal", or the solver's message when it stopped early with a solution.
-        variables, binaries, rows: size of the program.
-        seconds: time to build and solve.
         times: number of microbatches in the counts, seconds and bytes.
         again: representative node -> the fraction of its copies that is recomputed.
         bound: lower bound of the objective, if this placement may not be optimal.
@@ -80,10 +79,6 @@ class Placement:
     communication_seconds: float
     saved_bytes: float
     status: str
-    variables: int = 0
-    binaries: int = 0
-    rows: int = 0
-    seconds: float = 0.0
     objective: float = 0.0
     times: int = 1
     again: Mapping[int, float] = field(default_factory=dict)
@@ -115,24 +110,6 @@ class Unsolved(PlanError):
     """The solver stopped before it found a placement or proved that there is none."""
 
 
-def solution_exists(answer: Any, time_limit: float) -> bool:
-    """Whether the solver found a placement; False: it proved that there is none.
-
-    Raises:
-        Unsolved: neither.
-    """
-    if answer.x is not None:
-        return True
-    if answer.status == INFEASIBLE or "infeasible" in str(answer.message).lower():
-        return False
-    raise Unsolved(
-        "parameters",
-        "searched",
-        f"no placement was found in {time_limit:.0f} s, and the search for one is not finished; pin more degrees, or "
-        "increase time_budget if it is given",
-    )
-
-
 @dataclass
 class Program:
     """Columns and rows of the integer program as they are added."""
@@ -140,11 +117,7 @@ class Program:
     cost: list[float] = field(default_factory=list)
     integer: list[int] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    entries: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
+    rows: list[tuple[Sequence[int], Sequence[float], float, float]] = field(default_factory=list)
 
     def variable(self, cost: float, integer: bool = False, memory: float = 0.0) -> int:
         self.cost.append(cost)
@@ -155,28 +128,23 @@ class Program:
     def constrain(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
         """A row: low <= sum of the columns, each times its entry, <= high."""
         columns, entries = zip(*terms) if terms else ((), ())
-        self._row(columns, entries, low, high)
+        self.rows.append((columns, entries, low, high))
 
     def compare(self, more: Sequence[int], less: Sequence[int], low: float, high: float) -> None:
         """A row: low <= sum of the columns `more` minus sum of the columns `less` <= high."""
-        self._row((*more, *less), (*((1.0,) * len(more)), *((-1.0,) * len(less))), low, high)
-
-    def _row(self, columns: Sequence[int], entries: Sequence[float], low: float, high: float) -> None:
-        self.lengths.append(len(columns))
-        self.columns.extend(columns)
-        self.entries.extend(entries)
-        self.low.append(low)
-        self.high.append(high)
+        self.rows.append(((*more, *less), (1.0,) * len(more) + (-1.0,) * len(less), low, high))
 
     def solve(self, time_limit: float) -> Any:
         """The result of scipy's milp; `time_limit`: seconds."""
-        rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        entries, columns = np.asarray(self.entries, dtype=float), np.asarray(self.columns, dtype=int)
-        matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), shape=(len(self.low), len(self.cost)))
+        columns, entries, low, high = zip(*self.rows)
+        rows = np.repeat(np.arange(len(columns)), [len(row) for row in columns])
+        places = rows, np.fromiter(itertools.chain.from_iterable(columns), int)
+        values = np.fromiter(itertools.chain.from_iterable(entries), float)
+        matrix = scipy.sparse.csc_matrix((values, places), shape=(len(columns), len(self.cost)))
         cost = np.asarray(self.cost)
         # the solver's tolerances are absolute
         scale = 1.0 / max(float(np.max(np.abs(cost), initial=0.0)), 1e-12)
-        limits = LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))
+        limits = LinearConstraint(matrix, np.asarray(low), np.asarray(high))
 
         def run_solver(integer: Any, seconds: float, presolve: bool) -> Any:
             return milp(

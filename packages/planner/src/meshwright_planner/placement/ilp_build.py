@@ -18,9 +18,9 @@ another (`PlacementProblem.route`).
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -29,6 +29,7 @@ from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State
 from meshwright_planner.cost.prices import along
 from meshwright_planner.placement.ilp import (
+    INFEASIBLE,
     RESULT,
     ConversionStep,
     Event,
@@ -36,9 +37,9 @@ from meshwright_planner.placement.ilp import (
     Placement,
     Program,
     Route,
+    Unsolved,
     User,
     seconds_of,
-    solution_exists,
 )
 from meshwright_planner.placement.saved_bytes import SavedPlaces
 
@@ -51,21 +52,6 @@ TIE = 1e-9
 _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
 """(node, position among its inputs, the copies of the value that copies of the node read)."""
 
-_Columns: TypeAlias = Mapping[State, Sequence[int]]
-"""State -> variables."""
-
-
-class _Routes(dict[tuple[State, State], Route]):
-    """The routes of one value, by (source, target)."""
-
-    def __init__(self, problem: PlacementProblem, value: int) -> None:
-        super().__init__()
-        self._problem, self._value = problem, value
-
-    def __missing__(self, pair: tuple[State, State]) -> Route:
-        route = self[pair] = self._problem.route(self._value, *pair)
-        return route
-
 
 def solve_program(
     problem: PlacementProblem, memory: MemoryTerms, divided: frozenset[int], time_limit: float
@@ -75,12 +61,18 @@ def solve_program(
     Raises:
         Unsolved: the time was over before there was an answer.
     """
-    start = time.perf_counter()
     build = Build(problem, memory, divided)
     answer = build.program.solve(max(0.0, time_limit))
-    if not solution_exists(answer, time_limit):
+    if answer.x is not None:
+        return build.read(answer)
+    if answer.status == INFEASIBLE or "infeasible" in str(answer.message).lower():
         return None
-    return build.read(answer, time.perf_counter() - start)
+    raise Unsolved(
+        "parameters",
+        "searched",
+        f"no placement was found in {time_limit:.0f} s, and the search for one is not finished; pin more degrees, or "
+        "increase time_budget if it is given",
+    )
 
 
 class Build:
@@ -97,7 +89,13 @@ class Build:
         self.kept: dict[int, float] = {}
         self._nodes()
         self._leaves()
-        self._edges()
+        by_value: dict[int, list[_Consumer]] = defaultdict(list)
+        for (value, node, position), flows in self.quotient.edges.items():
+            by_value[value].append((node, position, flows))
+        for result in self.tape.results:
+            by_value[self.quotient.value(result)].append((RESULT, 0, (result,)))
+        for value, consumers in by_value.items():
+            self._conversions(value, consumers)
         self._saved()
         if memory.limit is not None:
             scale = 1.0 / max(memory.limit, 1.0)
@@ -117,43 +115,30 @@ class Build:
             self.program.compare(columns, (), 1.0, 1.0)
 
     def _leaves(self) -> None:
-        produced = {self.quotient.value(r.i) for k in self.quotient.nodes for r in self.tape.nodes[k].outs}
-        read = [*(value for value, _, _ in self.quotient.edges), *map(self.quotient.value, self.tape.results)]
+        problem, quotient, tape = self.problem, self.quotient, self.tape
+        produced = {quotient.value(r.i) for k in quotient.nodes for r in tape.nodes[k].outs}
+        read = [*(value for value, _, _ in quotient.edges), *map(quotient.value, tape.results)]
         for value in dict.fromkeys(v for v in read if v not in produced):
-            is_parameter = self.problem.is_parameter(value)
-            states = (
-                self.problem.storable(value, value in self.divided) if is_parameter else [self.problem.whole]
-            )
-            total = (
-                self.tape.values[value].nbytes
-                * self.quotient.value_count[value]
-                * self.memory.parameter_factor
-            )
+            is_parameter = problem.is_parameter(value)
+            states = problem.storable(value, value in self.divided) if is_parameter else [problem.whole]
+            nbytes_once = tape.values[value].nbytes * quotient.value_count[value]
+            total = nbytes_once * self.memory.parameter_factor
             columns = []
             for state in states:
                 nbytes = total * self.costs.share(state) if is_parameter else 0.0
-                tie = sum(
-                    TIE * (1 + int(s) + isinstance(s, IntervalShard) / 2) for s in along(state) if s != "I"
-                )
+                shards = [s for s in along(state) if s != "I"]
+                tie = sum(TIE * (1 + int(s) + isinstance(s, IntervalShard) / 2) for s in shards)
                 column = self.program.variable(nbytes * self.memory.price + tie, integer=True, memory=nbytes)
                 columns.append(column)
                 self.producers[value][state].append(column)
             self.stored[value] = (states, columns)
             self.program.compare(columns, (), 1.0, 1.0)
 
-    def _edges(self) -> None:
-        by_value: dict[int, list[_Consumer]] = defaultdict(list)
-        for (value, node, position), flows in self.quotient.edges.items():
-            by_value[value].append((node, position, flows))
-        for result in self.tape.results:
-            by_value[self.quotient.value(result)].append((RESULT, 0, (result,)))
-        for value, consumers in by_value.items():
-            self._conversions(value, consumers)
-
     def _conversions(self, value: int, consumers: list[_Consumer]) -> None:
         """The edges from a value to its consumers, and the conversion steps that they need."""
         whole, produced = self.problem.whole, self.producers[value]
-        routes = _Routes(self.problem, value)
+        # the steps from one state to another, computed once
+        routes = cache(partial(self.problem.route, value))
         flow_numbers: dict[tuple[int, ...], int] = {}
         shared: dict[tuple[Hashable, int], Event] = {}
         first = len(self.events)
@@ -186,7 +171,12 @@ class Build:
             event.column = self._serve(seconds, event.users)
 
     def _edges_to(
-        self, value: int, consumer: tuple[int, int], wanted: _Columns, count: int, routes: _Routes
+        self,
+        value: int,
+        consumer: tuple[int, int],
+        wanted: Mapping[State, Sequence[int]],
+        count: int,
+        route_of: Callable[[State, State], Route],
     ) -> list[tuple[User, tuple[ConversionStep, ...]]]:
         """The edge variables from the producer of a value to one input of a node, each with its steps."""
         produced, (node, position) = self.producers[value], consumer
@@ -197,7 +187,7 @@ class Build:
         for source, left in leaving.items():
             for target, arrived in arriving.items():
                 same = source == target
-                route = None if rigid and not same else routes[source, target]
+                route = None if rigid and not same else route_of(source, target)
                 if route is None:
                     continue
                 edge = self.program.variable(0.0 if same else TIE * count)
@@ -271,7 +261,7 @@ class Build:
         """How often the inputs of these consumers are converted forward in a training step, recomputation included."""
         return 1 + max((self.tape.again[user.node] for user in users if user.node != RESULT), default=0)
 
-    def read(self, answer: Any, seconds: float) -> Placement:
+    def read(self, answer: Any) -> Placement:
         """The placement of a solution."""
         x = answer.x
 
@@ -297,10 +287,6 @@ class Build:
             communication_seconds=between + inner,
             saved_bytes=float(sum(b for column, b in self.kept.items() if x[column] > 0.5)),
             status="optimal" if answer.status == 0 else str(answer.message),
-            variables=len(self.program.cost),
-            binaries=sum(self.program.integer),
-            rows=len(self.program.low),
-            seconds=seconds,
             objective=objective,
             bound=objective * (1.0 - min(1.0, answer.mip_gap)) if early else None,
         )

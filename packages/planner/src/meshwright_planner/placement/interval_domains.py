@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.lift import Known, slice_bounds
 from meshwright_dtensor.rules.node import NodeView, Strategy, base_name
 from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard
@@ -20,16 +20,11 @@ from meshwright_dtensor.sharding.states import State
 from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.tape import Tape
 
-if TYPE_CHECKING:
-    from meshwright_planner.placement.legal_rows import Rules
-
 _ROUNDS = 8
 _FEW = 64
 """Most intervals on one rank for which a flattened dim gets a state."""
 _VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape"})
-_SPLITS = frozenset(
-    {"aten.split", "aten.split_with_sizes", "aten.unsafe_split", "aten.unsafe_split_with_sizes"}
-)
+_SPLITS = "aten.split aten.split_with_sizes aten.unsafe_split aten.unsafe_split_with_sizes".split()
 
 
 class Domains:
@@ -39,7 +34,7 @@ class Domains:
         self,
         tape: Tape,
         quotient: Quotient,
-        rules: Rules,
+        rules: RuleBook,
         degree: int,
         pinned: Mapping[int, IntervalShard] | None = None,
     ) -> None:
@@ -59,7 +54,7 @@ class Domains:
 
     def rows(self, index: int) -> list[Strategy]:
         """The raw rows of representative node `index`, those over runs last."""
-        ins, outs = self._ins(index), self._outs(index)
+        ins, outs = self.around(index)
         if index not in self._found or self._found[index][0] != (ins, outs):
             view = NodeView.of(self.tape.nodes[index], self.tape.values, self.degree)
             rows = self.rules.strategies(view)
@@ -68,9 +63,14 @@ class Domains:
             self._found[index] = ((ins, outs), rows)
         return list(self._found[index][1])
 
-    def around(self, index: int) -> tuple[Known, Known]:
+    def around(self, index: int) -> tuple[list[list[State]], list[list[State]]]:
         """The runs of each input and of each output of representative node `index`."""
-        return self._ins(index), self._outs(index)
+        node = self.tape.nodes[index]
+        values = [self._sources[index, j] for j in range(len(node.ins))]
+        ins: list[list[State]] = [
+            list(dict.fromkeys(s for v in some for s in self.runs.get(v, ()))) for some in values
+        ]
+        return ins, [list(self.runs.get(self.quotient.value(r.i), ())) for r in node.outs]
 
     def of(self, value: int) -> list[IntervalShard]:
         """The runs of a representative value."""
@@ -132,7 +132,7 @@ class Domains:
         for turn in range(_ROUNDS):
             changed = False
             for index in reversed(nodes) if turn % 2 == 0 else nodes:
-                if not any(self._ins(index)) and not any(self._outs(index)):
+                if not any(map(any, self.around(index))):
                     continue
                 node = self.tape.nodes[index]
                 for row in self.rows(index):
@@ -142,13 +142,3 @@ class Domains:
                         changed |= self._add(ref.i, state)
             if not changed and turn:
                 return
-
-    def _ins(self, index: int) -> list[list[State]]:
-        node = self.tape.nodes[index]
-        return [self._known(self._sources[index, j]) for j in range(len(node.ins))]
-
-    def _outs(self, index: int) -> list[list[State]]:
-        return [self._known([self.quotient.value(r.i)]) for r in self.tape.nodes[index].outs]
-
-    def _known(self, values: Iterable[int]) -> list[State]:
-        return list(dict.fromkeys(s for v in values for s in self.runs.get(v, ())))

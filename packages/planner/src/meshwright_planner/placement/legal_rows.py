@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Self
 
-from meshwright_dtensor.rules.lift import Known
+from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.node import NodeView, Strategy, refine
 from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard
@@ -24,20 +24,6 @@ from meshwright_planner.trace.tape import Tape
 
 UNEVEN_FACTOR = 1000
 """A dim that does not divide is sharded only when the imbalance is below one part in this many."""
-
-
-class Rules(Protocol):
-    """The part of RuleBook that the search uses."""
-
-    @property
-    def composites(self) -> Mapping[Callable[..., Any], Any]:
-        """torch function -> Composite."""
-
-    def strategies(self, view: NodeView) -> list[Strategy]:
-        """Raw rows over R, P and dims."""
-
-    def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
-        """`rows`, and the rows for inputs and outputs in interval shards."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,7 @@ class Legality:
         self,
         tape: Tape,
         quotient: Quotient,
-        rules: Rules,
+        rules: RuleBook,
         costs: AxisCosts,
         rows: int = 1,
         pins: Mapping[str, State] | None = None,
@@ -140,14 +126,14 @@ class Legality:
             work_inputs = self.flops(index), self.backward(index), self.tape.again[index]
             self._works[index] = work_of(node, values, self.tape.flows[index], *work_inputs)
         seconds, forward = self.costs.timed(self._works[index], node, values, ins, outs)
-        inners = tuple(self._inside_call(index, ins, outs))
+        inners = tuple(self._inside_call(index, ins, outs)) if node.op is None else ()
         inner_seconds = sum(map(self.costs.collective, inners), 0.0) * (1 + self.tape.again[index])
         return Option(ins, outs, seconds, inners, inner_seconds, forward)
 
     def _inside_call(self, index: int, ins: States, outs: States) -> Iterator[Collective]:
         """The collectives of a composite, per axis, on the shards of the other axes."""
         node, values, degrees = self.tape.nodes[index], self.tape.values, self.costs.degrees
-        composite = self._composites.get(node.name) if node.op is None else None
+        composite = self._composites.get(node.name)
         if composite is None:
             return
         refs, states = (*node.ins, *node.outs), [along(s) for s in (*ins, *outs)]
@@ -155,9 +141,8 @@ class Legality:
             axis_states = [s[axis] for s in states]
             if not any(map(is_shard, axis_states)):
                 continue
-            shapes = {
-                ref: _seen(values[ref.i].shape, degrees, s, axis) for ref, s in zip(refs, states, strict=True)
-            }
+            held = zip(refs, states, strict=True)
+            shapes = {ref: _seen(values[ref.i].shape, degrees, state, axis) for ref, state in held}
             view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in refs}, degree)
             row = Strategy(tuple(axis_states[: len(ins)]), tuple(axis_states[len(ins) :]), "hand")
             nbytes = int(composite.extra_comm_bytes(view, row))
@@ -187,10 +172,6 @@ class Legality:
         """Whether the axis must not shard a dim: the rows of the batch, or the sequence with `sequence=False`."""
         rows = dim in self._batch.get(value, ())
         return rows or (self._wants is False and self.splits_sequence(value, dim))
-
-    def runs(self, index: int) -> tuple[Known, Known]:
-        """The interval shards of each input and each output of a representative node."""
-        return self._domains.around(index)
 
     def splits_sequence(self, value: int, state: State) -> bool:
         """Whether a value in `state` is sharded along the sequence."""

@@ -49,9 +49,8 @@ class PlacementProblem:
         self.tape, self.quotient, self.costs = legality.tape, legality.quotient, legality.costs
         self.pins = pinned(legality, dict(pins or {}))
         self.options = {k: legality.options(k) for k in self.quotient.nodes}
-        self._maker = {
-            self.quotient.value(r.i): k for k in self.quotient.nodes for r in self.tape.nodes[k].outs
-        }
+        nodes, value_of = self.tape.nodes, self.quotient.value
+        self._maker = {value_of(ref.i): k for k in self.quotient.nodes for ref in nodes[k].outs}
         self._inner = _hidden_saved(self.tape)
         self._routes: dict[tuple[int, bool, bool, State, State], Route] = {}
 
@@ -117,11 +116,7 @@ class PlacementProblem:
         return tuple(s / total if total else 1.0 / len(seconds) for s in seconds)
 
     def solve(
-        self,
-        memory: MemoryTerms,
-        *,
-        divided: frozenset[int] = frozenset(),
-        time_limit: float | None = None,
+        self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float | None = None
     ) -> Placement | None:
         """The best placement; None if there is none, for example within `memory.limit`.
 
@@ -170,9 +165,8 @@ class PlacementProblem:
 
     def writes(self, node: int, position: int) -> bool:
         """Whether a node writes to this input, or is a view of it that is written through."""
-        if node == RESULT or position:
-            return False
-        return self.tape.nodes[node].mutates or node in self.tape.through
+        is_first = node != RESULT and not position
+        return is_first and (self.tape.nodes[node].mutates or node in self.tape.through)
 
     def is_parameter(self, value: int) -> bool:
         """Whether a value is a parameter."""
@@ -246,12 +240,6 @@ class PlacementProblem:
         """Which input or output of `node` shares the storage of `value`."""
         refs = self.tape.nodes[node].outs if output else self.tape.nodes[node].ins
         return next((i for i, r in enumerate(refs) if r.i == value), None)
-
-    @property
-    def read_parameters(self) -> set[str]:
-        """Names of the parameters that the results depend on."""
-        read = {r.i for node in self.tape.nodes for r in node.ins}
-        return {name for name, value in self.tape.parameters.items() if value in read}
 
     def replicated(self) -> Placement:
         """The placement with everything replicated."""

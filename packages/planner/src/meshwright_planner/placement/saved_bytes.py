@@ -30,35 +30,35 @@ class SavedPlaces:
     def of(problem: PlacementProblem) -> SavedPlaces:
         """The places of a problem's tape, cached for all tapes that differ in sizes only."""
         key = ("saved places", problem.tape.recompute)
-        return problem.quotient.once_for(problem.tape, key, lambda _: SavedPlaces._look(problem))
+        return problem.quotient.once_for(problem.tape, key, lambda _: _saved_places(problem))
 
-    @staticmethod
-    def _look(problem: PlacementProblem) -> SavedPlaces:
-        tape, quotient = problem.tape, problem.quotient
-        users: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        owned: list[tuple[int, int]] = []
-        representative: list[tuple[int, int]] = []
-        for place, item in enumerate(tape.saved):
-            node = quotient.node(item.node)
-            if item.root is None:
-                owned.append((place, node))
-                if node == item.node:
-                    representative.append((place, node))
-                continue
-            if item.root not in users and not tape.lasts(item.root):
-                owned.append((place, node))
-            users[item.root].append((place, node))
-        classes: dict[object, int] = {}
-        copies: dict[int, int] = {}
-        for root, saved in users.items():
-            # the producer counts too: the first block saves an output of the embedding, the others of blocks
-            items = ((k, tape.saved[place]) for place, k in saved)
-            kept = tuple((k, problem.slot(i.node, i.value, i.output), i.output) for k, i in items)
-            first = classes.setdefault((quotient.value(root), kept), root)
-            copies[first] = copies.get(first, 0) + 1
-            if first == root:
-                representative += saved
-        return SavedPlaces(tuple(sorted(representative)), copies, tuple(owned))
+
+def _saved_places(problem: PlacementProblem) -> SavedPlaces:
+    tape, quotient = problem.tape, problem.quotient
+    users: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    owned: list[tuple[int, int]] = []
+    representative: list[tuple[int, int]] = []
+    for place, item in enumerate(tape.saved):
+        node = quotient.node(item.node)
+        if item.root is None:
+            owned.append((place, node))
+            if node == item.node:
+                representative.append((place, node))
+            continue
+        if item.root not in users and not tape.lasts(item.root):
+            owned.append((place, node))
+        users[item.root].append((place, node))
+    classes: dict[object, int] = {}
+    copies: dict[int, int] = {}
+    for root, saved in users.items():
+        # the producer counts too: the first block saves an output of the embedding, the others of blocks
+        items = ((k, tape.saved[place]) for place, k in saved)
+        kept = tuple((k, problem.slot(i.node, i.value, i.output), i.output) for k, i in items)
+        first = classes.setdefault((quotient.value(root), kept), root)
+        copies[first] = copies.get(first, 0) + 1
+        if first == root:
+            representative += saved
+    return SavedPlaces(tuple(sorted(representative)), copies, tuple(owned))
 
 
 def kept_bytes(problem: PlacementProblem, placement: Placement) -> float:

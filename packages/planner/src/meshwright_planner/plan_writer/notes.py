@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 
-from meshwright_dtensor.cluster import SlowNode
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import (
     ParallelPlan,
@@ -19,20 +19,27 @@ from meshwright_dtensor.plan import (
     StepSplit,
     ZeroRule,
 )
-from meshwright_dtensor.sharding.states import format_state
+from meshwright_dtensor.sharding.states import format_state, is_shard
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import listing
 from meshwright_planner.clusters.local_machine import PREFIX
+from meshwright_planner.cost.prices import along
 from meshwright_planner.evaluation.candidate import Candidate, human_seconds
 from meshwright_planner.evaluation.context import Setting
-from meshwright_planner.plan_writer.idle_axes import idle_axes
+from meshwright_planner.placement.legal_rows import Option
 from meshwright_planner.plan_writer.rules import Writer
 from meshwright_planner.recompute.effect import communicated
 from meshwright_planner.search.optimality import Proof
 
 NAMED = 0.1
 """A comparison names the parts of the step that differ by at least this part of the whole difference."""
+
+NOTED = 0.1
+"""Part of all products and attention from which replicated work gets a note."""
+
+MODULES = 2
+"""The most modules that a note on replicated work names."""
 
 DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")
 
@@ -41,8 +48,8 @@ def plan_of(
     setting: Setting, candidate: Candidate, planner: str, notes: Iterable[str], proof: Proof
 ) -> ParallelPlan:
     """The plan of a candidate, with its proof."""
-    activations, collectives = [], list(candidate.collectives)
-    sequence = False
+    collectives = [PlannedCollective(axis=axes, **asdict(use)) for axes, use in candidate.uses]
+    activations, sequence = [], False
     axes, placement = candidate.searched, candidate.placement
     if candidate.recompute and not placement.again:
         # stages chose the recompute, so the placement lacks the communication that it repeats
@@ -59,6 +66,13 @@ def plan_of(
                 f"sequence_parallel=True: no tensor between repeated blocks of this {type(setting.model).__name__} "
                 "can be split along the sequence; leave it out"
             )
+    versions = {}
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    sizes = {"rows": setting.batch.size}
+    if setting.batch.sequence_length is not None:
+        sizes["tokens"] = setting.batch.sequence_length
     return ParallelPlan(
         world_size=setting.world_size,
         degrees=dict(candidate.degrees),
@@ -79,25 +93,21 @@ def plan_of(
             gap=proof.gap(candidate.step_seconds),
             proof=proof.words,
         ),
-        collectives=tuple(sorted(collectives, key=_collective_key)),
+        collectives=tuple(
+            sorted(collectives, key=lambda c: (c.axis, c.phase, -c.nbytes * c.count, c.kind, c.module, c.why))
+        ),
         **candidate.fields,
         provenance=Provenance(
             planner=planner,
-            versions=_versions(),
+            versions=versions,
             model=fingerprint(setting.model),
             cluster=setting.cluster.name,
             cost_model=None if setting.cost_model is None else setting.cost_model.name,
             request=dict(setting.request),
-            batch=_sizes(setting),
+            batch=sizes,
             notes=(*notes, *candidate.notes),
         ),
     )
-
-
-def _sizes(setting: Setting) -> dict[str, int]:
-    """Rows and tokens of the batch of the plan."""
-    tokens = setting.batch.sequence_length
-    return {"rows": setting.batch.size} | ({} if tokens is None else {"tokens": tokens})
 
 
 def _split(candidate: Candidate) -> StepSplit:
@@ -125,18 +135,31 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int, *, only: 
     candidate = ranked[place]
     notes = [
         f"bound by {candidate.bound}; {human_bytes(candidate.total_bytes)} of {human_bytes(candidate.allowed)} per rank with "
-        f"{setting.optimizer}",
+        f"{setting.optimizer}"
     ]
-    if candidate.problem.tape.real:
+    tape = candidate.problem.tape
+    if tape.real:
         notes.append(
             "the model depends on the data of its batch: profiled in a real run, not on fake tensors"
         )
     if setting.cluster.name.startswith(PREFIX):
         notes.append(f"planned for the machine at hand: {setting.cluster.source}")
-    notes += candidate.problem.tape.division.notes if candidate.problem.tape.division is not None else ()
-    notes += [*_large_limit(setting, candidate), *idle_axes(candidate), *_marked(candidate)]
+    notes += tape.division.notes if tape.division is not None else ()
+    usable = setting.cluster.usable_bytes
+    if setting.allowed > usable:
+        needed = "" if candidate.total_bytes <= usable else "; this plan needs devices with more memory"
+        notes.append(
+            f"the memory limit of {human_bytes(setting.allowed)} is more than the {human_bytes(usable)} that a model can use on "
+            f"a device of {setting.cluster.name}{needed}"
+        )
+    notes += [*_idle_axes(candidate), *_marked(candidate)]
     for slow in setting.cluster.slow_among(setting.world_size):
-        notes.append(_slow(slow))
+        effects = [f"computes {slow.compute:g} times as long"] if slow.compute > 1 else []
+        effects += [f"has {100 * slow.share:g}% of {slow.link}"] if slow.link is not None else []
+        notes.append(
+            f"node {slow.node} {' and '.join(effects) or 'is like the others'}: all ranks get equal work, so the prediction "
+            "assumes its pace for all"
+        )
     if candidate.placement.status == "in turns":
         bound = candidate.placement.bound
         above = candidate.placement.objective / bound - 1 if bound else 0.0
@@ -153,18 +176,6 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int, *, only: 
         notes.append("the only combination of degrees that the request allows")
     notes += [f"also considered: {summary(other)}" for other in ranked if other is not candidate]
     return notes
-
-
-def _large_limit(setting: Setting, candidate: Candidate) -> list[str]:
-    """A note where the memory limit of the user exceeds the memory of the devices."""
-    usable, limit = setting.cluster.usable_bytes, setting.allowed
-    if limit <= usable:
-        return []
-    needed = "" if candidate.total_bytes <= usable else "; this plan needs devices with more memory"
-    return [
-        f"the memory limit of {human_bytes(limit)} is more than the {human_bytes(usable)} that a model can use on a device of "
-        f"{setting.cluster.name}{needed}"
-    ]
 
 
 def _marked(candidate: Candidate) -> list[str]:
@@ -188,13 +199,49 @@ def _marked(candidate: Candidate) -> list[str]:
     ]
 
 
-def _slow(slow: SlowNode) -> str:
-    """A note on a slow node."""
-    effects = [f"computes {slow.compute:g} times as long"] if slow.compute > 1 else []
-    effects += [f"has {100 * slow.share:g}% of {slow.link}"] if slow.link is not None else []
-    return (
-        f"node {slow.node} {' and '.join(effects) or 'is like the others'}: all ranks get equal work, so the prediction assumes "
-        "its pace for all"
+def _idle_axes(candidate: Candidate) -> Iterator[str]:
+    """A note for each searched axis that leaves a large part of the work replicated, with the reason and a fix."""
+    problem, options = candidate.problem, candidate.placement.options
+    for place, axis in enumerate(candidate.searched):
+        total, replicated, nodes = 0.0, Counter[str](), []
+        for k, option in options.items():
+            call = problem.tape.nodes[k].call
+            module = "" if call is None else call.module
+            if any(f"{module}.".startswith(f"{name}.") for name in candidate.strategy_modules):
+                # the strategy that runs this module divides it itself
+                continue
+            work = problem.legality.flops(k) * problem.quotient.node_count[k]
+            total += work
+            if not _divided((option,), place):
+                replicated[module] += work  # type: ignore[assignment]
+                nodes.append(k)
+        share = sum(replicated.values()) / total if total else 0.0
+        if share < NOTED:
+            continue
+        degree = candidate.point.degree(axis)
+        legal = (option for k in nodes for option in problem.options[k] if problem.legality.flops(k))
+        why = (
+            "dividing it takes longer, or more memory"
+            if _divided(legal, place)
+            else f"none of its sizes (features, heads) can be divided by {degree}"
+        )
+        fix = f"{why}; give {axis} another degree, or its ranks to another axis"
+        if share >= 1.0:
+            yield f"no computation is divided along {axis} {degree}: all its ranks do the same work, because {fix}"
+            continue
+        modules = [name or "the model itself" for name, work in replicated.most_common() if work]
+        yield (
+            f"all ranks of {axis} {degree} repeat {100 * share:.0f}% of products and attention ({listing(modules, MODULES)}, and "
+            f"copies of them), because {fix}"
+        )
+
+
+def _divided(options: Iterable[Option], place: int) -> bool:
+    """Whether one of these options has a tensor that is sharded on the axis at `place`."""
+    return any(
+        state is not None and is_shard(along(state)[place])
+        for option in options
+        for state in (*option.ins, *option.outs)
     )
 
 
@@ -211,9 +258,8 @@ def comparison(better: Candidate, other: Candidate) -> str:
     }
     # some planners choose by their own measure
     if gain < -1e-9 * better.step_seconds:
-        return (
-            f"chosen before {other.name}, which is predicted {-100 * gain / better.step_seconds:.1f}% faster"
-        )
+        faster = -100 * gain / better.step_seconds
+        return f"chosen before {other.name}, which is predicted {faster:.1f}% faster"
     if gain <= 0:
         saved = other.total_bytes - better.total_bytes
         return f"as fast as {other.name}; " + (
@@ -238,15 +284,3 @@ def summary(candidate: Candidate) -> str:
         f"optimizer {human_seconds(candidate.optimizer_seconds)}; {human_bytes(candidate.total_bytes)}{fit}; "
         f"bound by {candidate.bound}"
     )
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in DISTRIBUTIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
-
-
-def _collective_key(c: PlannedCollective) -> tuple[str, str, int, str, str, str]:
-    return (c.axis, c.phase, -c.nbytes * c.count, c.kind, c.module, c.why)

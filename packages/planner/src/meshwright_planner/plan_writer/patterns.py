@@ -68,9 +68,8 @@ def _by_digits(pattern: str, names: list[str], wanted: Mapping[str, T]) -> list[
     by_digits: dict[str, list[str]] = defaultdict(list)
     for name in names:
         parts = zip(pattern.split("."), name.split("."))
-        by_digits[".".join("[0-9]" * len(n) if p == "*" and n.isdigit() else n for p, n in parts)].append(
-            name
-        )
+        digits = ("[0-9]" * len(n) if p == "*" and n.isdigit() else n for p, n in parts)
+        by_digits[".".join(digits)].append(name)
     result: list[tuple[str, T, list[str]]] = []
     for exact, same_digits in by_digits.items():
         if len(same_digits) > 1 and _fits(exact, wanted, wanted[same_digits[0]]):

@@ -71,18 +71,14 @@ class Writer:
         values = carried(self.tape, self.quotient)
         return any(self.problem.legality.splits_sequence(v, self._state(v)) for v in values)
 
-    def parameter_state(self, name: str) -> State:
-        """The state in which parameter `name` is stored."""
-        value = self.tape.parameters.get(name)
-        whole = self.problem.whole
-        return whole if value is None else self.placement.stored.get(self.quotient.value(value), whole)
-
     def parameters(self, model: nn.Module) -> list[ParameterRule]:
         """Rules for every sharded parameter, by all names of tied ones."""
         first = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
         wanted: dict[str, tuple[tuple[str, str], ...]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
-            state = self.parameter_state(first[id(p)])
+            value, state = self.tape.parameters.get(first[id(p)]), self.problem.whole
+            if value is not None:
+                state = self.placement.stored.get(self.quotient.value(value), state)
             states = {a: format_state(s) for a, s in zip(self.axes, along(state)) if s != "I"}
             wanted[name] = tuple(sorted((states | dict(self.placed.get(first[id(p)], {}))).items()))
         return [
@@ -202,9 +198,10 @@ def _derived(options: Sequence[Option], ins: States) -> States:
     """The output states that the runtime derives from these inputs: on one axis after the other, those of the first row."""
     matching = [o for o in options if o.ins == ins]
     if matching and all(isinstance(s, tuple) for s in (*ins, *matching[0].outs)):
-        outer = [tuple(along(s)[0] for s in o.ins) == tuple(along(s)[0] for s in ins) for o in options]
-        first = next(o for o, same in zip(options, outer, strict=True) if same)
-        matching = [
-            o for o in matching if all(along(a)[0] == along(b)[0] for a, b in zip(o.outs, first.outs))
-        ]
+
+        def on_outer(states: States) -> States:
+            return tuple(along(state)[0] for state in states)
+
+        first = next(o for o in options if on_outer(o.ins) == on_outer(ins))
+        matching = [o for o in matching if on_outer(o.outs) == on_outer(first.outs)]
     return matching[0].outs if matching else ()

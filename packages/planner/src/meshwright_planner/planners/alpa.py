@@ -18,7 +18,6 @@ The step time of the chosen plan is predicted with the costs that all planners s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
@@ -75,13 +74,14 @@ class AlpaPlanner(AlternativePlanner):
         """The best candidate for these degrees: without recompute if that fits, else with full recompute."""
         search = costs.search
         stage = search.setting.stage or (2 if degrees.get(SHARED, 1) > 1 else 0)
-        way = _way(search.ways(degrees))
+        # 1F1B where it is offered, with the most microbatches
+        ways = search.ways(degrees)
+        preferred = [w for w in ways if w.get("schedule", SCHEDULE) == SCHEDULE] or ways or [{}]
+        way = max(preferred, key=lambda w: int(str(w.get("microbatches", 1))))
         fixed = search.setting.recompute
-        policies = (
-            [fixed]
-            if fixed is not None
-            else [None, *(p for p in search.can_recompute(degrees) if p == "full")]
-        )
+        policies = [fixed]
+        if fixed is None and "full" in search.can_recompute(degrees):
+            policies.append("full")
         best = None
         for policy in policies:
             candidate = costs.evaluate(Point.of(degrees, stage, way, policy))
@@ -90,12 +90,6 @@ class AlpaPlanner(AlternativePlanner):
             if best is not None and not best.excess_bytes:
                 break
         return best
-
-
-def _way(ways: Sequence[dict[str, object]]) -> dict[str, object]:
-    """1F1B where it is offered, with the most microbatches."""
-    preferred = [w for w in ways if w.get("schedule", SCHEDULE) == SCHEDULE] or list(ways) or [{}]
-    return max(preferred, key=lambda w: int(str(w.get("microbatches", 1))))
 
 
 def latency(candidate: Candidate) -> float:

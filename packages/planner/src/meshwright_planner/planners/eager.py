@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
+from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import Planner, PlanRequest, Strategy
 from meshwright_dtensor.strategy.plan_request import unknown
 from meshwright_planner.clusters.registry import cluster_of
@@ -19,7 +19,6 @@ from meshwright_planner.cost.operations import OPTIMIZERS
 from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.context import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.pinned import marked
 from meshwright_planner.plan_writer.notes import plan_of, reasons
 from meshwright_planner.reports.infeasible import infeasible
@@ -39,30 +38,30 @@ class EagerPlanner(Planner):
 
     name: ClassVar[str] = "eager"
 
-    def __init__(self, host: PluginHost | None = None, rules: Rules | None = None) -> None:
+    def __init__(self, host: PluginHost | None = None, rules: RuleBook | None = None) -> None:
         self._host, self._rules = host, rules
 
+    @without_garbage_collection()
     def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         """See Planner.plan."""
-        with without_garbage_collection():
-            return self._plan(model, batch, request)
-
-    def _plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         host = self._host or discover()
         setting = self.setting(model, batch, request, host)
         choice = self.choose(Search(setting, self._rules or default_rules()), request)
         if all(c.excess_bytes for c in choice.ranked):
             raise infeasible(choice.search, sorted(choice.ranked, key=rank))
         ranked, proof = self.proven(choice)
-        notes, only = [*choice.notes, *_not_searched(setting, host)], len(choice.legal) == 1
+        searched = {axis: strategy.name for axis, strategy in setting.strategies.items()}
+        notes, only = list(choice.notes), len(choice.legal) == 1
+        notes += (
+            f"not searched: strategy {name!r} of {registered.distribution}, because {searched[registered.record.axis]!r} comes "
+            f"before it on the axis {registered.record.axis!r}; disable that one to search this one"
+            for name, registered in host.strategies().items()
+            if searched[registered.record.axis] != name
+        )
         fitting = [(place, c) for place, c in enumerate(ranked) if not c.excess_bytes]
         return [
             plan_of(
-                setting,
-                candidate,
-                self.name,
-                [*reasons(setting, ranked, place, only=only), *notes],
-                proof,
+                setting, candidate, self.name, [*reasons(setting, ranked, place, only=only), *notes], proof
             )
             for place, candidate in fitting[: request.top_k]
         ]
@@ -75,7 +74,8 @@ class EagerPlanner(Planner):
             PlanError: strategies refuse every one of them.
         """
         choice = explore(search, request.top_k)
-        if all(c.excess_bytes for c in choice.ranked) and _may_share(search.setting, request):
+        is_open = request.zero is None and request.zero_degree is None and request.dp is not None
+        if all(c.excess_bytes for c in choice.ranked) and is_open and SHARED in search.setting.strategies:
             # only dp is pinned and nothing fits, so let data ranks share training state
             pins = {a: degree for a, degree in search.setting.pins.items() if a not in ("dp", SHARED)}
             choice = explore(search.variant(pins=pins, data=request.dp), request.top_k)
@@ -112,6 +112,14 @@ class EagerPlanner(Planner):
             example = scaled(example, request.global_batch_size)
         cluster = cluster_of(request.cluster, host, world_size).running(world_size)
         axes = [axis for axis, strategy in strategies.items() if strategy.placement_search]
+        given = request.given()
+        if isinstance(request.cluster, str) and request.cluster.endswith(".json"):
+            # plans move between machines, so they name the cluster and not its file
+            given["cluster"] = cluster.name
+        allowed, margin = request.limit_bytes, MARGIN
+        if allowed is None:
+            # the cluster's margin for fragmentation also covers errors of predictions
+            allowed, margin = cluster.usable_bytes, max(0.0, MARGIN - cluster.fragmentation)
         return Setting(
             model=model,
             batch=example,
@@ -120,8 +128,8 @@ class EagerPlanner(Planner):
             optimizer=request.optimizer,
             pins=self.pins(request, strategies, world_size),
             world_size=world_size,
-            limit=_limit(cluster, request),
-            allowed=cluster.usable_bytes if request.limit_bytes is None else request.limit_bytes,
+            limit=kept_back(allowed, margin),
+            allowed=allowed,
             stored=marked(model, axes) if request.keep_user_sharding else {},
             options=request.options,
             stage=request.zero or 0,
@@ -130,14 +138,8 @@ class EagerPlanner(Planner):
             sequence_parallel=request.sequence_parallel,
             time_budget=request.time_budget,
             cost_model=cost_model_of(request.cost_model, cluster, host),
-            request=_given(request, cluster),
+            request=given,
         )
-
-
-def _may_share(setting: Setting, request: PlanRequest) -> bool:
-    """Whether the user pinned the data ranks and left open whether they share training state."""
-    is_open = request.zero is None and request.zero_degree is None
-    return is_open and request.dp is not None and SHARED in setting.strategies
 
 
 def installed(host: PluginHost) -> dict[str, Strategy]:
@@ -157,17 +159,6 @@ def installed(host: PluginHost) -> dict[str, Strategy]:
     return dict(sorted(loaded.items(), key=lambda item: (item[1].order, item[0])))
 
 
-def _not_searched(setting: Setting, host: PluginHost) -> list[str]:
-    """A note for each installed strategy whose axis goes to another one."""
-    searched = {axis: strategy.name for axis, strategy in setting.strategies.items()}
-    return [
-        f"not searched: strategy {name!r} of {registered.distribution}, because {searched[registered.record.axis]!r} comes "
-        f"before it on the axis {registered.record.axis!r}; disable that one to search this one"
-        for name, registered in host.strategies().items()
-        if searched[registered.record.axis] != name
-    ]
-
-
 def running_ranks() -> int:
     """The number of ranks of the running job, from torch.distributed or the environment of torchrun; else 1."""
     import torch.distributed as dist
@@ -178,23 +169,6 @@ def running_ranks() -> int:
     return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
-def _given(request: PlanRequest, cluster: Cluster) -> dict[str, Any]:
-    """The keywords that a plan keeps. A cluster file becomes the cluster's name, because plans move between machines."""
-    given = request.given()
-    if isinstance(request.cluster, str) and request.cluster.endswith(".json"):
-        given["cluster"] = cluster.name
-    return given
-
-
-def _limit(cluster: Cluster, request: PlanRequest) -> int:
-    """Bytes that may be predicted for a rank. The cluster's margin for fragmentation also covers errors of predictions."""
-    if request.limit_bytes is not None:
-        return kept_back(request.limit_bytes)
-    return kept_back(cluster.usable_bytes, max(0.0, MARGIN - cluster.fragmentation))
-
-
-def default_rules() -> Rules:
+def default_rules() -> RuleBook:
     """The sharding rules, those of plugins included."""
-    from meshwright_dtensor.rules.book import RuleBook
-
     return RuleBook.default()

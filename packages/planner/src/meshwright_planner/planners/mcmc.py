@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import SHARED
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.planners.base import AlternativePlanner, Costs
 from meshwright_planner.search.explore import Choice
 
@@ -54,7 +54,7 @@ class McmcPlanner(AlternativePlanner):
     def __init__(
         self,
         host: PluginHost | None = None,
-        rules: Rules | None = None,
+        rules: RuleBook | None = None,
         *,
         seed: int = 0,
         proposals: int = PROPOSALS,
@@ -67,8 +67,11 @@ class McmcPlanner(AlternativePlanner):
         costs, generator = Costs(search), random.Random(self.seed)
         legal = search.combinations()
         made = 0
-        for start in (_most_data(legal), generator.choice(legal)):
-            made += self._chain(costs, legal, _configured(search, start), generator)
+        most_data = max(legal, key=lambda d: (d.get("dp", 1), d.get(SHARED, 1), tuple(d.values())))
+        for start in (most_data, generator.choice(legal)):
+            stage, ways = search.setting.zero_stages(start)[0], search.ways(start) or [{}]
+            point = Point.of(start, stage, ways[0], search.setting.recompute)
+            made += self._chain(costs, legal, point, generator)
         estimates = sorted((c for c in costs.estimates.values() if c is not None), key=_cost)
         if not estimates:
             raise costs.refused or UsageError("planner='mcmc': no configuration is legal; change the pins")
@@ -80,11 +83,7 @@ class McmcPlanner(AlternativePlanner):
         return Choice(search, sorted((c for c in exact if c is not None), key=rank), legal, (note,))
 
     def _chain(
-        self,
-        costs: Costs,
-        legal: Sequence[dict[str, int]],
-        now: Point,
-        generator: random.Random,
+        self, costs: Costs, legal: Sequence[dict[str, int]], now: Point, generator: random.Random
     ) -> int:
         """Run one chain; returns the number of its proposals."""
         here = _cost(costs.estimate(now))
@@ -118,16 +117,6 @@ def _accepted(here: tuple[float, float], there: tuple[float, float], generator: 
     if not math.isfinite(there[index]) or not here[index]:
         return False
     return draw < math.exp(-BETA * (there[index] / here[index] - 1.0))
-
-
-def _most_data(legal: Sequence[dict[str, int]]) -> dict[str, int]:
-    """The combination with the most data parallelism."""
-    return max(legal, key=lambda d: (d.get("dp", 1), d.get(SHARED, 1), tuple(d.values())))
-
-
-def _configured(search: Search, degrees: Mapping[str, int]) -> Point:
-    ways = search.ways(degrees) or [{}]
-    return Point.of(degrees, search.setting.zero_stages(degrees)[0], ways[0], search.setting.recompute)
 
 
 def _proposal(search: Search, legal: Sequence[dict[str, int]], now: Point, generator: random.Random) -> Point:

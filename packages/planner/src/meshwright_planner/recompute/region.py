@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 from meshwright_dtensor.plan import RecomputeRule
@@ -50,8 +50,22 @@ class Region:
 
     @cached_property
     def kept(self) -> list[tuple[int, int, int, bool]]:
-        """The kept tensors (see the class)."""
-        return [*self._inputs(self._tape), *self._results(self._tape)]
+        """The kept tensors (see the class): the inputs of the blocks, and the results in them that the policy keeps."""
+        tape = self._tape
+        roots = {item.value: item.root for item in tape.saved if item.value is not None}
+        tensors: list[tuple[int, int, bool]] = []
+        made, seen = dict[int, str](), set[tuple[str | None, int]]()
+        for index, node in enumerate(tape.nodes):
+            block = self.block.get(index)
+            for ref in node.ins if block is not None else ():
+                if made.get(ref.i) != block and not tape.lasts(ref.i) and (block, ref.i) not in seen:
+                    seen.add((block, ref.i))
+                    tensors.append((index, ref.i, False))
+            made.update((ref.i, block or "") for ref in node.outs)
+        results = [index for index, kept in self.policy.items() if kept]
+        tensors += [(index, ref.i, True) for index in results for ref in tape.nodes[index].outs]
+        storages = ((entry, roots.get(entry[1])) for entry in tensors)
+        return [(node, v if root is None else root, v, is_made) for (node, v, is_made), root in storages]
 
     def saved(self, tape: Tape) -> list[Saved]:
         """The saved tensors of this tape, or of one that differs in sizes only, with recompute."""
@@ -78,34 +92,6 @@ class Region:
             for index, kept in self.policy.items()
             if not kept and (index, False) < last.get(self.block[index], (-1, False))
         )
-
-    @cached_property
-    def _root(self) -> dict[int | None, int | None]:
-        return {item.value: item.root for item in self._tape.saved if item.value is not None}
-
-    def _inputs(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
-        """The inputs of the blocks, which are kept."""
-        made, seen = dict[int, str](), set[tuple[str, int]]()
-        for index, node in enumerate(tape.nodes):
-            block = self.block.get(index)
-            if block is not None:
-                for ref in node.ins:
-                    named = (tape.values[ref.i].name or "").partition(":")[0] in ("param", "buffer")
-                    if made.get(ref.i) != block and not named and (block, ref.i) not in seen:
-                        seen.add((block, ref.i))
-                        yield index, self._storage(ref.i), ref.i, False
-            made.update((ref.i, block or "") for ref in node.outs)
-
-    def _results(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
-        """The results in the blocks that the policy keeps."""
-        for index, kept in self.policy.items():
-            if kept:
-                for ref in tape.nodes[index].outs:
-                    yield index, self._storage(ref.i), ref.i, True
-
-    def _storage(self, value: int) -> int:
-        root = self._root.get(value)
-        return value if root is None else root
 
 
 def recomputed_blocks(tape: Tape, rules: Iterable[RecomputeRule]) -> dict[str, RecomputeRule]:

@@ -104,11 +104,10 @@ def name_patterns(names: Iterable[str]) -> list[str]:
         number = re.fullmatch(r"(.*?)(\d)(\D*)", name)
         head, digit, tail = number.groups() if number else (name, "", "")
         digits_by_stem.setdefault((head, tail), []).append(digit)
-    return [f"{head}{_digits(sorted(digits))}{tail}" for (head, tail), digits in digits_by_stem.items()]
-
-
-def _digits(digits: Sequence[str]) -> str:
-    if len(digits) == 1:
-        return digits[0]
-    row = "".join(digits)
-    return f"[{row[0]}-{row[-1]}]" if len(row) > 2 and row in "0123456789" else f"[{row}]"
+    patterns = []
+    for (head, tail), digits in digits_by_stem.items():
+        row = "".join(sorted(digits))
+        if len(digits) > 1:
+            row = f"[{row[0]}-{row[-1]}]" if len(row) > 2 and row in "0123456789" else f"[{row}]"
+        patterns.append(f"{head}{row}{tail}")
+    return patterns

@@ -14,7 +14,6 @@ from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import SHARED, Setting, allowing
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.evaluation.memory_bound import floor_bytes, least_bytes
 from meshwright_planner.trace.batch import scaled
 
 MOST_RANKS = 64
@@ -119,14 +118,14 @@ def _pinned(setting: Setting) -> Iterator[tuple[str, dict[str, object]]]:
 
 def _first_fit(search: Search) -> Candidate | None:
     """A candidate that fits, with much data parallelism and few memory savings first; None where there is none."""
-    if floor_bytes(search.basis) > search.setting.limit:
+    if search.basis.floor_bytes() > search.setting.limit:
         return None
     try:
         combinations = search.combinations()
     except UsageError:
         return None
     for degrees in reversed(combinations):
-        if floor_bytes(search.basis, degrees) > search.setting.limit:
+        if search.basis.floor_bytes(degrees) > search.setting.limit:
             continue
         for chain in _savings(search, degrees):
             try:
@@ -141,7 +140,7 @@ def _first_fit(search: Search) -> Candidate | None:
 
 def _first_of(search: Search, chain: Sequence[Point]) -> Candidate | None:
     """The first of these configurations that fits; each saves more memory than the one before."""
-    if least_bytes(search.estimate(chain[-1]), search.basis.sizes) > search.setting.limit:
+    if search.estimate(chain[-1]).least_bytes(search.basis.sizes) > search.setting.limit:
         return None
     for point in chain:
         if not search.estimate(point).excess_bytes or point == chain[-1]:

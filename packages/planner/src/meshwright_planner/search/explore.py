@@ -26,10 +26,9 @@ from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point, is_number, middle
 from meshwright_planner.evaluation.context import SHARED, ended_by
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.evaluation.memory_bound import floor_bytes
 from meshwright_planner.placement.ilp import Unsolved
 from meshwright_planner.search.finalists import FEW, SPARE, exactly
-from meshwright_planner.search.hill_climb import EXACT, LONG, narrowed, next_combinations, starts
+from meshwright_planner.search.hill_climb import EXACT, narrowed, next_combinations, starts
 from meshwright_planner.search.left_out import left_out, refusals
 from meshwright_planner.search.lower_bound import floor_of
 
@@ -131,7 +130,7 @@ class _Explorer:
             now: Mapping[str, Any] = dict(best.point.way) if best is not None else ways[0]
             same = _others_alike(ways, now, option)
             if is_number(now[option]):
-                self._follow(key, _ascending(same, option), now)
+                self._follow(key, same, now)
             else:
                 for other in same:
                     self._try(key, other)
@@ -149,7 +148,7 @@ class _Explorer:
                 continue
             seen.add(others)
             if min(seconds for seconds, _ in free.values()) < best.step_seconds:
-                self._follow(key, _ascending(_others_alike(ways, now, option), option), now, down=False)
+                self._follow(key, _others_alike(ways, now, option), now, down=False)
 
     def _follow(
         self, key: Degrees, ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], down: bool = True
@@ -195,8 +194,10 @@ class _Explorer:
         if not savings:
             return fastest
         smallest = self._estimate(Point.of(degrees, savings[-1][0], way, savings[-1][1]))
-        if smallest is None or smallest.excess_bytes:
-            return min((c for c in (fastest, smallest) if c is not None), key=estimated)
+        if smallest is None:
+            return fastest
+        if smallest.excess_bytes:
+            return min(fastest, smallest, key=estimated)
         best = None
         for stage, policy in savings[:-1]:
             if best is not None and (stage == best.point.stage or fastest.step_seconds >= best.step_seconds):
@@ -204,7 +205,8 @@ class _Explorer:
             estimate = self._estimate(Point.of(degrees, stage, way, policy))
             if estimate is None or estimate.excess_bytes:
                 continue
-            best = min((c for c in (best, estimate) if c is not None), key=lambda c: c.step_seconds)
+            if best is None or estimate.step_seconds < best.step_seconds:
+                best = estimate
             # at the first stage parameters are gathered once, so no later saving is faster;
             # at stage 3 they are gathered twice, and recomputing more at a lower stage may be faster
             if stage == stages[0]:
@@ -348,7 +350,7 @@ def explore(search: Search, wanted: int = 1) -> Choice:
     narrow = narrowed(search, legal)
     explorer.keeps = len(narrow) == len(legal) <= FEW
     choice = _explored(explorer, legal, narrow)
-    possible = floor_bytes(search.basis) <= search.setting.limit
+    possible = search.basis.floor_bytes() <= search.setting.limit
     if possible and all(c.excess_bytes for c in choice.ranked) and len(explorer.explored) < len(legal):
         choice = _explored(explorer, legal, legal)
     return choice
@@ -389,7 +391,6 @@ def _explored(
             search.setting,
             legal,
             default,
-            LONG,
             extra=[dict(key) for key in explorer.explored.keys() - by_key.keys()],
             climbed=len(by_key) > FEW,
             ended=explorer.ended,
@@ -407,13 +408,9 @@ def _explored(
 def _others_alike(
     ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], option: str
 ) -> list[Mapping[str, Any]]:
-    """The ways that differ from `now` at most in this option."""
-    others = {name: value for name, value in now.items() if name != option}
-    return [way for way in ways if {n: v for n, v in way.items() if n != option} == others]
-
-
-def _ascending(ways: Sequence[Mapping[str, Any]], option: str) -> list[Mapping[str, Any]]:
-    return sorted(ways, key=lambda way: int(str(way[option])))
+    """The ways that differ from `now` at most in this option; ascending where it is a number."""
+    same = [way for way in ways if {**way, option: None} == {**now, option: None}]
+    return sorted(same, key=lambda way: int(way[option])) if is_number(now[option]) else same
 
 
 def estimated(candidate: Candidate) -> tuple[Any, ...]:

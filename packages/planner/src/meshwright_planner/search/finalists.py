@@ -6,12 +6,11 @@ Estimates are not exact. So a few more than requested are evaluated, and where t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.evaluation.memory_bound import least_bytes
 
 FEW = 64
 """Combinations of degrees up to which each is tried, and exact evaluations up to which the search for one that fits goes on."""
@@ -49,31 +48,11 @@ def exactly(
         exact = {c.point: evaluate(c.point) for c in estimates[:wanted]}
         if any(not c.excess_bytes for c in _possible(exact)):
             return _possible(exact)
-    for candidate in (*(_first_of_each(estimates) if each else ()), *_leading(estimates, wanted)):
+    for candidate in _promising(estimates, wanted, each):
         if candidate.point not in exact:
             exact[candidate.point] = evaluate(candidate.point)
-    _until_enough_fit(search, estimates, evaluate, wanted, exact)
-    return _possible(exact)
-
-
-def _leading(estimates: Sequence[Candidate], wanted: int) -> Iterator[Candidate]:
-    """The first estimates, and those that fit and are about as fast as the best."""
-    yield from estimates[: wanted + SPARE]
-    close = estimates[0].step_seconds * (1 + CLOSE)
-    for candidate in estimates[: 2 * (wanted + SPARE)]:
-        if not candidate.excess_bytes and candidate.step_seconds <= close:
-            yield candidate
-
-
-def _until_enough_fit(
-    search: Search,
-    estimates: Iterable[Candidate],
-    evaluate: Callable[[Point], Candidate | None],
-    wanted: int,
-    exact: dict[Point, Candidate | None],
-) -> None:
-    """Add to `exact` until as many fit as are wanted. Placements chosen for the memory may fit where estimates do not."""
-    sizes, limit, closest = search.basis.sizes, search.setting.limit, 0
+    # placements chosen for the memory may fit where estimates do not
+    closest = 0
     for estimate in estimates:
         evaluated = _possible(exact)
         fitting = sum(not c.excess_bytes for c in evaluated)
@@ -81,25 +60,29 @@ def _until_enough_fit(
             break
         if estimate.point in exact:
             continue
-        least = least_bytes(estimate, sizes)
-        if least > limit:
+        least = estimate.least_bytes(search.basis.sizes)
+        if least > search.setting.limit:
             # it cannot fit, but it may come closer than all others
             smallest = min((c.total_bytes for c in evaluated), default=math.inf)
             if fitting or closest >= CLOSEST or least >= smallest:
                 continue
             closest += 1
         exact[estimate.point] = evaluate(estimate.point)
+    return _possible(exact)
+
+
+def _promising(estimates: Sequence[Candidate], wanted: int, each: bool) -> Iterator[Candidate]:
+    """The first estimates, and those that fit and are about as fast as the best; `each`: see `exactly`."""
+    first: dict[object, Candidate] = {}
+    for candidate in estimates if each else ():
+        first.setdefault(candidate.point.degrees, candidate)
+    yield from first.values()
+    yield from estimates[: wanted + SPARE]
+    bound = estimates[0].step_seconds * (1 + CLOSE)
+    leading = estimates[: 2 * (wanted + SPARE)]
+    yield from (c for c in leading if not c.excess_bytes and c.step_seconds <= bound)
 
 
 def _possible(exact: Mapping[Point, Candidate | None]) -> list[Candidate]:
     """The candidates that no strategy refuses."""
     return [candidate for candidate in exact.values() if candidate is not None]
-
-
-def _first_of_each(estimates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """The best estimate of each combination of degrees."""
-    seen = set[tuple[tuple[str, int], ...]]()
-    for candidate in estimates:
-        if candidate.point.degrees not in seen:
-            seen.add(candidate.point.degrees)
-            yield candidate

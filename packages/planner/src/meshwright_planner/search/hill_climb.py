@@ -27,17 +27,14 @@ def narrowed(search: Search, combinations: Sequence[dict[str, int]]) -> list[dic
     kept = [d for d in combinations if all(d[a] <= inner for a in axes)] or list(combinations)
     if (setting.batch.sequence_length or 0) >= LONG or len(kept) <= EXACT:
         return kept
-    sequence_axes = [a for a in _sequence_axes(search) if a not in setting.pins]
-    return [d for d in kept if all(d[a] == 1 for a in sequence_axes)] or kept
-
-
-def _sequence_axes(search: Search) -> list[str]:
-    """Axes that divide the sequence: those that divide neither rows nor modules nor parameters."""
-    return [
+    # these divide neither rows nor modules nor parameters
+    sequence_axes = [
         a
-        for a, s in search.setting.strategies.items()
-        if s.batch_factor(2) == 1 and not s.placement_search and not s.divides and a not in search.surveys
+        for a, s in setting.strategies.items()
+        if a not in setting.pins and a not in search.surveys
+        if s.batch_factor(2) == 1 and not s.placement_search and not s.divides
     ]
+    return [d for d in kept if all(d[a] == 1 for a in sequence_axes)] or kept
 
 
 def next_combinations(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -68,31 +65,21 @@ def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[s
     - For each axis whose strategy places parameters itself (experts), its widest degree.
     """
     strategies = search.setting.strategies
-    searched = next((a for a, s in strategies.items() if s.placement_search and _varies(a, legal)), "")
+    varying = {a for a in strategies if len({degrees.get(a, 1) for degrees in legal}) > 1}
+    searched = next((a for a, s in strategies.items() if s.placement_search and a in varying), "")
     dividing = next((a for a, s in strategies.items() if s.divides), "")
     plain = [a for a in strategies if a not in (searched, dividing, "dp", SHARED)]
     chosen: list[Mapping[str, int]] = []
     for degree in sorted({d.get(searched, 1) for d in legal}):
-        candidates = _fewest_ranks(plain, [d for d in legal if d.get(searched, 1) == degree])
+        ranks = [(d, math.prod(d[a] for a in plain)) for d in legal if d.get(searched, 1) == degree]
+        fewest = min(count for _, count in ranks)
+        candidates = [d for d, count in ranks if count == fewest]
         candidates.sort(key=lambda d: (d.get(dividing, 1), d.get(SHARED, 1)))
         chosen.append(candidates[0])
         middle = candidates[len(candidates) // 2]
     chosen.append(middle)
     for axis, survey in search.surveys.items():
         if survey.parameters and any(d.get(axis, 1) > 1 for d in legal):
-            chosen.append(max(legal, key=lambda d: _widest(d, axis, searched, dividing)))
+            order = ((axis, 1), (searched, -1), (dividing, -1), (SHARED, 1))
+            chosen.append(max(legal, key=lambda d: [sign * d.get(name, 1) for name, sign in order]))
     return list({tuple(degrees.items()): degrees for degrees in chosen}.values())
-
-
-def _varies(axis: str, legal: Sequence[Mapping[str, int]]) -> bool:
-    return len({degrees.get(axis, 1) for degrees in legal}) > 1
-
-
-def _fewest_ranks(axes: Sequence[str], legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """The combinations that use the fewest ranks along these axes."""
-    ranks = [math.prod(degrees[axis] for axis in axes) for degrees in legal]
-    return [degrees for degrees, count in zip(legal, ranks, strict=True) if count == min(ranks)]
-
-
-def _widest(degrees: Mapping[str, int], axis: str, searched: str, dividing: str) -> tuple[int, ...]:
-    return degrees.get(axis, 1), -degrees.get(searched, 1), -degrees.get(dividing, 1), degrees.get(SHARED, 1)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.utils.names import listing
 from meshwright_planner.evaluation.context import Setting
+from meshwright_planner.search.hill_climb import LONG
 
 
 def left_out(
     setting: Setting,
     legal: Sequence[Mapping[str, int]],
     default: Sequence[Mapping[str, int]],
-    long: int,
     *,
     extra: Sequence[Mapping[str, int]] = (),
     climbed: bool,
@@ -25,12 +25,23 @@ def left_out(
         setting: the search problem.
         legal: legal combinations of degrees.
         default: those that a search tries by default.
-        long: tokens of a row from which sharing the sequence is tried by default.
         extra: combinations that were tried in addition to the default ones.
         climbed: hill climbing chose among the default combinations.
         ended: the time budget was spent before the end.
     """
-    axes = [*_axes(setting, legal, default, long, extra)]
+    axes = []
+    for axis, strategy in setting.strategies.items():
+        most = max(degrees[axis] for degrees in default)
+        if most == max(degrees[axis] for degrees in legal):
+            continue
+        tried = sorted({degrees[axis] for degrees in extra if degrees[axis] > most})
+        except_for = f" except {listing([*map(str, tried)], len(tried))}" if tried else ""
+        reason = (
+            f"wider than {setting.cluster.links[0].name}"
+            if strategy.placement_search
+            else f"for rows of fewer than {LONG:,} tokens"
+        )
+        axes.append(f"{axis} above {most}{except_for}, {reason}")
     reasons = [f"not tried by default: {', '.join(axes)}"] if axes else []
     if climbed:
         reasons.append("chosen by hill climbing from several starts")
@@ -47,24 +58,3 @@ def refusals(refused: Iterable[PlanError], possible: Sequence[Sequence[tuple[str
         if kind == "degrees" and not any((axis, error.value) in degrees for degrees in possible):
             lines[f"no {axis}: {error.rule}"] = None
     yield from lines
-
-
-def _axes(
-    setting: Setting,
-    legal: Sequence[Mapping[str, int]],
-    default: Sequence[Mapping[str, int]],
-    long: int,
-    extra: Sequence[Mapping[str, int]],
-) -> Iterator[str]:
-    """The axes whose larger degrees are not tried by default, and why."""
-    for axis, strategy in setting.strategies.items():
-        most = max(degrees[axis] for degrees in default)
-        if most == max(degrees[axis] for degrees in legal):
-            continue
-        tried = sorted({degrees[axis] for degrees in extra if degrees[axis] > most})
-        except_for = f" except {listing([*map(str, tried)], len(tried))}" if tried else ""
-        if strategy.placement_search:
-            reason = f"wider than {setting.cluster.links[0].name}"
-        else:
-            reason = f"for rows of fewer than {long:,} tokens"
-        yield f"{axis} above {most}{except_for}, {reason}"

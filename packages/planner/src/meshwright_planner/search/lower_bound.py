@@ -15,7 +15,7 @@ Communication, bubbles and memory-bound operations count as nothing: this is a b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright_dtensor.cluster import Cluster, MeasuredWork
@@ -47,8 +47,18 @@ class Floor:
         tape, (rows, tokens) = problem.tape, _local(basis, candidate)
         by_rows, sequence = setting.batch.size / rows, setting.batch.sequence_length is not None
         lengths = _lengths(tape, sequence)
-        others = {} if other is None else _matched(lengths, _lengths(other, sequence))
-        self._update = _least_update(cluster, basis.bytes[1], OPTIMIZERS[setting.optimizer])
+        others: dict[int, int] = {}
+        if other is not None:
+            # a tape of one row may have fewer nodes, but has the same products
+            products = _lengths(other, sequence).values()
+            if [p.weights for p in lengths.values()] == [p.weights for p in products]:
+                others = {k: p.length for k, p in zip(lengths, products, strict=True)}
+        # the optimizer's step at the best rate
+        measured, states = cluster.measured("update", "float32"), OPTIMIZERS[setting.optimizer]
+        streamed = basis.bytes[1] * (3 + 2 * states)
+        self._update = streamed / cluster.streams
+        if measured is not None:
+            self._update = (3 + 2 * states) / 7 * basis.bytes[1] * _least_rate(measured.forward)
         # per representative node: seconds of its product, undivided, and seconds of issuing it
         self._least: list[tuple[float, float]] = []
         for k in problem.quotient.nodes:
@@ -64,8 +74,11 @@ class Floor:
 
     def seconds(self, stages: int) -> float:
         """The least seconds with the modules divided over `stages` ranks (1: not divided)."""
-        part, ranks = _busiest(self._cluster, stages), self._basis.setting.world_size
+        ranks = self._basis.setting.world_size
+        # the least part of the work of one stage, if all stages are equal and none waits;
         # where ranks share cores, a rank that waits leaves its cores to the others
+        paces = self._cluster.shared_core_factors(stages) if stages > 1 else ()
+        part = 1.0 / max([stages, *((n + 1) / pace for n, pace in enumerate(paces))])
         faster = part * stages
         return self._update / ranks + sum(
             max(product * faster / ranks, issued * part) for product, issued in self._least
@@ -90,19 +103,15 @@ def _local(basis: Basis, candidate: Candidate) -> tuple[int, int]:
 def floor_of(search: Search, cluster: Cluster, exact: Sequence[Candidate]) -> Floor:
     """The bound from the tape of one of these candidates, one with whole sequences where there is one."""
     basis = search.basis
-    candidate = next((c for c in exact if _whole_sequence(basis, c)), exact[0])
+    length = search.setting.batch.sequence_length or 1
+    sizes = ((c, *_local(basis, c)) for c in exact)
+    candidate = next((c for c, rows, tokens in sizes if tokens == rows * length), exact[0])
     other = None
     # the tape of the whole batch need not be scaled
     if candidate.problem.tape.rows != search.setting.batch.size:
         degrees = {axis: candidate.point.degree(axis) for axis in search.setting.strategies}
-        other = search.shared.tapes.other(basis, search.rules, degrees, candidate.point.microbatches)
+        other = search.shared.tapes.other(basis, degrees, candidate.point.microbatches)
     return Floor(basis, cluster, candidate, other)
-
-
-def _whole_sequence(basis: Basis, candidate: Candidate) -> bool:
-    """Whether a rank has all tokens of its rows."""
-    rows, tokens = _local(basis, candidate)
-    return tokens == rows * (basis.setting.batch.sequence_length or 1)
 
 
 class _Product(NamedTuple):
@@ -114,33 +123,21 @@ class _Product(NamedTuple):
 
 def _lengths(tape: Tape, sequence: bool) -> dict[int, _Product]:
     """The products of a tape, by node."""
-    flows = _from_the_batch(tape, tape.rows)
+    # values that are computed from rows of the batch; others (positions, products of weights) do not grow with them
+    flows = {
+        i
+        for i, value in enumerate(tape.values)
+        if (value.name or "").startswith("input:") and value.shape[:1] == (tape.rows,)
+    }
+    for node in tape.nodes:
+        if not flows.isdisjoint(ref.i for ref in node.ins):
+            flows.update(ref.i for ref in node.outs)
     products: dict[int, _Product] = {}
     for k, node in enumerate(tape.nodes):
         length = _length(node, tape, flows, sequence)
         if length:
             products[k] = _Product(frozenset(tape.values[r.i].name or "" for r in node.ins), length)
     return products
-
-
-def _matched(products: Mapping[int, _Product], others: Mapping[int, _Product]) -> dict[int, int]:
-    """Node -> length of the same product among `others`. A tape of one row may have fewer nodes, but has the same products."""
-    if [product.weights for product in products.values()] != [other.weights for other in others.values()]:
-        return {}
-    return {k: other.length for k, other in zip(products, others.values(), strict=True)}
-
-
-def _from_the_batch(tape: Tape, rows: int) -> set[int]:
-    """Values that are computed from rows of the batch. Others (positions, products of weights) do not grow with the rows."""
-    values = {
-        i
-        for i, value in enumerate(tape.values)
-        if (value.name or "").startswith("input:") and value.shape[:1] == (rows,)
-    }
-    for node in tape.nodes:
-        if not values.isdisjoint(ref.i for ref in node.ins):
-            values.update(ref.i for ref in node.outs)
-    return values
 
 
 def _length(node: Node, tape: Tape, flows: set[int], sequence: bool) -> int:
@@ -191,17 +188,3 @@ def _issued(cluster: Cluster, work: Work) -> float:
     if work.kind == "view":
         return least + cluster.host_s
     return max(least, launches) if cluster.hides_launch else least + cluster.host_s
-
-
-def _least_update(cluster: Cluster, nbytes: float, states: int) -> float:
-    """Seconds of the optimizer's step over parameters of this many bytes, at the best rate."""
-    measured = cluster.measured("update", "float32")
-    if measured is not None:
-        return (3 + 2 * states) / 7 * nbytes * _least_rate(measured.forward)
-    return nbytes * (3 + 2 * states) / cluster.streams
-
-
-def _busiest(cluster: Cluster, stages: int) -> float:
-    """The least part of the model's work that one stage computes, if all stages are equal and none waits."""
-    paces = cluster.shared_core_factors(stages) if stages > 1 else ()
-    return 1.0 / max([stages, *((n + 1) / pace for n, pace in enumerate(paces))])

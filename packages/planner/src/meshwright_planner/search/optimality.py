@@ -18,7 +18,6 @@ from meshwright_planner.evaluation.candidate import Candidate, human_seconds, ra
 from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point
 from meshwright_planner.evaluation.degrees import named, unasked
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.evaluation.memory_bound import least_bytes
 from meshwright_planner.placement.ilp import GAP
 from meshwright_planner.search.lower_bound import floor_of
 
@@ -99,15 +98,14 @@ def prove(
     best = _fastest(exact)
     stage_counts = {_stages(search, tuple(d.items())) for d in legal}
     floors = {n: floor.seconds(n) if floor is not None else 0.0 for n in stage_counts}
-    left = None if by_point is None else _open(search, exact, by_point, legal)
+    left = _open(search, exact, by_point, legal)
     settled: dict[Point, Candidate | None] = {}
-    if by_point is not None and left is not None:
-        estimates = dict(by_point)
+    if left is not None:
+        estimates = dict(by_point or {})
         as_requested = [point for point in left if point.recompute == setting.recompute]
         _cost(search, as_requested, floors, best, estimates)
-        left = _open_still(search, _needed(left, estimates), estimates)
-        _cost(search, left, floors, best, estimates)
-        left = _open_still(search, left, estimates)
+        left = [p for p in _needed(left, estimates) if not _is_settled(search, p, estimates)]
+        left = _cost(search, left, floors, best, estimates)
         # the estimates of settled configurations are exact
         evaluated = {c.point for c in exact}
         settled = {p: estimate for p, estimate in estimates.items() if p not in evaluated}
@@ -178,15 +176,17 @@ def _points(search: Search, legal: Sequence[Mapping[str, int]]) -> Iterator[Poin
 def _open(
     search: Search,
     exact: Sequence[Candidate],
-    estimates: Mapping[Point, Candidate | None],
+    estimates: Mapping[Point, Candidate | None] | None,
     legal: Sequence[Mapping[str, int]],
 ) -> list[Point] | None:
-    """Configurations that are not settled; None where there are too many to consider each."""
+    """Configurations that are not settled; None where there are too many to consider each, or no estimates."""
+    if estimates is None:
+        return None
     evaluated, unsettled = {c.point for c in exact}, []
     for number, point in enumerate(_points(search, legal)):
         if number >= MOST:
             return None
-        if point not in evaluated and not (point in estimates and _is_settled(search, estimates[point])):
+        if point not in evaluated and not _is_settled(search, point, estimates):
             unsettled.append(point)
     return unsettled
 
@@ -201,11 +201,14 @@ def _needed(left: Sequence[Point], estimates: Mapping[Point, Candidate | None]) 
     return kept
 
 
-def _is_settled(search: Search, estimate: Candidate | None) -> bool:
-    # refused, or exact because nothing is placed
+def _is_settled(search: Search, point: Point, estimates: Mapping[Point, Candidate | None]) -> bool:
+    """Whether a configuration is refused, has an exact estimate because nothing is placed, or cannot fit."""
+    if point not in estimates:
+        return False
+    estimate = estimates[point]
     if estimate is None or not estimate.searched:
         return True
-    return bool(estimate.excess_bytes) and least_bytes(estimate, search.basis.sizes) > search.setting.limit
+    return bool(estimate.excess_bytes) and estimate.least_bytes(search.basis.sizes) > search.setting.limit
 
 
 def _cost(
@@ -214,8 +217,11 @@ def _cost(
     floors: Mapping[int, float],
     best: float,
     estimates: dict[Point, Candidate | None],
-) -> None:
-    """Add estimates of configurations that may be faster than the best and need no placements, if they are few."""
+) -> list[Point]:
+    """Add estimates of configurations that may be faster than the best and need no placements, if they are few.
+
+    Returns those that are not settled.
+    """
     placed = {axis for axis, s in search.setting.strategies.items() if s.placement_search}
     plain = [
         point
@@ -224,18 +230,11 @@ def _cost(
         and floors[_stages(search, point.degrees)] < best
         and all(degree == 1 or axis not in placed for axis, degree in point.degrees)
     ]
-    if len(plain) > MORE:
-        return
-    for point in plain:
+    for point in plain if len(plain) <= MORE else ():
         if time.monotonic() > search.end:
             break
         try:
             estimates[point] = search.estimate(point)
         except PlanError:
             estimates[point] = None
-
-
-def _open_still(
-    search: Search, left: Sequence[Point], estimates: Mapping[Point, Candidate | None]
-) -> list[Point]:
-    return [p for p in left if p not in estimates or not _is_settled(search, estimates[p])]
+    return [point for point in left if not _is_settled(search, point, estimates)]

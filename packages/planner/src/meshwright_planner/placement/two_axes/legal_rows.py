@@ -5,7 +5,7 @@ The runtime derives a call in the same way, one axis after the other, outermost 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 from meshwright_dtensor.rules.node import NodeView, Strategy, refine
@@ -88,8 +88,11 @@ class JointLegality(Legality):
         view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in states}, degree)
         rows = self.rules.strategies(view)
         ins, outs = (
-            [self._runs(runs, state, degree) for runs, state in zip(shards, some, strict=True)]
-            for shards, some in zip(inner.runs(index), (first.ins, first.outs), strict=True)
+            [
+                [inner_run for run in runs if (inner_run := inside(run, state, degree)) is not None]
+                for runs, state in zip(shards, some, strict=True)
+            ]
+            for shards, some in zip(inner._domains.around(index), (first.ins, first.outs), strict=True)
         )
         if any(ins) or any(outs):
             rows = self.rules.lifted(view, rows, ins, outs)
@@ -105,9 +108,8 @@ class JointLegality(Legality):
                 yield row
 
     def _fits(self, ref: Ref, left: tuple[int, ...], first: State, second: State) -> bool:
-        if not isinstance(second, int):
-            return True
-        whole = not isinstance(second, IntervalShard) and self.axes[1].leaves_whole(ref.i, int(second))
+        plain = isinstance(second, int) and not isinstance(second, IntervalShard)
+        whole = plain and self.axes[1].leaves_whole(ref.i, int(second))
         return not whole and self._nests(self.tape.values[ref.i].shape, left, first, second)
 
     def _nests(self, shape: tuple[int, ...], left: tuple[int, ...], first: State, second: State) -> bool:
@@ -123,10 +125,6 @@ class JointLegality(Legality):
 
     def _left(self, shape: tuple[int, ...], first: State) -> tuple[int, ...]:
         return local_shape_of(shape, (self.axes[0].costs.degree,), (0,), (first,))
-
-    def _runs(self, shards: Iterable[State], first: State, degree: int) -> list[State]:
-        inner = (inside(run, first, degree) for run in shards)
-        return [run for run in inner if run is not None]
 
 
 def pairs(first: States, second: States) -> States:

@@ -6,19 +6,12 @@ import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwright_dtensor.comm.redistribute import route
 from meshwright_dtensor.sharding.states import State, States, forward_kind, is_shard
-from meshwright_planner.cost.prices import (
-    Collective,
-    JointCosts,
-    along,
-    backward_move,
-    convertible,
-    forward_move,
-)
+from meshwright_planner.cost.prices import JointCosts, along, backward_move, convertible, forward_move
 from meshwright_planner.placement.ilp import ConversionStep, MemoryTerms, Move, Placement, Route
 from meshwright_planner.placement.legal_rows import Option
 from meshwright_planner.placement.pinned import pinned
@@ -46,6 +39,9 @@ class JointProblem(PlacementProblem):
         self.pinned_states = _held(legality, pins or {})
         self.fixed: tuple[int, Placement | None] | None = None
         self._storable: dict[tuple[int, bool], list[State]] = {}
+        self._readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for value, node, position in self.quotient.edges:
+            self._readers[value].append((node, position))
 
     # ---- what is legal
     def storable(self, value: int, divided: bool) -> list[State]:
@@ -76,21 +72,11 @@ class JointProblem(PlacementProblem):
         """The states in which every reader can use a parameter without moving a shard of it."""
         readers = self._readers.get(value, [])
         wanted = [{option.ins[position] for option in self.options[node]} for node, position in readers]
-        return [
-            s
-            for s in states
-            if all(any(s == w or self.may_move(value, s, w) for w in some) for some in wanted)
-        ]
 
-    @property
-    def _readers(self) -> dict[int, list[tuple[int, int]]]:
-        def find() -> dict[int, list[tuple[int, int]]]:
-            readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
-            for value, node, position in self.quotient.edges:
-                readers[value].append((node, position))
-            return readers
+        def is_used(stored: State, some: set[State]) -> bool:
+            return any(stored == state or self.may_move(value, stored, state) for state in some)
 
-        return self.quotient.once("readers", find)
+        return [s for s in states if all(is_used(s, some) for some in wanted)]
 
     def weights(self, alone: bool = False) -> frozenset[int]:
         """See PlacementProblem.weights: parameters that can be used as shards on at least one axis."""
@@ -218,11 +204,11 @@ def _stage(source: States, target: States, degrees: tuple[int, ...]) -> _Stage:
         parts = math.prod(d for i, (d, s) in enumerate(zip(degrees, current)) if is_shard(s) and i != axis)
         forward, backward = forward_move(a, b, 1), backward_move(a, b, 1)
         if forward is not None:
-            moves.append(Move(a, b, "forward", Collective(forward.kind, 1, axis, parts)))
+            moves.append(Move(a, b, "forward", replace(forward, axis=axis, parts=parts)))
             moved = True
         elif forward_kind(a) != forward_kind(b):
             cut = True
         if backward is not None:
-            moves.append(Move(a, b, "backward", Collective(backward.kind, 1, axis, parts)))
+            moves.append(Move(a, b, "backward", replace(backward, axis=axis, parts=parts)))
         current[axis] = b
     return _Stage(target, tuple(moves), moved or not cut)

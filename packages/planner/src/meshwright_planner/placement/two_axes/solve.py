@@ -71,7 +71,7 @@ def solve(
             raise late
         return None
     bound = lower_bound(problem, max(1.0, time_limit - (time.perf_counter() - start)))
-    return replace(best, status="in turns", bound=bound, seconds=time.perf_counter() - start)
+    return replace(best, status="in turns", bound=bound)
 
 
 def one_after_the_other(
@@ -158,7 +158,7 @@ def lower_bound(problem: JointProblem, time_limit: float = 60.0) -> float:
     if answer.x is None or answer.status != 0:
         counts = problem.quotient.node_count
         return sum(min(o.seconds for o in some) * counts[k] for k, some in problem.options.items())
-    return build.read(answer, 0.0).objective * (1 - GAP)
+    return build.read(answer).objective * (1 - GAP)
 
 
 @dataclass(frozen=True)
