@@ -130,13 +130,9 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
+        names = ("model", "world_size", "degrees", "parameters", "tolerance", "passed")
         return {
-            "model": self.model,
-            "world_size": self.world_size,
-            "degrees": self.degrees,
-            "parameters": self.parameters,
-            "tolerance": self.tolerance,
-            "passed": self.passed,
+            **{name: getattr(self, name) for name in names},
             "worst_difference": self.worst.difference,
             "worst_step": self.worst.step,
             "steps": [{**asdict(step), "difference": step.difference} for step in self.steps],

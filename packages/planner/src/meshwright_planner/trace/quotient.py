@@ -194,10 +194,9 @@ class _Merger:
                 a, b = nodes[first], nodes[other]
                 for x, y in zip(a.outs, b.outs):
                     self.result._value_of[y.i] = x.i
-                for x, y in zip(a.ins, b.ins):
-                    both = _is_own(values[y.i].name, block.name) and _is_own(values[x.i].name, base.name)
-                    if x.i != y.i and both:
-                        self.result._value_of[y.i] = x.i
+                for i, j in ((x.i, y.i) for x, y in zip(a.ins, b.ins) if x.i != y.i):
+                    if _is_own(values[j].name, block.name) and _is_own(values[i].name, base.name):
+                        self.result._value_of[j] = i
 
 
 def _described(tree: Any, label: Callable[[Ref], str]) -> Any:
