@@ -106,13 +106,13 @@ class Checkpoints:
     @contextlib.contextmanager
     def watched(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         """Inside, `pack` gets every tensor that autograd saves outside of checkpoints."""
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            with _torch.reentrant_checkpoints(self._in_reentrant):
-                self._own = pack
-                try:
-                    yield
-                finally:
-                    self._own = None
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, _torch.reentrant_checkpoints(self._in_reentrant):
+            self._own = pack
+            try:
+                yield
+            finally:
+                self._own = None
 
     @contextlib.contextmanager
     def _in_reentrant(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ def saved_and_dropped(
 
     `kept`: recorded node -> node of the tape.
     """
-    items = list(_saved(recorder, kept, tape))
+    items = list(_saved(recorder, kept))
     # a tensor that leaves a checkpoint and is saved by its consumer counts as the consumer's
     saved = [
         item if tape.inside[item.node] == tape.inside[item.by] else item._replace(node=item.by, output=False)
@@ -31,7 +31,7 @@ def saved_and_dropped(
     return saved, [item for item, again in items if again]
 
 
-def _saved(recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> Iterator[tuple[Saved, bool]]:
+def _saved(recorder: StorageRecorder, kept: Mapping[int, int]) -> Iterator[tuple[Saved, bool]]:
     """The tensors that autograd saves, each with whether a checkpoint drops it."""
     produced = {r.i: k for k, node in enumerate(recorder.nodes) for r in node.outs}
     seen: dict[int, Saved | None] = {}
@@ -39,9 +39,7 @@ def _saved(recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> It
 
     for item, again in _entries(recorder, 0, len(recorder.packed), seen, inner):
         # inputs are packed before their node is recorded, outputs after
-        is_output = (
-            item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
-        )
+        is_output = item.value is not None and produced.get(item.value) == item.node - 1
         node = kept.get(item.node - 1 if is_output else item.node)
         # the next function also packs its inputs, before its node is recorded
         by = kept.get(item.by if is_output else item.node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class StorageRecorder(Recorder):
             spots = zip(place, self._place)
             place = tuple(spot._replace(op=was.op, number=was.number) for spot, was in spots)
         self._place = place
-        if self.fake is not None and _result_elements(func, args, kwargs) > self._real_elements:
+        if self.fake is not None and _result_elements(args, kwargs) > self._real_elements:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             with self.fake:
                 return super().__torch_dispatch__(func, types, args, kwargs)
@@ -204,17 +205,13 @@ class StorageRecorder(Recorder):
         return fake
 
 
-def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def _result_elements(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """An estimate of the elements of a result: of the broadcast inputs, or of a size among the arguments."""
     if any(map(_torch.is_fake, args)):
         return 0
     tensors = leaves((args, kwargs), torch.Tensor)
     if any(map(_torch.is_fake, tensors)):
         return 0
-    shape: list[int] = []
-    for size in (t.shape for t in tensors):
-        shape = [1] * (len(size) - len(shape)) + shape
-        for back in range(1, len(size) + 1):
-            shape[-back] = max(shape[-back], size[-back])
+    broadcast = (max(1, *dims) for dims in zip_longest(*(t.shape[::-1] for t in tensors), fillvalue=1))
     sizes = [a for a in args if isinstance(a, (list, tuple)) and a and all(isinstance(x, int) for x in a)]
-    return max([math.prod(shape), *(math.prod(s) for s in sizes)])
+    return max([math.prod(broadcast), *map(math.prod, sizes)])
