@@ -77,3 +77,9 @@ def middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if is_number(ways[0][numbers]):
         same.sort(key=lambda way: int(way[numbers]))
     return same[len(same) // 2]
+
+
+def alike(ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], option: str) -> list[Mapping[str, Any]]:
+    """The options that differ from `now` at most in this one; ascending where it is a number."""
+    same = [way for way in ways if {**way, option: None} == {**now, option: None}]
+    return sorted(same, key=lambda way: int(way[option])) if is_number(now[option]) else same

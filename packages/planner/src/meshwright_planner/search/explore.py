@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_planner.evaluation.candidate import Candidate, rank
-from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point, is_number, middle
+from meshwright_planner.evaluation.candidate import Candidate, estimated, rank
+from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point, alike, is_number, middle
 from meshwright_planner.evaluation.context import SHARED, ended_by
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.ilp import Unsolved
@@ -128,7 +128,7 @@ class _Explorer:
         for option in 2 * sorted(ways[0], key=lambda n: not is_number(ways[0][n])):
             best = min(self.explored[key], key=estimated, default=None)
             now: Mapping[str, Any] = dict(best.point.way) if best is not None else ways[0]
-            same = _others_alike(ways, now, option)
+            same = alike(ways, now, option)
             if is_number(now[option]):
                 self._follow(key, same, now)
             else:
@@ -148,7 +148,7 @@ class _Explorer:
                 continue
             seen.add(others)
             if min(seconds for seconds, _ in free.values()) < best.step_seconds:
-                self._follow(key, _others_alike(ways, now, option), now, down=False)
+                self._follow(key, alike(ways, now, option), now, down=False)
 
     def _follow(
         self, key: Degrees, ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], down: bool = True
@@ -387,15 +387,9 @@ def _explored(
     share, reasons = f"all {len(legal)}", ""
     if len(explorer.explored) < len(legal) or explorer.ended:
         share = f"{len(explorer.explored)} of {len(legal)}"
-        reasons = left_out(
-            search.setting,
-            legal,
-            default,
-            extra=[dict(key) for key in explorer.explored.keys() - by_key.keys()],
-            climbed=len(by_key) > FEW,
-            ended=explorer.ended,
-        )
-        reasons = f" ({reasons}: the best may be among the others)"
+        extra = [dict(key) for key in explorer.explored.keys() - by_key.keys()]
+        why = left_out(search.setting, legal, default, extra, len(by_key) > FEW, explorer.ended)
+        reasons = f" ({why}: the best may be among the others)"
     note = (
         f"searched {share} combinations of degrees{reasons}, {explorer.estimates} configurations in all; placements of the best "
         f"{len(exact)} solved exactly" + ended_by(search.setting.time_budget if explorer.ended else None)
@@ -403,16 +397,3 @@ def _explored(
     notes = (note, *refusals(explorer.refused, possible))
     by_point = explorer.by_point if explorer.keeps and complete else None
     return Choice(search, sorted(exact, key=rank), legal, notes, by_point)
-
-
-def _others_alike(
-    ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], option: str
-) -> list[Mapping[str, Any]]:
-    """The ways that differ from `now` at most in this option; ascending where it is a number."""
-    same = [way for way in ways if {**way, option: None} == {**now, option: None}]
-    return sorted(same, key=lambda way: int(way[option])) if is_number(now[option]) else same
-
-
-def estimated(candidate: Candidate) -> tuple[Any, ...]:
-    """As `rank`, but among candidates that do not fit, those that exceed the memory least come first."""
-    return (candidate.excess_bytes, *rank(candidate)[1:])

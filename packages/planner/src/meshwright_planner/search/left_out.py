@@ -14,8 +14,7 @@ def left_out(
     setting: Setting,
     legal: Sequence[Mapping[str, int]],
     default: Sequence[Mapping[str, int]],
-    *,
-    extra: Sequence[Mapping[str, int]] = (),
+    extra: Sequence[Mapping[str, int]],
     climbed: bool,
     ended: bool,
 ) -> str:
