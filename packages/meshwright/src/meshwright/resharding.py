@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.reshard.in_memory import LiveState, trained_parameters
+from meshwright_checkpoint.reshard.in_memory import LiveState
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import destroy_groups, init, restrict_world, set_default_world
 from meshwright_dtensor.parameter import MeshParameter
@@ -69,7 +69,7 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
             "ranks were given different plans, or an optimizer on some of them only; call reshard() alike"
         )
     state = ranks.run_checked(lambda: LiveState.of(model, optimizer) if old is not None else LiveState())
-    trained = trained_parameters(ranks.gather(state.trained))
+    trained = {name: flag for flags in ranks.gather(state.trained) for name, flag in flags.items()}
     off = unparallelize(model) if old is not None else drop_values(model)
     stays = ranks.rank < plan.world_size
     everyone = dist.group.WORLD

@@ -94,15 +94,13 @@ def compare(a: Checkpoint, b: Checkpoint) -> list[Difference]:
         if left.shape != right.shape:
             differences.append(Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}"))
         elif left.dtype != right.dtype:
-            differences.append(
-                Difference(key, "dtype", f"{left.dtype} / {right.dtype}".replace("torch.", ""))
-            )
+            dtypes = f"{left.dtype} / {right.dtype}".replace("torch.", "")
+            differences.append(Difference(key, "dtype", dtypes))
         else:
             count, largest = _unequal(a, b, key)
             if count:
-                differences.append(
-                    Difference(key, "values", f"{count} of {prod(left.shape)}, by up to {largest:.3g}")
-                )
+                detail = f"{count} of {prod(left.shape)}, by up to {largest:.3g}"
+                differences.append(Difference(key, "values", detail))
     return differences
 
 

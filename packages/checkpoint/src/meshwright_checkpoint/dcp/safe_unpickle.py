@@ -17,6 +17,8 @@ import torch
 from meshwright_checkpoint.errors import CorruptError
 
 MAX_NBYTES = 1 << 30
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, EOFError, MemoryError, OverflowError)
+"""Errors of pickle for a damaged file, besides its own."""
 
 _OPCODES = frozenset(
     "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT "
@@ -114,16 +116,5 @@ def safe_loads(data: bytes, where: str) -> Any:
                 # the memo table would get this length
                 raise ValueError("memo index beyond the end")
         return _RestrictedUnpickler(io.BytesIO(data)).load()
-    except (
-        pickle.UnpicklingError,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        EOFError,
-        MemoryError,
-        RecursionError,
-        OverflowError,
-    ) as error:
+    except (pickle.UnpicklingError, RecursionError, *_DAMAGE) as error:
         raise CorruptError(f"{where} is refused or damaged: {ascii(str(error))[:160]}") from None

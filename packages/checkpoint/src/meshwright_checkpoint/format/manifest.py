@@ -119,14 +119,12 @@ class Manifest(_Model):
         """The file."""
         data = self.model_dump(mode="json", exclude={"sha256"})
         tensors = data.pop("tensors")
-        lines, rows = (
-            [
-                f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'), allow_nan=False)}"
-                for k, v in fields.items()
-            ]
-            for fields in (data, tensors)
-        )
-        body = (",\n".join([*lines, '"tensors": {\n' + ",\n".join(rows) + "\n}"]) + "\n}\n").encode()
+
+        def lines(fields: dict[str, Any]) -> str:
+            compact = {k: json.dumps(v, separators=(",", ":"), allow_nan=False) for k, v in fields.items()}
+            return ",\n".join(f"{json.dumps(key)}: {value}" for key, value in compact.items())
+
+        body = f'{lines(data)},\n"tensors": {{\n{lines(tensors)}\n}}\n}}\n'.encode()
         return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
 
     @classmethod

@@ -7,7 +7,6 @@ state.check(model, optimizer).fill()      # local boxes are copied, others are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,8 +229,3 @@ class _NewOptimizer:
         optimizer.state.clear()
         for parameter, state in self.states:
             optimizer.state[parameter] = state
-
-
-def trained_parameters(gathered: Sequence[Mapping[str, bool]]) -> dict[str, bool]:
-    """Parameter -> requires_grad, merged from all ranks."""
-    return {name: flag for flags in gathered for name, flag in flags.items()}

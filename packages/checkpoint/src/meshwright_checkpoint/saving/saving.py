@@ -74,7 +74,7 @@ def save(
         CheckpointError: the path exists, another job saves there, or an earlier asynchronous save failed.
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
-    retention = Retention.of(keep_last, keep_every)
+    retention = Retention(keep_last, keep_every)
     check_model("save", model)
     if step is not None and (type(step) is not int or step < 0):
         raise UsageError(f"step={step!r} is not a training step; pass an int of at least 0")

@@ -52,22 +52,19 @@ def _sorted(parent: CheckpointStorage) -> list[tuple[CheckpointStorage, Manifest
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep; see `save`. None keeps all."""
+    """Which checkpoints to keep; see `save`. None keeps all. Raises UsageError for numbers below 1."""
 
     keep_last: int | None = None
     keep_every: int | None = None
 
-    @classmethod
-    def of(cls, keep_last: int | None, keep_every: int | None) -> Retention:
-        """Check the arguments of `save`. Raises UsageError."""
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+    def __post_init__(self) -> None:
+        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(
                     f"{name}={value!r} is not a positive integer; pass at least 1, or None to keep everything"
                 )
-        if keep_every is not None and keep_last is None:
-            raise UsageError(f"keep_every={keep_every} only adds to keep_last; pass keep_last too")
-        return cls(keep_last, keep_every)
+        if self.keep_every is not None and self.keep_last is None:
+            raise UsageError(f"keep_every={self.keep_every} only adds to keep_last; pass keep_last too")
 
     def apply(self, committed: CheckpointStorage) -> None:
         """Remove old checkpoints in the parent of `committed`. Checkpoints without a step are kept."""
