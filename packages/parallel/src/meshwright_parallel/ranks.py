@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -79,13 +78,3 @@ def differing(values: Iterable[int], device: torch.device) -> list[int]:
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     largest, smallest = both[: len(local)], -both[len(local) :]
     return [int(i) for i in (largest != smallest).nonzero().flatten().tolist()]
-
-
-@contextlib.contextmanager
-def generator_kept() -> Iterator[None]:
-    """Restore the state of torch's default generator afterwards."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

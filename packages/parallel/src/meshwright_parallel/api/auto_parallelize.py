@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, Unpack
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,7 +14,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.strategy import PlanKeywords, PlanRequest, with_plan_keywords
 from meshwright_parallel.api.parallelize import parallelize
-from meshwright_parallel.ranks import generator_kept, same_plugins
+from meshwright_parallel.ranks import same_plugins
 from meshwright_parallel.validation.checks import check_model
 
 
@@ -43,7 +44,7 @@ def auto_parallelize(
     planner = host.get(PlannerSpec, request.planner)
     result: list[Any] = [None]
     if dist.get_rank() == 0:
-        with generator_kept():
+        with torch.random.fork_rng(devices=()):
             try:
                 result = [planner.load()().plan(model, batch, request)[0].to_json()]
             except Exception as error:

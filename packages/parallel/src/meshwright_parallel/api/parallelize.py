@@ -37,7 +37,7 @@ from meshwright_parallel.engine.unshard import install_compute_copies
 from meshwright_parallel.moe.local_tokens import install_local_tokens, local_token_modules
 from meshwright_parallel.optim.optimizer_steps import refuse_assigned_state, watch_optimizer_steps
 from meshwright_parallel.placement.batch_check import install_batch_check
-from meshwright_parallel.placement.inputs import ModelPlacement, install_inputs, register_live
+from meshwright_parallel.placement.inputs import LIVE, ModelPlacement, install_inputs
 from meshwright_parallel.placement.pickling import refuse_pickling
 from meshwright_parallel.placement.stage_plan import link_stages
 from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
@@ -84,7 +84,7 @@ def parallelize(
         check_ranks_agree(model, plan, device, values=not blank)
     undo = PlanUndo(model, live_process_groups())
     all_axes = build_mesh(whole)
-    mesh = part.mesh(all_axes)
+    mesh = all_axes if outer is None else all_axes[inner.axes]
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
     division = None if outer is None else outer.divide(model, whole, all_axes)
     plain = division is not None and mesh.size() == 1 and computes_as_stored(inner)
@@ -112,7 +112,7 @@ def parallelize(
     model.parallel_plan = plan  # type: ignore[assignment]
     refuse_pickling(model)
     undo.finish(model)
-    register_live(placed)
+    LIVE.add(placed)
     return model
 
 

@@ -112,7 +112,7 @@ class Dispatch(ExpertsForward):
         numbers = torch.arange(each, device=x.device).repeat(route.size)
         expert = numbers.repeat_interleave(received.reshape(-1), output_size=sum(sizes_in))
         local = LocalExperts(self.module, self.rule, rank, route.size, states, route.axis, idle)
-        with local as tensors:
+        with local.swapped() as tensors:
             if arrived.shape[0]:
                 result = self._inner(local, arrived, weight, expert, call)
                 # fused experts all get gradients

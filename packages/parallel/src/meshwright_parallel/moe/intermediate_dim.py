@@ -13,7 +13,6 @@ import torch
 
 from meshwright_parallel.moe.probe import TOLERANCE, Proved
 from meshwright_parallel.moe.probe_model import Candidate, Sample, copied, sample_of
-from meshwright_parallel.ranks import generator_kept
 
 Tensor = torch.Tensor
 Cut = tuple[int, int]
@@ -30,7 +29,7 @@ def inner_states(candidate: Candidate, proved: Proved) -> dict[str, str]:
     if candidate.kind != "fused":
         return {}
     factor = candidate.reduction()
-    with generator_kept():
+    with torch.random.fork_rng(devices=()):
         sample = sample_of(candidate, proved.attributes, factor, torch.Generator().manual_seed(0))
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(4, proved.width // factor, generator=generator)

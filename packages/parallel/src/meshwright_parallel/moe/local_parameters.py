@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -32,34 +32,28 @@ class ExpertsForward:
         self._names = list(self.__signature__.parameters)[:3]
 
 
-class SwappedParameters:
-    """Tensors in place of the parameters of a module tree, until `undo`."""
-
-    def __init__(self) -> None:
-        self._parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
-
-    def swap(self, root: nn.Module, value: Callable[[MeshParameter], Tensor]) -> list[Tensor]:
-        """Replace each parameter by `value(parameter)`; returns the new tensors."""
-        values: dict[int, Tensor] = {}
+@contextmanager
+def swapped_parameters(root: nn.Module, value: Callable[[MeshParameter], Tensor]) -> Iterator[list[Tensor]]:
+    """`value(parameter)` in place of each parameter of a module tree; yields the new tensors."""
+    values: dict[int, Tensor] = {}
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
         for module in root.modules():
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, MeshParameter):
                     if id(parameter) not in values:
                         values[id(parameter)] = value(parameter)
-                    self._parameters.append((module, name, parameter))
+                    originals.append((module, name, parameter))
                     module._parameters[name] = cast(Any, values[id(parameter)])
-        return list(values.values())
-
-    def undo(self) -> None:
-        """Put the parameters back."""
-        for module, name, parameter in self._parameters:
+        yield list(values.values())
+    finally:
+        for module, name, parameter in originals:
             module._parameters[name] = parameter
-        self._parameters.clear()
 
 
 @dataclass
 class LocalExperts:
-    """Context: the module runs on this rank's experts.
+    """The module, run on this rank's experts.
 
     Args:
         rank, ranks: coordinate on the expert axis, and its size.
@@ -81,32 +75,30 @@ class LocalExperts:
 
     def __post_init__(self) -> None:
         self.trained = any(p.requires_grad for p in self.module.parameters())
-        self._swapped = SwappedParameters()
-        self._attributes: list[tuple[nn.Module, str, int]] = []
 
-    def __enter__(self) -> list[Tensor]:
-        """Returns the local tensors that get a gradient even where this rank has no token.
+    @contextmanager
+    def swapped(self) -> Iterator[list[Tensor]]:
+        """Yields the local tensors that get a gradient even where this rank has no token.
 
         Of fused experts: all, as on one device. Of a container: those of the idle experts, so that all ranks agree on which
         gradients are None.
         """
-        tensors = self._swapped.swap(self.module, self._local)
-        if self.rule.kind == "container":
-            idle = [self.module.get_submodule(self.rule.children[e]) for e in self.idle]
-            return [p for child in idle for p in child.parameters()]
-        for path in self.rule.attributes:
-            owner, _, name = path.rpartition(".")
-            module = self.module.get_submodule(owner)
-            self._attributes.append((module, name, getattr(module, name)))
-            setattr(module, name, self.rule.count // self.ranks)
-        return tensors
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._swapped.undo()
-        for module, name, value in self._attributes:
-            setattr(module, name, value)
+        attributes: list[tuple[nn.Module, str, int]] = []
+        with swapped_parameters(self.module, self._local) as tensors:
+            paths = self.rule.attributes
+            if self.rule.kind == "container":
+                idle = [self.module.get_submodule(self.rule.children[e]) for e in self.idle]
+                tensors, paths = [p for child in idle for p in child.parameters()], ()
+            try:
+                for path in paths:
+                    owner, _, name = path.rpartition(".")
+                    module = self.module.get_submodule(owner)
+                    attributes.append((module, name, getattr(module, name)))
+                    setattr(module, name, self.rule.count // self.ranks)
+                yield tensors
+            finally:
+                for module, name, value in attributes:
+                    setattr(module, name, value)
 
     def assignment(self, expert: Tensor, like: Tensor) -> Tensor:
         """The module's assignment for rows of the local experts `expert` [R], in the form of `like`."""

@@ -25,7 +25,7 @@ from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 from meshwright_dtensor.trace.module_stack import FRAMES, Frame
 from meshwright_parallel.moe.all_to_all import as_global, sum_over_axes, tied
-from meshwright_parallel.moe.local_parameters import ExpertsForward, SwappedParameters
+from meshwright_parallel.moe.local_parameters import ExpertsForward, swapped_parameters
 from meshwright_parallel.moe.plan_rules import expert_rules
 from meshwright_parallel.moe.routing import rows_per_expert
 from meshwright_parallel.recompute.checkpoint import recomputed_modules
@@ -155,17 +155,13 @@ class LocalTokens(ExpertsForward):
             local = parameter_local(parameter, layout.states)
             return local if not global_axes else wrap(local, layout.inside(global_axes))
 
-        swapped = SwappedParameters()
-        try:
-            needed = swapped.swap(self.module, value)
+        with swapped_parameters(self.module, value) as needed:
             out = self.inner(*bound.args, **bound.kwargs)
             if self.rule.kind == "container":
                 needed = [p for child in idle for p in child.parameters()]
             elif not torch.is_grad_enabled() or not isinstance(out, Tensor) or out.requires_grad:
                 return out
             return _tied_to(out, needed) if needed else out
-        finally:
-            swapped.undo()
 
 
 def _tied_to(out: Any, others: Sequence[Tensor]) -> Any:

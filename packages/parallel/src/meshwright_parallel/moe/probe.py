@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 from meshwright_parallel.moe.probe_model import Candidate, Sample, fused_count, sample_of
-from meshwright_parallel.ranks import generator_kept
 
 Tensor = torch.Tensor
 Style = Literal["index", "mask"]
@@ -58,7 +57,7 @@ def probe(candidate: Candidate) -> Proved | Rejected:
     A small copy with the same proportions is tried first, then one of full size.
     """
     answer = Rejected("it was not run")
-    with generator_kept():
+    with torch.random.fork_rng(devices=()):
         for factor in dict.fromkeys((candidate.reduction(), 1)):
             copies = 3 if candidate.kind == "container" else fused_count(candidate.count)
             size = candidate.expert_bytes() * copies

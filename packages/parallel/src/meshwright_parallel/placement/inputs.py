@@ -30,7 +30,8 @@ from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_parallel._torch.core import map_tensors
 
 _ATTRIBUTE = "_meshwright_placed"
-_LIVE: WeakSet[ModelPlacement] = WeakSet()
+LIVE: WeakSet[ModelPlacement] = WeakSet()
+"""Placements of the parallel models of this process, for `shard_loader`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +105,6 @@ def placement_of(model: nn.Module) -> ModelPlacement | None:
     return placement if isinstance(placement, ModelPlacement) else None
 
 
-def register_live(placement: ModelPlacement) -> None:
-    """Let `shard_loader` find this placement while its model is alive."""
-    _LIVE.add(placement)
-
-
 def only_live_placement() -> ModelPlacement:
     """The placement of the parallel models that are alive in this process, if all have the same.
 
@@ -117,7 +113,7 @@ def only_live_placement() -> ModelPlacement:
     """
     # a module and its hooks are a cycle, so dropped models may still be alive
     gc.collect()
-    placements = list(_LIVE)
+    placements = list(LIVE)
     if not placements:
         raise UsageError(
             "no model is parallel yet; call parallelize() or auto_parallelize() before looping over the loader"

@@ -28,10 +28,6 @@ class StagePlan:
     plan: ParallelPlan
     strategies: tuple[Strategy, ...]
 
-    def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh of the parameters, from the mesh of all axes."""
-        return mesh if self.outer is None else mesh[self.plan.axes]
-
 
 def with_inner_axis(plan: ParallelPlan) -> ParallelPlan:
     """The plan; with a data axis of degree 1 if "pp" is its only axis, because parameters need a mesh."""

@@ -100,10 +100,6 @@ class _ModuleSnapshot:
             part.update(self.parts[name])
 
 
-def _nothing() -> None:
-    """The value of a `PlanUndo` in a pickled model."""
-
-
 class PlanUndo:
     """Snapshots of a model before and after a plan is applied.
 
@@ -135,8 +131,8 @@ class PlanUndo:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # nor that of a pickled one
-        return (_nothing, ())
+        # nor that of a pickled one, which holds None in its place
+        return (type(None), ())
 
 
 @dataclass

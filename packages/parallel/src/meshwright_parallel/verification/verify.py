@@ -33,7 +33,6 @@ from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.optim.clip_grad import clip_grad_norm_
 from meshwright_parallel.optim.optimizer_steps import ELEMENTWISE
-from meshwright_parallel.ranks import generator_kept
 from meshwright_parallel.verification.compare import (
     NOISE_REACH,
     TOLERANCES,
@@ -105,7 +104,7 @@ def verify(
         torch.manual_seed(seed)
         return make_model()
 
-    with generator_kept():
+    with torch.random.fork_rng(devices=()):
         reference = seeded_model()
         parallel = parallelize(seeded_model(), plan, batch=batch, plugins=plugins)
         perturbed = seeded_model()
