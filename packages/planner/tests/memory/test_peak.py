@@ -33,7 +33,6 @@ from meshwright_planner.evaluation.placed_model import summed_units
 from meshwright_planner.memory.peak import Moment, Replay, at_peak, moments
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-from meshwright_planner.placement.saved_bytes import kept_bytes
 from meshwright_planner.recompute.effect import recomputed
 from meshwright_planner.recompute.rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
@@ -106,12 +105,12 @@ def kept_item_by_item(problem: PlacementProblem, placement: Placement) -> tuple[
         part = costs.part(costs.split((*option.ins, *option.outs)))
         if item.root is None or not lasting[item.root]:
             first.setdefault(
-                ("inner", number) if item.root is None else item.root, (k, part * problem.kept_bytes(item))
+                ("inner", number) if item.root is None else item.root, (k, part * problem.saved.nbytes(item))
             )
         if item.root is None:
-            kept["inner", number] = problem.kept_bytes(item) * part
+            kept["inner", number] = problem.saved.nbytes(item) * part
             continue
-        split = problem.kept_split(item, option)
+        split = problem.saved.split(item, option)
         stored = placement.stored.get(quotient.value(item.root), "I")
         if lasting[item.root] and costs.split((stored,)) == split:
             continue
@@ -136,7 +135,7 @@ def test_saved_bytes_equal_the_sum_of_saved_tensors(policy: str | None) -> None:
             recomputed(problem, some, recompute_rules(model, policy)) if policy else (problem, some, {})
         )
         whole, per_node = kept_item_by_item(left, result)
-        assert kept_bytes(left, result) == pytest.approx(whole, rel=1e-12)
+        assert left.saved.total(result) == pytest.approx(whole, rel=1e-12)
         assert Replay(left, result).kept == pytest.approx(per_node, rel=1e-12)
 
 

@@ -16,7 +16,6 @@ from meshwright_planner.memory.module_work import module_work
 from meshwright_planner.memory.peak import Replay
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import PlacementProblem
-from meshwright_planner.placement.saved_bytes import kept_bytes
 from meshwright_planner.recompute.effect import recomputed
 from meshwright_planner.recompute.rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
@@ -86,8 +85,8 @@ def test_inputs_of_recomputed_blocks_are_all_saved() -> None:
     problem = of_one(model, tokens())
     other, placement, _ = recomputed(problem, problem.replicated(), recompute_rules(model, "full"))
     hidden = 2 * 32 * 64 * 4
-    assert kept_bytes(other, placement) >= 8 * hidden
-    assert kept_bytes(other, placement) == pytest.approx(sum(Replay(other, placement).kept))
+    assert other.saved.total(placement) >= 8 * hidden
+    assert other.saved.total(placement) == pytest.approx(sum(Replay(other, placement).kept))
 
 
 class Gated(nn.Module):

@@ -16,7 +16,6 @@ from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible
 from meshwright_planner.placement.ilp import MemoryTerms
 from meshwright_planner.placement.legal_rows import Legality, Option
 from meshwright_planner.placement.problem import RESULT, PlacementProblem
-from meshwright_planner.placement.saved_bytes import kept_bytes
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
 from meshwright_planner.trace.recorder.record import record
@@ -42,7 +41,7 @@ def bytes_of(
     parameters = {v: s for v, s in stored.items() if (values[v].name or "").startswith("param:")}
     training = sum(memory.parameter_factor * values[v].nbytes * share(s) for v, s in parameters.items())
     given: Any = SimpleNamespace(options=options, stored=stored)
-    return training + kept_bytes(problem, given)
+    return training + problem.saved.total(given)
 
 
 def brute_force(

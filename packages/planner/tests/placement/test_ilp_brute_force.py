@@ -18,6 +18,7 @@ from meshwright_planner.cost.prices import AxisCosts
 from meshwright_planner.placement.batch_dims import batch_dims
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import PlacementProblem
+from meshwright_planner.placement.solve import solve
 from meshwright_planner.plan_writer.patterns import Collapser
 from meshwright_planner.trace.batch import Batch, scaled
 from meshwright_planner.trace.quotient import quotient
@@ -48,7 +49,7 @@ def test_program_equals_brute_force(seed: int) -> None:
         problem.options[k] = [
             replace(o, seconds=dice.choice([0, 1, 2, 5]) * 1e-4 * dice.random()) for o in some
         ]
-    solved = problem.solve(FREE)
+    solved = solve(problem, FREE)
     best = brute_force(problem)
     assert solved is not None and best < float("inf")
     assert solved.compute_seconds + solved.communication_seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
@@ -64,12 +65,12 @@ def test_brute_force_detects_a_wrong_solution() -> None:
 
 def test_memory_limit_is_met_or_infeasible() -> None:
     problem = problem_of(Mlp(), Batch.of(torch.randn(3, 64)))
-    free = problem.solve(FREE)
+    free = solve(problem, FREE)
     weights = 4 * sum(p.numel() * 4 for p in Mlp().parameters())
-    tight = problem.solve(replace(FREE, limit=0.6 * weights))
+    tight = solve(problem, replace(FREE, limit=0.6 * weights))
     assert free is not None and tight is not None
     assert free.stored != tight.stored  # on this model communication costs more than it saves
-    assert problem.solve(replace(FREE, limit=0.1 * weights)) is None
+    assert solve(problem, replace(FREE, limit=0.1 * weights)) is None
 
 
 def test_merged_blocks_give_the_same_solution() -> None:
@@ -78,7 +79,7 @@ def test_merged_blocks_give_the_same_solution() -> None:
     assert merged.quotient.groups == [[f"layers.{i}" for i in range(4)]]
     assert len(merged.quotient.nodes) < len(whole.quotient.nodes) / 2
     assert sum(merged.quotient.node_count.values()) == len(whole.quotient.nodes)
-    first, second = (p.solve(FREE, divided=p.weights()) for p in (merged, whole))
+    first, second = (solve(p, FREE, divided=p.weights()) for p in (merged, whole))
     assert first is not None and second is not None
     assert first.compute_seconds == pytest.approx(second.compute_seconds, rel=1e-6)
     assert first.communication_seconds == pytest.approx(second.communication_seconds, rel=1e-6)
@@ -105,7 +106,7 @@ def test_pinned_parameter_is_gathered_if_needed() -> None:
     tape = record(Mlp(), Batch.of(torch.randn(3, 64)), BOOK.composites)
     costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 2), 2)
     legality = Legality(tape, quotient(tape), BOOK, costs)
-    solved = PlacementProblem(legality, {"up.weight": 1, "down.bias": 0}).solve(FREE)
+    solved = solve(PlacementProblem(legality, {"up.weight": 1, "down.bias": 0}), FREE)
     assert solved is not None
     stored = {tape.values[v].name: s for v, s in solved.stored.items()}
     assert (stored["param:up.weight"], stored["param:down.bias"]) == (1, 0)

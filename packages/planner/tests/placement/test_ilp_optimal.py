@@ -19,6 +19,7 @@ from meshwright_dtensor.sharding.states import is_shard
 from meshwright_planner.placement.ilp import MemoryTerms
 from meshwright_planner.placement.ilp_build import Build
 from meshwright_planner.placement.problem import PlacementProblem
+from meshwright_planner.placement.solve import solve
 from meshwright_planner.trace.batch import Batch
 
 BLOCKS = int(os.environ.get("MESHWRIGHT_RANDOM_BLOCKS", "200"))
@@ -76,7 +77,7 @@ def problem_by_lot(dice: random.Random) -> PlacementProblem:
 def test_no_placement_costs_less(seed: int) -> None:
     problem = problem_by_lot(random.Random(seed))
     best = brute_force(problem)
-    solved = problem.solve(FREE)
+    solved = solve(problem, FREE)
     if best == float("inf"):
         assert solved is None
         return
@@ -96,7 +97,7 @@ def test_no_placement_costs_less_where_memory_counts(seed: int) -> None:
     if used and dice.random() < 0.7:  # half a byte off, so that nobody asks whether as much is too much
         memory = replace(memory, limit=dice.choice(used) + dice.choice([0.5, 0.5, -0.5]))
     best = brute_force(problem, memory, divided)
-    solved = problem.solve(memory, divided=divided)
+    solved = solve(problem, memory, divided=divided)
     if best == math.inf:
         assert solved is None
         return

@@ -22,15 +22,10 @@ from torch import nn
 
 from meshwright_dtensor.sharding.intervals import segmented_shard
 from meshwright_planner.cost.prices import JointCosts
+from meshwright_planner.placement import solve as solve_module
 from meshwright_planner.placement.ilp import Placement, Program, Unsolved
-from meshwright_planner.placement.two_axes import solve as solve_module
-from meshwright_planner.placement.two_axes.problem import JointProblem
-from meshwright_planner.placement.two_axes.solve import (
-    in_turns,
-    lower_bound,
-    one_after_the_other,
-    solve,
-)
+from meshwright_planner.placement.solve import in_turns, lower_bound, one_after_the_other, solve
+from meshwright_planner.placement.two_axes_problem import JointProblem
 from meshwright_planner.trace.batch import Batch
 
 MOST = 400
@@ -70,7 +65,7 @@ def seconds(placement: Placement) -> float:
 @pytest.mark.parametrize("seed", range(BLOCKS))
 def test_no_joint_placement_costs_less(seed: int) -> None:
     problem = drawn(seed)
-    best, solved = joint_brute_force(problem), problem.solve(FREE)
+    best, solved = joint_brute_force(problem), solve(problem, FREE)
     if best == float("inf"):
         assert solved is None
         return
@@ -82,7 +77,7 @@ def test_no_joint_placement_costs_less(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(0, BLOCKS, 2))
 def test_alternation_is_between_the_bound_and_sequential_axes(seed: int) -> None:
     problem = drawn(seed, most=4000)
-    solved = problem.solve(FREE)
+    solved = solve(problem, FREE)
     singles = [one_after_the_other(problem, FREE, first=first) for first in (0, 1)]
     turns = in_turns(problem, FREE)
     if solved is None:
@@ -101,7 +96,7 @@ def test_joint_program_beats_sequential_axes() -> None:
     better = 0
     for seed in range(12):
         problem = drawn(seed, most=4000)
-        joint, single = problem.solve(FREE), one_after_the_other(problem, FREE)
+        joint, single = solve(problem, FREE), one_after_the_other(problem, FREE)
         if joint is not None:
             better += single is None or seconds(joint) < 0.99 * seconds(single)
     assert better
@@ -147,7 +142,7 @@ class Fused(nn.Module):
 
 def test_both_axes_shard_parts_of_a_fused_projection() -> None:
     problem = joint_problem_of(Fused(), Batch.of(torch.randn(3, 16, 32)))
-    placement = problem.solve(FREE, divided=problem.weights())
+    placement = solve(problem, FREE, divided=problem.weights())
     assert placement is not None
     outer, inner = placement.stored[problem.tape.parameters["qkv.weight"]]  # type: ignore[misc]
     assert outer == segmented_shard(0, (32, 32, 32), 2) and inner == segmented_shard(0, (16, 16, 16), 2)
@@ -175,21 +170,21 @@ def test_timeout_is_not_reported_as_infeasible(
 ) -> None:
     problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
     limits = in_vain(1, 1, monkeypatch)
-    placement = problem.solve(FREE, divided=problem.weights(), time_limit=60.0)
+    placement = solve(problem, FREE, divided=problem.weights(), time_limit=60.0)
     assert placement is not None and placement.status == "in turns" and placement.bound is not None
     assert len(limits) > 3 and limits[0] == 30.0 and max(limits) <= 60.0
     in_vain(1, 100, monkeypatch)
     with pytest.raises(Unsolved, match="the search for one is not finished"):
-        problem.solve(FREE, time_limit=60.0)
+        solve(problem, FREE, time_limit=60.0)
     limits = in_vain(2, 100, monkeypatch)  # infeasible: nothing else is asked
-    assert problem.solve(FREE, time_limit=60.0) is None and len(limits) == 1
+    assert solve(problem, FREE, time_limit=60.0) is None and len(limits) == 1
 
 
 def test_timeout_on_one_axis_is_not_reported_as_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
     in_vain(1, 100, monkeypatch)
     with pytest.raises(Unsolved, match="no placement was found in 60 s"):
-        problem.solve(FREE)
+        solve(problem, FREE)
 
 
 def test_all_programs_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +206,7 @@ def test_collectives_without_cost_are_in_the_solution(monkeypatch: pytest.Monkey
     """A cost model may say that collectives take no time: plans name them, as the runtime has them."""
     problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
     monkeypatch.setattr(JointCosts, "collective", lambda self, collective: 0.0)
-    placement = problem.solve(FREE, divided=problem.weights())
+    placement = solve(problem, FREE, divided=problem.weights())
     assert placement is not None and placement.communication_seconds == 0.0
     made = Counter((c.phase, c.collective.kind) for c in placement.conversions)
     forward = sum(count for (phase, _), count in made.items() if phase == "forward")

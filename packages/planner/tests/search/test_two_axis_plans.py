@@ -16,9 +16,9 @@ from meshwright_dtensor.hints import mark_sharding
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import EagerPlanner, explain
+from meshwright_planner.evaluation import evaluator
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.placement.two_axes import solve
-from meshwright_planner.placement.two_axes.problem import JointProblem
+from meshwright_planner.placement import solve as solve_module
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.simulation.replay import simulate
 
@@ -134,7 +134,7 @@ def test_note_on_placements_in_turns_gives_the_distance_to_the_bound(monkeypatch
     model, batch = Mlp(), (torch.randn(8, 64),)
     (exact,) = plans(model, batch, tp=2)
     assert not any("in turns" in note for note in exact.provenance.notes)
-    monkeypatch.setattr(solve, "EXACT", 0)
+    monkeypatch.setattr(solve_module, "EXACT", 0)
     (turns,) = plans(model, batch, tp=2)
     (note,) = [n for n in turns.provenance.notes if "in turns" in n]
     assert "placements on to and tp" in note and "% longer than the best" in note
@@ -180,13 +180,13 @@ def test_degrees_of_an_iterator_are_all_named() -> None:
 
 def test_time_budget_holds_for_programs_of_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
-    real = JointProblem.solve
+    real = evaluator.solve
 
-    def solve(self: JointProblem, *args: Any, **options: Any) -> Any:
-        given.append(options["time_limit"])
-        return real(self, *args, **options)
+    def solve(problem: Any, memory: Any, divided: Any, time_limit: float) -> Any:
+        given.append(time_limit)
+        return real(problem, memory, divided, time_limit)
 
-    monkeypatch.setattr(JointProblem, "solve", solve)
+    monkeypatch.setattr(evaluator, "solve", solve)
     batch = (torch.randn(8, 64),)
     plans(Mlp(), batch, tp=2, time_budget=0.001)
     assert given == [60.0]

@@ -26,8 +26,9 @@ from meshwright_planner.memory.parts import parameter_factor
 from meshwright_planner.placement.ilp import MemoryTerms, Unsolved
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-from meshwright_planner.placement.two_axes.legal_rows import JointLegality
-from meshwright_planner.placement.two_axes.problem import JointProblem
+from meshwright_planner.placement.solve import solve
+from meshwright_planner.placement.two_axes_problem import JointProblem
+from meshwright_planner.placement.two_axes_rows import JointLegality
 from meshwright_planner.recompute.region import recomputed_blocks
 from meshwright_planner.recompute.rules import POLICIES, recompute_rules, repeated_blocks
 from meshwright_planner.trace.tape import Tape
@@ -345,7 +346,7 @@ class Search:
         # shard all weights, else those that no other operation of their call keeps whole, else the fastest
         for divided in dict.fromkeys((problem.weights(), problem.weights(alone=True), frozenset[int]())):
             try:
-                placement = problem.solve(terms, divided=divided, time_limit=self._patience(problem))
+                placement = solve(problem, terms, divided, self._patience(problem))
             except Unsolved as error:
                 unsolved = error
                 continue
@@ -362,7 +363,7 @@ class Search:
     def _within(self, problem: PlacementProblem, terms: MemoryTerms) -> Placement | None:
         """The placement with these memory terms; None where there is none, or none was found in time."""
         try:
-            return problem.solve(terms, time_limit=self._patience(problem))
+            return solve(problem, terms, time_limit=self._patience(problem))
         except Unsolved:
             return None
 

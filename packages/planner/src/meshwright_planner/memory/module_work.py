@@ -42,7 +42,7 @@ class SavedByRun:
 
     Args:
         inner: (place in `tape.saved`, run, representative node) of tensors that the recorder never saw.
-        shared: storage -> run -> (place, representative node, slot, output); slot: see `PlacementProblem.slot`.
+        shared: storage -> run -> (place, representative node, slot, output); slot: see `SavedTensors.slot`.
     """
 
     inner: tuple[tuple[int, int, int], ...]
@@ -59,7 +59,7 @@ class SavedByRun:
             if item.root is None:
                 inner.append((place, run, k))
             elif not tape.lasts(item.root):
-                slot = problem.slot(item.node, item.value, item.output)
+                slot = problem.saved.slot(item)
                 entry = (place, k, slot, item.output)
                 shared.setdefault(item.root, {}).setdefault(run, []).append(entry)
         return SavedByRun(tuple(inner), shared)
@@ -73,7 +73,7 @@ class SavedByRun:
         either = {k: tuple(costs.part(costs.split(s)) for s in (o.ins, o.outs)) for k, o in options.items()}
         alone, common = [0.0] * runs, [dict[int, float]() for _ in range(runs)]
         for place, run, k in self.inner:
-            alone[run] += problem.kept_bytes(saved[place]) * parts[k]
+            alone[run] += problem.saved.nbytes(saved[place]) * parts[k]
         for root, of in self.shared.items():
             sizes: dict[int, float] = {}
             for run, entries in of.items():

@@ -19,7 +19,6 @@ from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import COPIES
 from meshwright_planner.memory.liveness import LiveRanges
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-from meshwright_planner.placement.saved_bytes import SavedPlaces
 from meshwright_planner.trace.op_kinds import VIEWS, base_name
 from meshwright_planner.trace.tape import Tape
 
@@ -181,8 +180,8 @@ class Replay:
         saved, options = problem.tape.saved, self.placement.options
         parts = {k: costs.part(costs.split((*options[k].ins, *options[k].outs))) for k in self.nodes}
         sizes = [0.0] * len(self.nodes)
-        for place, k in SavedPlaces.of(problem).owned:
-            sizes[self.place[k]] += problem.kept_bytes(saved[place]) * parts[k]
+        for place, k in problem.saved.places.owned:
+            sizes[self.place[k]] += problem.saved.nbytes(saved[place]) * parts[k]
         return sizes
 
     def moments(self) -> Iterable[Moment]:

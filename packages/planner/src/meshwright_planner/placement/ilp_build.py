@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State
 from meshwright_planner.cost.prices import along
 from meshwright_planner.placement.ilp import (
-    INFEASIBLE,
     RESULT,
     ConversionStep,
     Event,
@@ -37,42 +36,16 @@ from meshwright_planner.placement.ilp import (
     Placement,
     Program,
     Route,
-    Unsolved,
     User,
     seconds_of,
 )
-from meshwright_planner.placement.saved_bytes import SavedPlaces
-
-if TYPE_CHECKING:
-    from meshwright_planner.placement.problem import PlacementProblem
+from meshwright_planner.placement.problem import PlacementProblem
 
 TIE = 1e-9
 """Seconds: breaks ties towards fewer conversions and replicated parameters."""
 
 _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
 """(node, position among its inputs, the copies of the value that copies of the node read)."""
-
-
-def solve_program(
-    problem: PlacementProblem, memory: MemoryTerms, divided: frozenset[int], time_limit: float
-) -> Placement | None:
-    """The best placement by one integer program, or None when there is none; see `PlacementProblem.solve`.
-
-    Raises:
-        Unsolved: the time was over before there was an answer.
-    """
-    build = Build(problem, memory, divided)
-    answer = build.program.solve(max(0.0, time_limit))
-    if answer.x is not None:
-        return build.read(answer)
-    if answer.status == INFEASIBLE or "infeasible" in str(answer.message).lower():
-        return None
-    raise Unsolved(
-        "parameters",
-        "searched",
-        f"no placement was found in {time_limit:.0f} s, and the search for one is not finished; pin more degrees, or "
-        "increase time_budget if it is given",
-    )
 
 
 class Build:
@@ -225,7 +198,7 @@ class Build:
             lambda: defaultdict(list)
         )
         # a mask that every layer saves counts once
-        places = SavedPlaces.of(self.problem)
+        places = self.problem.saved.places
         size: dict[tuple[int | None, Hashable], float] = {}
         for number, node in places.representative:
             item, root = self.tape.saved[number], self.tape.saved[number].root
@@ -233,13 +206,13 @@ class Build:
             if root is None:
                 for column, option in zip(self.x[node], self.problem.options[node]):
                     part = self.costs.part(self.costs.split((*option.ins, *option.outs)))
-                    nbytes = self.problem.kept_bytes(item) * count * part
+                    nbytes = self.problem.saved.nbytes(item) * count * part
                     self.program.cost[column] += nbytes * self.memory.price
                     self.program.memory[column] += nbytes
                     self.kept[column] = self.kept.get(column, 0.0) + nbytes
                 continue
             for column, option in zip(self.x[node], self.problem.options[node]):
-                split = self.problem.kept_split(item, option)
+                split = self.problem.saved.split(item, option)
                 key = (root, split)
                 users[key][node * 1_000_000 + number].append(column)
                 nbytes = item.nbytes * places.copies[root] * self.costs.part(split)

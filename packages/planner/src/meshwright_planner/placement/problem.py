@@ -1,11 +1,10 @@
-"""The search for placements on one mesh axis, by integer programming over legal strategies (ilp_build.py)."""
+"""The problem of placements on one mesh axis: legal options, conversions and their costs (solved in solve.py)."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Self
 
@@ -14,18 +13,16 @@ from meshwright_planner.cost.prices import AxisCosts, Collective, backward_move,
 from meshwright_planner.placement.ilp import (
     RESULT,
     ConversionStep,
-    MemoryTerms,
     Move,
     Phase,
     Placement,
     Route,
     seconds_of,
 )
-from meshwright_planner.placement.ilp_build import solve_program
-from meshwright_planner.placement.legal_rows import Legality, Option
+from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.pinned import pinned
-from meshwright_planner.placement.saved_bytes import kept_bytes
-from meshwright_planner.trace.tape import Saved, Tape
+from meshwright_planner.placement.saved_bytes import SavedTensors
+from meshwright_planner.trace.tape import Tape
 
 __all__ = ["RESULT", "Placement", "PlacementProblem"]
 
@@ -38,7 +35,8 @@ class PlacementProblem:
 
     Attributes:
         whole: the replicated state.
-        patience: default time limit in seconds.
+        patience: default time limit of a solution in seconds.
+        saved: its saved tensors.
     """
 
     whole: State = "I"
@@ -51,20 +49,21 @@ class PlacementProblem:
         self.options = {k: legality.options(k) for k in self.quotient.nodes}
         nodes, value_of = self.tape.nodes, self.quotient.value
         self._maker = {value_of(ref.i): k for k in self.quotient.nodes for ref in nodes[k].outs}
-        self._inner = _hidden_saved(self.tape)
+        self.saved = SavedTensors(self.tape, self.quotient, self.costs)
         self._routes: dict[tuple[int, bool, bool, State, State], Route] = {}
 
     def on(self, tape: Tape) -> Self:
         """The same problem for a tape that differs in sizes and saved tensors only."""
         other = copy.copy(self)
         other.tape, other.legality = tape, self.legality.on(tape)
-        other._inner = _hidden_saved(tape)
+        other.saved = SavedTensors(tape, self.quotient, self.costs)
         return other
 
     def across(self, costs: AxisCosts) -> Self:
         """The same problem for ranks joined by other links."""
         other = copy.copy(self)
         other.costs, other.legality, other._routes = costs, self.legality.across(costs), {}
+        other.saved = SavedTensors(self.tape, self.quotient, costs)
         other.options = {
             k: [
                 replace(o, inner_seconds=sum(map(costs.collective, o.collectives)) * (1 + self.tape.again[k]))
@@ -102,7 +101,7 @@ class PlacementProblem:
             forward_seconds=forward,
             communication_seconds=between + sum(o.inner_seconds * counts[k] for k, o in options.items()),
         )
-        return replace(placed, saved_bytes=kept_bytes(self, placed))
+        return replace(placed, saved_bytes=self.saved.total(placed))
 
     def shares(self, placement: Placement) -> tuple[float, ...]:
         """The fraction of the communication of a placement (of one microbatch) that each searched axis has."""
@@ -114,24 +113,6 @@ class PlacementProblem:
                 seconds[collective.axis] += self.costs.collective(collective) * self.quotient.node_count[k]
         total = sum(seconds)
         return tuple(s / total if total else 1.0 / len(seconds) for s in seconds)
-
-    def solve(
-        self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float | None = None
-    ) -> Placement | None:
-        """The best placement; None if there is none, for example within `memory.limit`.
-
-        Args:
-            memory: price and limit of memory.
-            divided: weights that must be stored sharded (see `weights`).
-            time_limit: seconds for all programs together; None: `patience`.
-
-        Raises:
-            Unsolved: the time was over before there was an answer.
-        """
-        return self._solve(memory, divided, self.patience if time_limit is None else time_limit)
-
-    def _solve(self, memory: MemoryTerms, divided: frozenset[int], time_limit: float) -> Placement | None:
-        return solve_program(self, memory, divided, time_limit)
 
     def weights(self, alone: bool = False) -> frozenset[int]:
         """Parameters of two dims or more, with a noticeable fraction of all bytes, that can be used as shards.
@@ -217,30 +198,6 @@ class PlacementProblem:
             if collective is not None
         )
 
-    def kept_bytes(self, item: Saved) -> int:
-        """Bytes of a saved tensor on the cluster.
-
-        Fused attention saves one float32 per row in addition to its inputs and output, whatever it saves on the machine of
-        the recording.
-        """
-        node = self.tape.nodes[item.node]
-        if item.root is None and node.name == "sdpa" and self.costs.cluster.fused_attention:
-            inner = self._inner[item.node]
-            rows = math.prod(self.tape.values[node.outs[0].i].shape[:-1])
-            return 4 * rows if item is inner[0] else 0
-        return item.nbytes
-
-    def kept_split(self, item: Saved, option: Option) -> Hashable:
-        """How a saved tensor of known storage is divided, with this option of the node that saves it."""
-        states = option.outs if item.output else option.ins
-        position = self.slot(item.node, item.value, item.output)
-        return self.costs.split(states if position is None else states[position : position + 1])
-
-    def slot(self, node: int, value: int | None, output: bool) -> int | None:
-        """Which input or output of `node` shares the storage of `value`."""
-        refs = self.tape.nodes[node].outs if output else self.tape.nodes[node].ins
-        return next((i for i, r in enumerate(refs) if r.i == value), None)
-
     def replicated(self) -> Placement:
         """The placement with everything replicated."""
         options = {k: self.options[k][0] for k in self.quotient.nodes}
@@ -249,7 +206,7 @@ class PlacementProblem:
         for number, item in enumerate(self.tape.saved):
             if item.root is None or not self.tape.lasts(item.root):
                 key = item.root if item.root is not None else ("inner", number)
-                saved[key] = max(saved.get(key, 0.0), float(self.kept_bytes(item)))
+                saved[key] = max(saved.get(key, 0.0), float(self.saved.nbytes(item)))
         compute, forward = seconds_of(options, counts)
         return Placement(
             options=options,
@@ -261,12 +218,3 @@ class PlacementProblem:
             saved_bytes=sum(saved.values()),
             status="replicated",
         )
-
-
-def _hidden_saved(tape: Tape) -> dict[int, list[Saved]]:
-    """Node -> saved tensors that the recorder never saw."""
-    hidden: dict[int, list[Saved]] = defaultdict(list)
-    for item in tape.saved:
-        if item.root is None:
-            hidden[item.node].append(item)
-    return hidden

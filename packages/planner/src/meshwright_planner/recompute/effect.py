@@ -12,7 +12,6 @@ from meshwright_planner.cost.prices import more_forward
 from meshwright_planner.memory.liveness import LiveRanges
 from meshwright_planner.placement.ilp import Conversion
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-from meshwright_planner.placement.saved_bytes import kept_bytes
 from meshwright_planner.recompute.region import Region
 from meshwright_planner.trace.tape import Saved
 
@@ -49,7 +48,7 @@ def recomputed(
         conversions=conversions,
         compute_seconds=sum(option.seconds * counts[k] for k, option in options.items()),
         communication_seconds=between + inner,
-        saved_bytes=kept_bytes(other, placement),
+        saved_bytes=other.saved.total(placement),
         again=again,
     )
     return other, recomputed_placement, alive_again(problem, placement, blocks, again)
@@ -155,8 +154,8 @@ def _size(problem: PlacementProblem, placement: Placement, item: Saved, k: int) 
     """Bytes on one rank of a saved tensor of a copy of node `k`, which has the state of `k`."""
     costs, option = problem.costs, placement.options[k]
     if item.root is None:
-        return problem.kept_bytes(item) * costs.part(costs.split((*option.ins, *option.outs)))
-    split = problem.kept_split(item, option)
+        return problem.saved.nbytes(item) * costs.part(costs.split((*option.ins, *option.outs)))
+    split = problem.saved.split(item, option)
     stored = placement.stored.get(problem.quotient.value(item.root), "I")
     if problem.tape.lasts(item.root) and costs.split((stored,)) == split:
         return 0.0

@@ -1,6 +1,7 @@
-"""The legal options on two axes: pairs of rows; the inner one is legal for the local shapes of the outer one.
+"""Legality on two searched axes: pairs of rows; the inner one is legal for the local shapes of the outer one.
 
-The runtime derives a call in the same way, one axis after the other, outermost first (dtensor's `choose.py`).
+States are tuples with one State per axis, outermost first.  The runtime derives a call in the same way, one axis after
+the other (dtensor's `choose.py`).
 """
 
 from __future__ import annotations

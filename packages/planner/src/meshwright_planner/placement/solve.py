@@ -1,4 +1,6 @@
-"""Placements on two axes: one integer program if it is small enough, else alternating optimization with a lower bound.
+"""Solves placement problems: on one axis by one integer program.
+
+On two axes too if it is small enough, else by alternating optimization with a lower bound.
 
 Alternating optimization places one axis with the other fixed, until nothing improves.  It starts with the axes placed one after
 the other, in both orders, so it is never worse than those.
@@ -11,16 +13,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from meshwright_dtensor.sharding.states import State
 from meshwright_planner.cost.prices import AxisCosts, Collective
-from meshwright_planner.placement.ilp import GAP, MemoryTerms, Placement, Unsolved
-from meshwright_planner.placement.ilp_build import Build, solve_program
+from meshwright_planner.placement.ilp import GAP, INFEASIBLE, MemoryTerms, Placement, Unsolved
+from meshwright_planner.placement.ilp_build import Build
 from meshwright_planner.placement.problem import PlacementProblem
-
-if TYPE_CHECKING:
-    from meshwright_planner.placement.two_axes.problem import JointProblem
+from meshwright_planner.placement.two_axes_problem import JointProblem
 
 EXACT = 200_000
 """Most pairs of states on edges for which one program places both axes."""
@@ -33,25 +32,54 @@ BOUND = 0.1
 
 
 def solve(
-    problem: JointProblem,
+    problem: PlacementProblem,
     memory: MemoryTerms,
-    divided: frozenset[int],
-    time_limit: float,
+    divided: frozenset[int] = frozenset(),
+    time_limit: float | None = None,
     exact: int | None = None,
 ) -> Placement | None:
-    """The best placement, or None when there is none.
+    """The best placement; None if there is none, for example within `memory.limit`.
 
     Args:
-        problem, memory, divided: see PlacementProblem.solve.
-        time_limit: seconds for everything.
-        exact: pairs up to which one program is solved; None: EXACT.
+        problem: on one axis or on two.
+        memory: price and limit of memory.
+        divided: weights that must be stored sharded (see `PlacementProblem.weights`).
+        time_limit: seconds for all programs together; None: the patience of the problem.
+        exact: pairs up to which one program places both axes; None: EXACT.
 
     Raises:
         Unsolved: the time was over before there was an answer.
     """
+    limit = problem.patience if time_limit is None else time_limit
+    if isinstance(problem, JointProblem):
+        return _solve_two_axes(problem, memory, divided, limit, EXACT if exact is None else exact)
+    return solve_program(problem, memory, divided, limit)
+
+
+def solve_program(
+    problem: PlacementProblem, memory: MemoryTerms, divided: frozenset[int], time_limit: float
+) -> Placement | None:
+    """The best placement by one integer program; see `solve`."""
+    build = Build(problem, memory, divided)
+    answer = build.program.solve(max(0.0, time_limit))
+    if answer.x is not None:
+        return build.read(answer)
+    if answer.status == INFEASIBLE or "infeasible" in str(answer.message).lower():
+        return None
+    raise Unsolved(
+        "parameters",
+        "searched",
+        f"no placement was found in {time_limit:.0f} s, and the search for one is not finished; pin more degrees, or "
+        "increase time_budget if it is given",
+    )
+
+
+def _solve_two_axes(
+    problem: JointProblem, memory: MemoryTerms, divided: frozenset[int], time_limit: float, exact: int
+) -> Placement | None:
     start = time.perf_counter()
     placement, late = None, None
-    if count_pairs(problem) <= (EXACT if exact is None else exact):
+    if count_pairs(problem) <= exact:
         try:
             placement = solve_program(problem, memory, divided, time_limit / 2)
         except Unsolved as unsolved:

@@ -12,12 +12,11 @@ from functools import lru_cache
 from meshwright_dtensor.comm.redistribute import route
 from meshwright_dtensor.sharding.states import State, States, forward_kind, is_shard
 from meshwright_planner.cost.prices import JointCosts, along, backward_move, convertible, forward_move
-from meshwright_planner.placement.ilp import ConversionStep, MemoryTerms, Move, Placement, Route
+from meshwright_planner.placement.ilp import ConversionStep, Move, Placement, Route
 from meshwright_planner.placement.legal_rows import Option
 from meshwright_planner.placement.pinned import pinned
 from meshwright_planner.placement.problem import NOTICEABLE, PlacementProblem
-from meshwright_planner.placement.two_axes.legal_rows import JointLegality, Pins, inside
-from meshwright_planner.placement.two_axes.solve import solve
+from meshwright_planner.placement.two_axes_rows import JointLegality, Pins, inside
 
 
 class JointProblem(PlacementProblem):
@@ -154,9 +153,6 @@ class JointProblem(PlacementProblem):
 
         other.options = {k: [o for o in some if is_kept(k, o)] for k, some in self.options.items()}
         return other
-
-    def _solve(self, memory: MemoryTerms, divided: frozenset[int], time_limit: float) -> Placement | None:
-        return solve(self, memory, divided, time_limit)
 
 
 def _held(legality: JointLegality, pins: Pins) -> dict[int, tuple[State | None, ...]]:
