@@ -44,7 +44,7 @@ class SavedTensors:
     def places(self) -> SavedPlaces:
         """The places of the tape, cached for all tapes that differ in sizes only."""
         key = ("saved places", self.tape.recompute)
-        return self.quotient.once_for(self.tape, key, self._places)
+        return self.quotient.once_for(self.tape, key, lambda _: self._places())
 
     def nbytes(self, item: Saved) -> int:
         """Bytes of a saved tensor on the cluster.
@@ -72,9 +72,9 @@ class SavedTensors:
 
     def total(self, placement: Placement) -> float:
         """Bytes that autograd saves on one rank, each storage once (as the integer program counts)."""
-        tape, quotient, costs, copies = self.tape, self.quotient, self.costs, self.places.copies
+        tape, quotient, costs, places = self.tape, self.quotient, self.costs, self.places
         kept: dict[object, float] = {}
-        for number, node in self.places.representative:
+        for number, node in places.representative:
             item, option = tape.saved[number], placement.options[node]
             if item.root is None:
                 split = costs.split((*option.ins, *option.outs))
@@ -85,12 +85,12 @@ class SavedTensors:
             if tape.lasts(item.root) and costs.split((stored,)) == split:
                 # a parameter in its stored state costs nothing more
                 continue
-            size = item.nbytes * copies[item.root] * costs.part(split)
+            size = item.nbytes * places.copies[item.root] * costs.part(split)
             kept[item.root, split] = max(kept.get((item.root, split), 0.0), size)
         return sum(kept.values())
 
-    def _places(self, tape: Tape) -> SavedPlaces:
-        quotient = self.quotient
+    def _places(self) -> SavedPlaces:
+        tape, quotient = self.tape, self.quotient
         users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         owned: list[tuple[int, int]] = []
         representative: list[tuple[int, int]] = []
