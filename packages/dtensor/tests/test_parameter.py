@@ -85,8 +85,9 @@ def case_gradients_accumulate_and_are_dtensors(mesh):
     close(here[0].weight.grad, torch.ones(7, 6))
     here.zero_grad()
     assert all(q.grad is None for q in here.parameters())
-    with pytest.raises(UnsupportedError, match="redistribute it first"):
-        here[0].weight.grad = distribute_tensor(torch.ones(7, 6), mesh, [Replicate()])
+    # a gradient in another layout is the same value
+    here[0].weight.grad = distribute_tensor(torch.ones(7, 6), mesh, [Replicate()])
+    close(here[0].weight.grad, torch.ones(7, 6))
 
 
 def case_frozen_and_unused(mesh):
@@ -152,11 +153,8 @@ def case_state_dict(mesh):
     for (name, p), (_, value) in zip(plain.named_parameters(), here.state_dict().items(), strict=True):
         assert isinstance(value, DTensor), name
         close(value, p)
-    file = io.BytesIO()
-    torch.save(here.state_dict(), file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    close(again["0.weight"], plain[0].weight)
+    with pytest.raises(UnsupportedError, match=r"its part only.*full_state_dict"):
+        torch.save(here.state_dict(), io.BytesIO())
     _, other = twins(mesh)
     other.load_state_dict(here.state_dict())
     close(other[2].weight, plain[2].weight)

@@ -43,6 +43,7 @@ from meshwright_dtensor.stored.permuted import (
 )
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 
 Tensor = torch.Tensor
 
@@ -83,9 +84,12 @@ class MeshParameter(WholeMemory, DTensor):
         local = dtensor_local(self).grad
         if local is None:
             return None
+        # create_graph=True: autograd goes on from it
+        if local.requires_grad and torch.is_grad_enabled():
+            return gradient_of(self, local)  # type: ignore[return-value]
         shown = self._shown_gradient
         if shown is None or dtensor_local(shown) is not local:
-            value = mesh_value(dtensor_like(local, self))
+            value = mesh_value(dtensor_like(local.detach() if local.requires_grad else local, self))
             shown = self._shown_gradient = as_permuted(value, self._layout)
             if is_repeated(self):
                 mark_repeated(shown)
@@ -97,17 +101,7 @@ class MeshParameter(WholeMemory, DTensor):
             dtensor_local(self).grad = None
             self._shown_gradient = None
             return
-        if isinstance(value, DTensor):
-            value = value.current() if isinstance(value, MeshView) else value
-            if value.placements != self.placements:
-                raise UnsupportedError(
-                    f"a gradient with placements {value.placements} does not fit a parameter with {self.placements}; "
-                    "redistribute it first"
-                )
-            same = permuted_layout(value) is permuted_layout(self)
-            dtensor_local(self).grad = dtensor_local(value) if same else local_part_of(value, self._layout)
-        else:
-            dtensor_local(self).grad = read_region(value.detach(), self._layout.region).clone()
+        dtensor_local(self).grad = self._local_of(value)
         self._shown_gradient = None
 
     @grad.deleter
@@ -124,10 +118,21 @@ class MeshParameter(WholeMemory, DTensor):
         self._refuse_hooks()
 
         def run(g: Tensor) -> Tensor | None:
-            new = hook(as_permuted(dtensor_like(g, self), self._layout))
-            return dtensor_local(new) if isinstance(new, DTensor) else new
+            new = hook(gradient_of(self, g))
+            return None if new is None else self._local_of(new)
 
         return dtensor_local(self).register_hook(run)
+
+    def _local_of(self, value: Tensor) -> Tensor:
+        """This rank's part of a gradient: of a plain one, which is the whole, or of one in any layout (a collective call)."""
+        value = value.current() if isinstance(value, MeshView) else value
+        if isinstance(value, GlobalTensor):
+            states = tuple("I" if s in ("P", "X") else s for s in self._layout.states)
+            return local_in(value, states)
+        if not isinstance(value, DTensor):
+            return read_region(value.detach(), self._layout.region).clone()
+        same = value.placements == self.placements and permuted_layout(value) is permuted_layout(self)
+        return dtensor_local(value) if same else local_part_of(value, self._layout)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """``hook`` is called with this parameter once its gradient has been accumulated in a backward pass."""
@@ -256,6 +261,17 @@ def _refuse_gradient(gradient: Tensor) -> None:
 def state_like(parameter: MeshParameter, local: Tensor) -> DTensor:
     """An optimizer state as a DTensor with the layout of the parameter; `local` is this rank's part."""
     return mesh_value(with_order_of(parameter, dtensor_like(local, parameter)))
+
+
+def gradient_of(parameter: MeshParameter, local: Tensor) -> Tensor:
+    """The gradient of `parameter` of which `local` is this rank's part: a DTensor, or, where autograd goes on, a global tensor."""
+    layout = parameter._layout
+    if local.requires_grad and torch.is_grad_enabled():
+        states = tuple(
+            "P" if s == "X" and layout.context.sizes[i] > 1 else s for i, s in enumerate(layout.states)
+        )
+        return wrap(local, layout_of(layout.context, states, layout.shape, local.dtype))
+    return mesh_value(as_permuted(dtensor_like(local, parameter), layout))
 
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:

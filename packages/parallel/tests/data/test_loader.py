@@ -234,8 +234,8 @@ def own_rows(rank: int, size: int, degrees: dict[str, int], counts: list[int], b
     data_rank = rank * degrees["dp"] // size
     offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
     everything = Rows(offsets[-1])
-    own = [everything[i] for i in range(offsets[data_rank], offsets[data_rank + 1])]
-    sharded = shard_loader(DataLoader(own, batch_size=batch_size), rows="local", model=model)  # type: ignore[arg-type]
+    rank_rows = [everything[i] for i in range(offsets[data_rank], offsets[data_rank + 1])]
+    sharded = shard_loader(DataLoader(rank_rows, batch_size=batch_size), rows="local", model=model)  # type: ignore[arg-type]
     got = [(full(batch), batch["x"].to_local().shape[0]) for batch in sharded]
     expected = []
     for step in range(max(-(-count // batch_size) for count in counts)):

@@ -60,12 +60,12 @@ def test_ranks_with_other_batches_are_told(rank_pool: RankPool, name: str) -> No
 def test_descriptions_tell_values_apart() -> None:
     a = {"ids": torch.arange(6).view(2, 3), "mask": None, "n": 3}
     b = {**a, "ids": torch.arange(6).flip(0).view(2, 3)}
-    one, two = describe((), a, values=True), describe((), b, values=True)
+    text, other_text = describe((), a, values=True), describe((), b, values=True)
     assert describe((), a) == describe((), b) == "ids [2, 3] int64; n=3"
-    assert first_difference(one, two) == "the values of ids [2, 3] int64 differ"
-    assert first_difference(one, describe((), {**a, "n": 4}, values=True)) == "n=3 against n=4"
-    assert first_difference(one, one + "; more=1") == "nothing against more=1"
-    assert first_difference(one, one) == "nothing"
+    assert first_difference(text, other_text) == "the values of ids [2, 3] int64 differ"
+    assert first_difference(text, describe((), {**a, "n": 4}, values=True)) == "n=3 against n=4"
+    assert first_difference(text, text + "; more=1") == "nothing against more=1"
+    assert first_difference(text, text) == "nothing"
     # sparse, empty, meta, bool and large tensors have a description too
     odd = [torch.eye(3).to_sparse(), torch.ones(0), torch.ones(2, device="meta"), torch.tensor([True])]
     assert describe(odd, {}, values=True).count("values") == 4

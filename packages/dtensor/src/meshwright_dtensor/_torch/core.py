@@ -111,6 +111,13 @@ def dtensor_from(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def storage_key(tensor: Any) -> int | None:
+    """A key of the tensor's memory, unique while the memory lives; None of a value without one (a number, a sparse tensor)."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
 def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
     """A DTensor over ``local`` with the placements of ``tensor``, without checks and without autograd."""
     spec: Any = tensor._spec

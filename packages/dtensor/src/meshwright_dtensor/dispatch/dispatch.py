@@ -19,6 +19,7 @@ from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods
 from meshwright_dtensor.dispatch.derive import TensorCall, derive
+from meshwright_dtensor.dispatch.gathered_views import ViewWrite, gathered_view
 from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.dispatch.program import Program, build, note, remember
 from meshwright_dtensor.errors import UnsupportedError
@@ -28,7 +29,7 @@ from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, param
 from meshwright_dtensor.propagate.choose import Underivable
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
-from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, wrap
 from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, Args, Function, Kwargs, is_in_place
 from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.trace.module_stack import FRAMES
@@ -138,6 +139,8 @@ def _special_handler(func: Function, kwargs: Kwargs) -> tensor_methods.Handler |
     handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(getattr(func, "__name__", ""))
     if handler is not None:
         return handler
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+        return fallback.run_collective
     if functorch_active():
         return fallback.run_on_full
     return _run_with_out if kwargs.get("out") is not None else None
@@ -154,9 +157,9 @@ def _repeats(tensors: list[Any]) -> tuple[int, ...]:
 
 
 def _run(
-    program: Program | fallback.Replicated, args: Any, kwargs: Any, tensors: list[Any], site: Site
+    program: Program | fallback.Replicated | ViewWrite, args: Any, kwargs: Any, tensors: list[Any], site: Site
 ) -> Any:
-    if isinstance(program, fallback.Replicated):
+    if not isinstance(program, Program):
         return program.run(args, kwargs, site)
     if program.unchanged:
         locals_ = [t._local for t in tensors] if len(tensors) > 1 else [tensors[0]._local]
@@ -177,13 +180,15 @@ def _run(
         result = program.local(locals_, site)
     out = program.out
     if type(out) is not Layout:
-        return _label(result, out, tensors, program.gathered_view)
+        if program.gathered_view:
+            return _views(result, out, tensors[0], program.func, args, kwargs)
+        return _label(result, out)
     if program.returns_input:
         same = _input_that_is(result, out, tensors)
         if same is not None:
             return same
     if program.gathered_view:
-        return detached(result, out, tensors[0])
+        return gathered_view(result, out, tensors[0], program.func, args, kwargs)
     # wrap(), without the call
     made: Any = make_subclass(GlobalTensor, out.template)
     made._local = result
@@ -199,16 +204,27 @@ def _input_that_is(result: Any, out: Layout, tensors: list[Any]) -> Any:
     return None
 
 
-def _label(result: Any, out: Any, tensors: list[Any], gathered_view: bool) -> Any:
+def _label(result: Any, out: Any) -> Any:
     if type(out) is Layout:
-        return detached(result, out, tensors[0]) if gathered_view else wrap(result, out)
+        return wrap(result, out)
     if isinstance(result, (tuple, list)):
         if not isinstance(out, (tuple, list)):
             out = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
-        made = [_label(r, o, tensors, gathered_view) for r, o in zip(result, out, strict=True)]
+        made = [_label(r, o) for r, o in zip(result, out, strict=True)]
         # a tuple, a list or one of torch's structseqs: all of them take one iterable
         return type(result)(made)
     return result
+
+
+def _views(result: Any, out: Any, base: Any, func: Function, args: Any, kwargs: Any) -> Any:
+    """The results of a call, which are views of a base that had to be gathered."""
+    layouts = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
+    leaves, spec = pytree.tree_flatten(result)
+    made = [
+        gathered_view(leaf, layout, base, func, args, kwargs, place) if isinstance(layout, Layout) else leaf
+        for place, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
+    ]
+    return pytree.tree_unflatten(made, spec)
 
 
 def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Tensor:
@@ -246,16 +262,13 @@ def _context_of(tensors: Sequence[Any]) -> MeshContext:
 
 def _make(
     context: MeshContext, func: Function, args: Any, kwargs: Any, tensors: list[Any], target: Target | None
-) -> Program | fallback.Replicated:
+) -> Program | fallback.Replicated | ViewWrite:
     pairs = [_layout_and_local(context, t) for t in tensors]
     layouts = [layout for layout, _ in pairs]
     name, described = function_name(func), ", ".join(map(repr, layouts))
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
-        raise UnsupportedError(
-            f"{name} writes to a view that had to be gathered from its sharded base, and would not reach the base; write to "
-            "the base itself (x[index] = value works on sharded tensors) or use the out-of-place form"
-        )
+        return ViewWrite(func)
     if name in DATA_DEPENDENT:
         note(context, name, 3, described, "depends on the data")
         return fallback.Replicated(context, func, in_place)

@@ -10,32 +10,23 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from meshwright_dtensor._torch.core import pytree
-from meshwright_dtensor.comm.log import NOWHERE, Site, current_site
+from meshwright_dtensor._torch.core import dtensor_local, pytree, storage_key
+from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.autograd_function import runs_on_shards
+from meshwright_dtensor.dispatch.gathered_views import gathered_view
+from meshwright_dtensor.dispatch.whole import whole
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import replicated_layout
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
-from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
-from meshwright_dtensor.trace.function_kinds import VIEWS
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, wrap
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 from meshwright_dtensor.trace.graph import function_name
 
 if TYPE_CHECKING:
     from meshwright_dtensor.mesh.context import MeshContext
 
 Tensor = torch.Tensor
-
-
-def whole(x: Any, site: Site = NOWHERE) -> Any:
-    """The gathered value of a global tensor or mesh parameter, recorded by autograd; anything else as it is."""
-    if isinstance(x, GlobalTensor):
-        if isinstance(x, DetachedView):
-            x.check_fresh()
-        return local_in(x, x._layout.context.replicated, site)
-    if isinstance(x, DTensor):
-        return parameter_local(x, layout_of_dtensor(x).context.replicated, site)
-    return x
 
 
 def label(context: MeshContext, tree: Any) -> Any:
@@ -64,15 +55,44 @@ class Replicated:
         """Run on gathered values; a write is copied back into this rank's part."""
         if self.in_place:
             return self._write(args, kwargs, site)
-        full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
+        given, spec = pytree.tree_flatten((args, kwargs))
+        full = [whole(x, site) for x in given]
+        before = [(x._version, x.grad_fn) if isinstance(x, Tensor) else (0, None) for x in full]
+        full_args, full_kwargs = pytree.tree_unflatten(full, spec)
         out = label(self.context, self.func(*full_args, **full_kwargs))
-        if function_name(self.func) in VIEWS:
-            base = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, GlobalTensor)), None)
-            if base is not None and (isinstance(base, DetachedView) or not base._layout.replicated):
-                return pytree.tree_map(
-                    lambda x: detached(x._local, x._layout, base) if isinstance(x, GlobalTensor) else x, out
-                )
-        return out
+        for x, value, (version, graph) in zip(given, full, before, strict=True):
+            if isinstance(x, (GlobalTensor, DTensor)) and value._version != version:
+                self._write_back(x, value, recorded=value.grad_fn is not graph)
+        return self._with_views(out, given, full, args, kwargs)
+
+    def _with_views(self, out: Any, given: list[Any], full: list[Any], args: Args, kwargs: Kwargs) -> Any:
+        """``out``, whose tensors that share memory with a gathered copy are views of what was gathered."""
+        copies = {
+            storage_key(value): x
+            for x, value in zip(given, full, strict=True)
+            if isinstance(x, (GlobalTensor, DTensor)) and value is not _own_memory(x)
+        }
+        leaves, spec = pytree.tree_flatten(out)
+        for place, made in enumerate(leaves):
+            key = storage_key(made._local) if type(made) is GlobalTensor else None
+            base = None if key is None else copies.get(key)
+            if base is not None:
+                where = None if out is made else place
+                leaves[place] = gathered_view(made._local, made._layout, base, self.func, args, kwargs, where)
+        return out if isinstance(out, Tensor) and leaves[0] is out else pytree.tree_unflatten(leaves, spec)
+
+    def _write_back(self, x: Any, value: Tensor, recorded: bool) -> None:
+        """Keep this rank's part of what the function, whose name does not tell, has written to a gathered copy of ``x``."""
+        own = _own_memory(x)
+        if own is not None and storage_key(own) == storage_key(value):
+            return
+        if recorded:
+            raise UnsupportedError(
+                f"{function_name(self.func)} writes to an argument of shape {list(value.shape)} that is sharded, and autograd "
+                "would have to record the write; call it under torch.no_grad(), or on x.full_tensor()"
+            )
+        with torch.no_grad():
+            x.copy_(value.detach())
 
     def _write(self, args: Any, kwargs: Any, site: Site) -> Any:
         target = args[0]
@@ -100,6 +120,40 @@ class Replicated:
             )
         target._local.copy_(local_in(wrap(changed, source), layout.states, site))
         return target if result is not None else None
+
+
+def _own_memory(x: Any) -> Tensor | None:
+    """The tensor that a write to this rank's part goes to; None where the part is in another one (a compute copy)."""
+    if isinstance(x, GlobalTensor):
+        return None if isinstance(x, DetachedView) else x._local
+    return dtensor_local(x) if getattr(x, "_copy", None) is None else None
+
+
+def run_collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A collective of ``torch.distributed`` called by the user: on the whole values, which every rank has alike.
+
+    Raises:
+        UnsupportedError: a value is sharded or partial, so this rank has a part of it.
+    """
+
+    def whole_here(x: Any) -> Any:
+        if not isinstance(x, (GlobalTensor, DTensor)):
+            return x
+        layout = x._layout if isinstance(x, GlobalTensor) else layout_of_dtensor(x)
+        if isinstance(x, GlobalTensor) and all(isinstance(state, str) for state in layout.states):
+            # a sum that is not complete yet; the collective may write to it
+            complete = layout.with_states(layout.context.replicated)
+            x._local, x._layout, x._memo = local_in(x, complete.states), complete, None
+        elif not layout.replicated:
+            raise UnsupportedError(
+                f"torch.distributed.{function_name(func)} is given a global tensor of which this rank has a part ({layout!r}). "
+                "Every rank reads the same whole value from it already, so nothing has to be exchanged: use the value as it is, "
+                "or pass x.full_tensor(), the whole value, or x.to_local(), this rank's part"
+            )
+        return x._local if isinstance(x, GlobalTensor) else parameter_local(x, layout.states).detach()
+
+    whole_args, whole_kwargs = pytree.tree_map(whole_here, (args, dict(kwargs)))
+    return func(*whole_args, **whole_kwargs)
 
 
 def run_on_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.stored.elementwise import fast_elementwise
 from meshwright_dtensor.stored.functions import optimizer_call
 from meshwright_dtensor.stored.mesh_value import mesh_value
-from meshwright_dtensor.stored.permuted import elementwise, permuted_layout, with_order_of
+from meshwright_dtensor.stored.permuted import with_order_of
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import computing, touch
 from meshwright_dtensor.trace.function_kinds import (
@@ -92,11 +92,7 @@ def _is_computation(func: Function, name: str, args: Sequence[Any], kwargs: Kwar
 
 
 def _optimizer_function(func: Function, name: str, args: Args, kwargs: Kwargs | None) -> Any:
-    operands = (x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)))
-    if not name.startswith("_fused") and any(permuted_layout(x) is not None for x in operands):
-        result = elementwise(func, args, kwargs or {})
-    else:
-        result = optimizer_call(func, args, kwargs)
+    result = optimizer_call(func, args, kwargs)
     # torch counts no versions for _foreach_add_ and _fused_adamw_
     if name.startswith("_f") and name.endswith("_"):
         touch(args[0] if args else tuple((kwargs or {}).values())[:1])

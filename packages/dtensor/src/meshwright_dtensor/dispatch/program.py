@@ -41,6 +41,7 @@ class Program:
         out: tree of layouts of the outputs.
         gathered_view: outputs alias an input on one device, but not here.
         returns_input: an output may be an input itself.
+        func: the function of the call.
         writes: the first argument is written to.
     """
 
@@ -52,6 +53,7 @@ class Program:
     out: Any
     gathered_view: bool
     returns_input: bool
+    func: Function
     writes: bool = False
 
 
@@ -85,7 +87,7 @@ def build(
         local = _composite_runner(context, d.composite, inputs, len(layouts))
     else:
         local = _Steps(context, d, inputs)
-    return Program(context, targets, unchanged, local, direct, d.out, d.gathered_view, d.returns_input)
+    return Program(context, targets, unchanged, local, direct, d.out, d.gathered_view, d.returns_input, func)
 
 
 def _composite_runner(

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.core import dtensor_like, dtensor_local, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import layout_of, replicated_layout
+from meshwright_dtensor.parameter import MeshParameter, gradient_of
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.tensor.compute_copy import is_of_copy, mark_as_copy
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
@@ -82,7 +84,8 @@ def _as_gradient(t: Any, g: Tensor | None) -> Tensor | None:
         return wrap(g, layout_of(t._layout.context, _gradient_states(t), t._layout.shape, g.dtype))
     if isinstance(t, DTensor) and g is not None:
         copy = getattr(t, "_copy", None)
-        return dtensor_like(g if copy is None else copy.stored_gradient(g), t)
+        g = g if copy is None else copy.stored_gradient(g)
+        return gradient_of(t, g) if isinstance(t, MeshParameter) else mesh_value(dtensor_like(g, t))
     return g
 
 
@@ -242,6 +245,7 @@ def _handlers() -> dict[Any, Handler]:
         torch.Tensor.register_hook: _register_hook,
         torch.autograd.grad: _autograd_grad,
         torch.Tensor.stride: _stride,
+        torch.Tensor.is_same_size: lambda f, a, k: a[0].shape == (a[1] if len(a) > 1 else k["other"]).shape,
         **dict.fromkeys(
             (torch.Tensor.detach, torch.detach), lambda f, a, k: _cut_off(a[0], a[0]._local.detach())
         ),

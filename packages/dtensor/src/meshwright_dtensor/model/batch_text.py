@@ -61,9 +61,9 @@ def describe(args: Sequence[Any], kwargs: dict[str, Any], *, values: bool = Fals
 
 def first_difference(text: str, other: str) -> str:
     """What differs first between two batches that `describe` has described."""
-    for one, two in zip_longest(text.split("; "), other.split("; "), fillvalue="nothing"):
-        if one != two:
-            form, other_form = (leaf.partition(" values ")[0] for leaf in (one, two))
+    for leaf, other_leaf in zip_longest(text.split("; "), other.split("; "), fillvalue="nothing"):
+        if leaf != other_leaf:
+            form, other_form = (described.partition(" values ")[0] for described in (leaf, other_leaf))
             return f"the values of {form} differ" if form == other_form else f"{form} against {other_form}"
     return "nothing"
 

@@ -88,7 +88,10 @@ def fast_elementwise(func: Function, args: Sequence[Any], kwargs: Mapping[str, A
         if placement.is_partial():
             return NotImplemented
     result = func(*values, **(kwargs or {}))
-    return first if kind == "in place" else dtensor_like(result, first)
+    if kind == "in place":
+        return first
+    # parts of a result that is no tensor, or several, are not the whole
+    return dtensor_like(result, first) if isinstance(result, Tensor) else NotImplemented
 
 
 def on_local_parts(func: Function, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -109,7 +112,7 @@ def on_local_parts(func: Function, name: str, args: Sequence[Any], kwargs: Mappi
     result = func(*map(_local, args), **{k: _local(x) for k, x in kwargs.items()})
     if name.endswith("_") or out is not None:
         return args[0] if out is None else out
-    return dtensor_like(result, first)
+    return dtensor_like(result, first) if isinstance(result, Tensor) else NotImplemented
 
 
 def order_of(x: Tensor) -> Any:

@@ -32,7 +32,7 @@ from meshwright_dtensor.stored.elementwise import (
 )
 from meshwright_dtensor.stored.gather import run_by_rules
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
-from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, with_order_of
+from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, permuted_layout, with_order_of
 from meshwright_dtensor.stored.writes import (
     MeshView,
     mixes_plain_tensors,
@@ -52,6 +52,12 @@ _QUERIES = frozenset(
     "nelement ndimension is_contiguous get_device storage_offset _is_view".split()
 )
 """Functions that ask about the tensor, not for its value."""
+_STOCK = (_QUERIES - {"__format__"}) | frozenset(
+    "detach clone contiguous to cpu cuda type float double half bfloat16 sum mean norm vector_norm linalg_vector_norm amax amin "
+    "all any count_nonzero stack backward requires_grad_ retain_grad register_hook __delete__ new_empty new_zeros new_ones "
+    "new_full new_tensor zeros_like ones_like full_like empty_like is_shared share_memory_ __setstate__".split()
+)
+"""Functions that stock DTensor runs; all others run as on global tensors."""
 
 
 def _mesh_value_call(
@@ -77,7 +83,7 @@ def _permuted_call(
         # views have rules of their own
         return NotImplemented
     result = view_write_or_draw(func, args, kwargs, views=False)
-    return elementwise(func, args, kwargs or {}) if result is NotImplemented else result
+    return optimizer_call(func, args, kwargs) if result is NotImplemented else result
 
 
 def _view_call(
@@ -131,6 +137,18 @@ def optimizer_call(func: Function, args: Args, kwargs: Kwargs | None) -> Any:
     kwargs = kwargs or {}
     if name.startswith("_fused") or (name == "__setitem__" and assigns_under_mask(*args)):
         return _on_locals(func, name, args, kwargs)
+    if any(permuted_layout(x) is not None for x in _operands(args)):
+        result = elementwise(func, args, kwargs)
+        if result is NotImplemented and (
+            (name.endswith("_") and not name.endswith("__")) or name.startswith("_f")
+        ):
+            return one_by_one(func, args, kwargs) if writes_lists(name) else write(func, args, kwargs)
+        if result is NotImplemented:
+            return run_by_rules(func, args, kwargs)
+        if type(result) is DTensor:
+            with stock_call():
+                return mesh_value(settled(_complete(result)))
+        return result
     with stock_call():
         # the norms of many gradients are stacked first, and completed together
         if name != "stack":
@@ -153,7 +171,7 @@ def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
     name = getattr(func, "__name__", "")
     by_list = writes_lists(name)
     fused = name.startswith("_f") and not by_list
-    if fused or not mixes_plain_tensors(args, kwargs):
+    if fused or (_is_for_stock(name, args, kwargs) and not mixes_plain_tensors(args, kwargs)):
         try:
             with stock_call(), quiet_exchanges():
                 return func(*args, **kwargs)
@@ -164,6 +182,17 @@ def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if by_list:
         return one_by_one(func, args, kwargs)
     return run_by_rules(func, args, kwargs)
+
+
+def _is_for_stock(name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether stock DTensor runs a function: it tells of the tensor, writes, or gives one value that can be completed."""
+    if name in _STOCK or (name.endswith("_") and not name.endswith("__")):
+        return True
+    return name in ("max", "min") and len(args) == 1 and not kwargs
+
+
+def _operands(args: Args) -> Iterable[Any]:
+    return (x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)))
 
 
 def _completed(x: MeshValue) -> MeshValue:

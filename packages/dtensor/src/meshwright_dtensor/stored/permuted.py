@@ -31,13 +31,17 @@ Tensor = torch.Tensor
 _QUERIES = frozenset(
     "size dim stride __len__ __repr__ __format__ is_floating_point is_complex __hash__ backward __set__ __delete__ numel "
     "requires_grad_ data_ptr untyped_storage storage_offset element_size nelement ndimension is_contiguous to_local _is_view "
-    "register_hook get_device equal allclose".split()
+    "register_hook get_device".split()
 )
 """Functions whose result is no tensor, and does not depend on the order of the elements."""
 _REDUCTIONS = frozenset(
     "norm vector_norm linalg_vector_norm _foreach_norm sum mean max min amax amin any all count_nonzero".split()
 )
 """Functions whose result does not depend on the order of the elements, if they reduce all of them."""
+_COPIES = frozenset(
+    "__get__ detach clone contiguous to cpu cuda type float double half bfloat16 zeros_like ones_like full_like empty_like".split()
+)
+"""Functions whose result, if it is a tensor of the same shape, has the same order of elements."""
 
 _SITE = Site(function="canonical")
 
@@ -93,8 +97,7 @@ def permuted_layout(x: Any) -> Layout | None:
 def elementwise(func: Function, args: Args, kwargs: Mapping[str, Any]) -> Any:
     """Run a torch function by stock DTensor on permuted tensors; results of the same shape get their layout.
 
-    Raises:
-        UnsupportedError: the result would be in permuted order, or an operand has another layout.
+    Returns: NotImplemented where the order of the elements counts, or an operand has another layout.
     """
     name = getattr(func, "__name__", str(func))
     with stock_call():
@@ -102,29 +105,18 @@ def elementwise(func: Function, args: Args, kwargs: Mapping[str, Any]) -> Any:
             return func(*args, **kwargs)
         operands = [x for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
         layouts = {x.shape: layout for x in operands if (layout := permuted_layout(x)) is not None}
-        for x in operands:
-            layout = layouts.get(x.shape)
-            if layout is not None and not _goes_with(x, layout):
-                raise UnsupportedError(
-                    f"{name} mixes a tensor of shape {list(x.shape)} with an interval shard ({layout!r}) and one of another "
-                    "layout; bring it to the parameter's layout with like_parameter(tensor, parameter)"
-                )
+        if any((layout := layouts.get(x.shape)) is not None and not _goes_with(x, layout) for x in operands):
+            return NotImplemented
         result = on_local_parts(func, name, args, kwargs)
-        if result is NotImplemented:
+        if result is NotImplemented and name in _COPIES:
             result = func(*args, **kwargs)
-        seen = {id(x) for x in operands}
-        for out in pytree.tree_leaves(result):
-            if not isinstance(out, DTensor) or id(out) in seen or not layouts:
-                continue
-            if name in _REDUCTIONS and not out.dim():
-                continue
-            layout = layouts.get(out.shape)
-            if layout is None or tuple(out.placements) != _stored(layout):
-                raise UnsupportedError(
-                    f"{name} on a tensor with an interval shard ({next(iter(layouts.values()))!r}) is not elementwise, and "
-                    "stock DTensor would use its permuted order; use x.full_tensor() or x.redistribute(...), in true order"
-                )
-            as_permuted(out, layout.with_dtype(out.dtype))
+        if result is not NotImplemented:
+            seen = {id(x) for x in operands}
+            for out in pytree.tree_leaves(result):
+                if isinstance(out, DTensor) and id(out) not in seen and out.shape in layouts:
+                    as_permuted(out, layouts[out.shape].with_dtype(out.dtype))
+        elif name in _REDUCTIONS and len(args) == 1 and "dim" not in kwargs:
+            result = func(*args, **kwargs)
     return result
 
 

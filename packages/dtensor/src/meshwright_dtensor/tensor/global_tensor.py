@@ -174,11 +174,13 @@ class GlobalTensor(torch.Tensor):
 class DetachedView(GlobalTensor):
     """A copy of a tensor that is a view on one device: its base had to be moved.
 
-    A read after the base was modified in place, and every in-place write, raises: neither would reach the other tensor.
+    A read after the base was modified in place raises; a write goes to the base too, where it is known how the view was taken.
     """
 
     _base_tensor: Tensor
     _base_version: int
+    # how it was taken, where a write can reach the base
+    _origin: Any = None
 
     def check_fresh(self) -> None:
         """Raise if the base was written to since the view was taken."""

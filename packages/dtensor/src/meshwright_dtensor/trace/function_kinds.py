@@ -22,13 +22,10 @@ DATA_DEPENDENT = frozenset(
 
 VIEWS = frozenset(
     "__getitem__ view reshape narrow select transpose t permute expand expand_as unsqueeze squeeze chunk split unbind diagonal "
-    "as_strided unfold view_as flatten unflatten movedim swapaxes swapdims tensor_split ravel".split()
+    "as_strided unfold view_as flatten unflatten movedim swapaxes swapdims tensor_split ravel split_with_sizes "
+    "hsplit vsplit dsplit moveaxis adjoint broadcast_to view_as_real view_as_complex".split()
 )
 """Functions whose result shares memory with its input on one device."""
-_STORED_VIEWS = VIEWS | frozenset(
-    "split_with_sizes hsplit vsplit dsplit moveaxis adjoint broadcast_to view_as_real".split()
-)
-"""The functions that give a view of a stored DTensor."""
 VIEW_GETTERS = frozenset(getattr(torch.Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag"))
 
 FILLS = frozenset("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_".split())
@@ -65,7 +62,7 @@ def kind_of(func: Callable[..., Any]) -> str:
         if attribute is torch.Tensor.data:
             return "alias" if name == "__get__" else "set data"
         return "view" if name == "__get__" and attribute in VIEW_GETTERS else ""
-    for kind, names in (("view", _STORED_VIEWS), ("alias", _ALIASES), ("draw", _DRAWS), ("fill", FILLS)):
+    for kind, names in (("view", VIEWS), ("alias", _ALIASES), ("draw", _DRAWS), ("fill", FILLS)):
         if name in names:
             return kind
     if name == "new_empty":

@@ -187,6 +187,8 @@ class Recorder(TorchDispatchMode):
         self.nodes: list[Node] = []
         self.detaches = False
         """Whether a computed tensor was detached: an alias, which has no node."""
+        self.unreturned_write = ""
+        """An op that writes to an argument and returns nothing, so that no node tells of it."""
         self.frames: list[ModuleFrame] = [ModuleFrame("")]
         self._composites = composites or {}
         self._functions = _Functions(self)
@@ -336,6 +338,8 @@ class Recorder(TorchDispatchMode):
         tensors = leaves((args, kwargs), torch.Tensor)
         outputs = leaves(out, torch.Tensor)
         if not outputs:
+            if op is not None and op._schema.is_mutable:
+                self.unreturned_write = name
             return
         node_args, node_kwargs = self.references(tuple(args)), self.references(dict(kwargs))
         ins = refs_in((node_args, node_kwargs))
