@@ -83,8 +83,8 @@ class Replicated:
 
     def _write_back(self, x: Any, value: Tensor, recorded: bool) -> None:
         """Keep this rank's part of what the function, whose name does not tell, has written to a gathered copy of ``x``."""
-        own = _own_memory(x)
-        if own is not None and storage_key(own) == storage_key(value):
+        memory = _own_memory(x)
+        if memory is not None and storage_key(memory) == storage_key(value):
             return
         if recorded:
             raise UnsupportedError(
