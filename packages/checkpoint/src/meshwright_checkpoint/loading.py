@@ -89,7 +89,7 @@ def load(
     ranks, inner = Ranks(), unwrapped(model)
     with ExitStack() as opened:
         store, with_optimizer = _open_on_all(path, inner, optimizer, options, backend, ranks, opened)
-        fit = _Fit(store, named_tensors(inner), options)
+        fit = _Fit(store, ranks.run_checked(lambda: named_tensors(inner)), options)
         wanted = ranks.run_checked(fit.match_model)
         fit.match_optimizer(optimizer, ranks)
         _check_fit(fit, ranks, (MODEL, OPTIMIZER) if with_optimizer else (MODEL,))

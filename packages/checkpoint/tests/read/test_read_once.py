@@ -184,6 +184,36 @@ def test_read_error_on_one_rank_raises_on_all(rank_pool: RankPool, tmp_path: Pat
     assert [text.split(":")[0] for text in messages] == [CorruptError.__name__] * 2
 
 
+class Counter(torch.nn.Module):
+    """Extra state that cannot be taken on one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.weight, self.fails = torch.nn.Parameter(torch.ones(2)), fails
+
+    def get_extra_state(self) -> int:
+        if self.fails:
+            raise OSError("the counter is gone")
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+def loads_counter(rank: int, size: int, path: str) -> str:
+    save(path, model=Counter(False), asynchronous=False)
+    try:
+        load(path, model=Counter(rank == 1))
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return "loaded"
+
+
+def test_state_dict_that_fails_on_one_rank_fails_the_load_on_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, second = rank_pool.run(2, loads_counter, str(tmp_path / "x"), timeout=60)
+    assert "rank 1 failed" in first and "the counter is gone" in first + second
+
+
 @pytest.mark.slow
 def test_killed_rank_ends_the_load(tmp_path: Path) -> None:
     with RankPool(grace=20.0) as pool:

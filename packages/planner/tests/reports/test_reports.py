@@ -20,7 +20,9 @@ from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner import explain
 from meshwright_planner.clusters.file import write
 from meshwright_planner.clusters.registry import DGX_H100
-from meshwright_planner.planners.eager import EagerPlanner
+from meshwright_planner.evaluation.evaluator import Search
+from meshwright_planner.planners.eager import EagerPlanner, default_rules
+from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.reports.page import page
 from meshwright_planner.reports.plan_view import memory_limit, upgrades
 from meshwright_planner.reports.why_not import parse_pins, why_not
@@ -38,6 +40,12 @@ def request(**options: Any) -> PlanRequest:
 @pytest.fixture(scope="module")
 def plans(model: Transformer) -> list[ParallelPlan]:
     return eager().plan(model, tokens(rows=4), request(top_k=3))
+
+
+def test_infeasible_error_without_a_candidate_is_readable(model: Transformer) -> None:
+    """A planner whose every plan was refused has none to show."""
+    search = Search(eager().setting(model, tokens(rows=4), request(), HOST), default_rules())
+    assert "each of the plans that were tried was refused" in str(infeasible(search, []))
 
 
 def test_parts_of_the_step_add_up(plans: list[ParallelPlan]) -> None:

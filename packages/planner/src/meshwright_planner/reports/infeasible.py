@@ -37,7 +37,11 @@ def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleErr
         misses.append(f"{c.name} needs {human_bytes(c.total_bytes)}, {excess}")
     if len(closest) > SHOWN:
         misses.append(f"and {len(closest) - SHOWN} more")
-    advice = list(_changes(search, closest[0])) or ["none of the changes that were tried"]
+    if not closest:
+        misses.append("each of the plans that were tried was refused")
+    advice = (list(_changes(search, closest[0])) if closest else []) or [
+        "none of the changes that were tried"
+    ]
     head = (
         f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} of each "
         f"rank ({human_bytes(setting.allowed - setting.limit)} of it are kept back):"
