@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.utils import _python_dispatch
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 OpOverload = _ops.OpOverload
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def fake_store() -> Any:
@@ -346,3 +347,28 @@ def forget_failed_join() -> None:
     """
     if not dist.is_initialized():
         dist.distributed_c10d._world.group_count = 0
+
+
+COMPILED_ATTRIBUTES = (
+    "compile",
+    "_torchdynamo_orig_callable",
+    "_torchdynamo_wrapper_id",
+    "__prepare_scriptable__",
+)
+"""Attributes of a module that `module.compile()`, `torch.compile(module)` and `torch.jit.script(module)` look up."""
+
+
+def compiled_by(module: torch.nn.Module) -> str | None:
+    """What has compiled a module: "torch.compile", "module.compile()" or "torch.jit"; None of an ordinary module."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "torch.jit"
+    if module._compiled_call_impl is not None:
+        return "module.compile()"
+    wrapper = "_orig_mod" in module._modules and "dynamo_ctx" in vars(module)
+    return "torch.compile" if wrapper or hasattr(module.forward, "_is_torch_compile") else None
+
+
+def without_tracing(function: F) -> F:
+    """Let torch.compile call a function instead of tracing it. torch.compiler.disable would import the compiler."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

@@ -25,6 +25,7 @@ from meshwright_dtensor.dispatch.module_to import install_module_to
 from meshwright_dtensor.dispatch.planned_calls import install_targets
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.mesh.mesh import build_mesh, init, live_process_groups
+from meshwright_dtensor.model.compiled import refuse_compiling
 from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
@@ -110,6 +111,7 @@ def parallelize(
     else:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
+    refuse_compiling(model)
     refuse_pickling(model)
     undo.finish(model)
     LIVE.add(placed)

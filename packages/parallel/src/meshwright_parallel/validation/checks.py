@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import call_arguments
+from meshwright_dtensor.model.compiled import check_not_compiled
 from meshwright_dtensor.model.tied_parameters import all_names, with_ties
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
@@ -77,8 +78,9 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         UsageError: the model, or a part of it, is parallel already.
-        UnsupportedError: a parameter has no values, or gradient hooks.
+        UnsupportedError: a module is compiled; a parameter has no values, or gradient hooks.
     """
+    check_not_compiled(model)
     if placement_of(model) is not None:
         raise UsageError(
             f"this {type(model).__name__} is parallel already; build the model anew to apply another plan to it"

@@ -15,6 +15,7 @@ from torch import nn
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts
+from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
@@ -166,6 +167,7 @@ class PipelinedCall:
             UsageError: the batch cannot be split.
             StageError: a stage failed, or ranks were given different batches; on every rank.
         """
+        refuse_traced_call()
         try:
             plan = self.prepare((args, kwargs))
         except Exception as error:
