@@ -7,10 +7,10 @@ from meshwright_dtensor.plan.fields import ParameterRule as ParameterRule
 from meshwright_dtensor.plan.fields import PipelineRule as PipelineRule
 from meshwright_dtensor.plan.fields import PlannedCollective as PlannedCollective
 from meshwright_dtensor.plan.fields import PrecisionRule as PrecisionRule
+from meshwright_dtensor.plan.fields import Prediction as Prediction
 from meshwright_dtensor.plan.fields import Provenance as Provenance
 from meshwright_dtensor.plan.fields import RecomputeRule as RecomputeRule
+from meshwright_dtensor.plan.fields import StageTime as StageTime
+from meshwright_dtensor.plan.fields import StepSplit as StepSplit
 from meshwright_dtensor.plan.fields import ZeroRule as ZeroRule
 from meshwright_dtensor.plan.plan import ParallelPlan as ParallelPlan
-from meshwright_dtensor.plan.prediction import Prediction as Prediction
-from meshwright_dtensor.plan.prediction import StageTime as StageTime
-from meshwright_dtensor.plan.prediction import StepSplit as StepSplit

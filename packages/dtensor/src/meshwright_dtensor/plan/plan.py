@@ -94,9 +94,8 @@ class ParallelPlan(PlanFields):
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
-            raise PlanError(
-                "(file)", os.fspath(path), f"it cannot be written: {error.strerror or error}"
-            ) from error
+            rule = f"it cannot be written: {error.strerror or error}"
+            raise PlanError("(file)", os.fspath(path), rule) from error
 
     def diff(self, other: ParallelPlan) -> list[str]:
         """The changes from this plan to `other`, a line each; empty if they are equal."""

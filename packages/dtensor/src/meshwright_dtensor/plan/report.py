@@ -14,16 +14,7 @@ def explain(plan: PlanFields, width: int = 110) -> str:
     """The plan as plain text, `width` columns wide."""
     file = io.StringIO()
     console = Console(file=file, width=width, color_system=None, force_terminal=False, _environ={})
-    for part in (
-        _head,
-        _pipeline,
-        _parameters,
-        _activations,
-        _experts,
-        _collectives,
-        _prediction,
-        _provenance,
-    ):
+    for part in (_head, _pipeline, _parameters, _activations, _experts, _collectives, _prediction, _origin):
         for item in part(plan):
             console.print(Text(item) if isinstance(item, str) else item)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
@@ -163,7 +154,7 @@ def _prediction(plan: PlanFields) -> Part:
         yield f"{total} ({shown})" if shown else total
 
 
-def _provenance(plan: PlanFields) -> Part:
+def _origin(plan: PlanFields) -> Part:
     origin = plan.provenance
     facts = {
         "planner": origin.planner,

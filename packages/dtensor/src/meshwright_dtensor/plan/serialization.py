@@ -68,14 +68,11 @@ def _render(value: object, level: int, used: int) -> str:
         return flat
     inner = "  " * (level + 1)
     if isinstance(value, dict):
-        heads = [f"{inner}{json.dumps(str(key))}: " for key in value]
-        lines = [
-            head + _render(item, level + 1, len(head))
-            for head, item in zip(heads, value.values(), strict=True)
-        ]
-        return "{\n" + ",\n".join(lines) + "\n" + "  " * level + "}"
-    lines = [inner + _render(item, level + 1, len(inner)) for item in value]
-    return "[\n" + ",\n".join(lines) + "\n" + "  " * level + "]"
+        heads, items, ends = [f"{inner}{json.dumps(str(key))}: " for key in value], list(value.values()), "{}"
+    else:
+        heads, items, ends = [inner] * len(value), value, "[]"
+    lines = [head + _render(item, level + 1, len(head)) for head, item in zip(heads, items, strict=True)]
+    return ends[0] + "\n" + ",\n".join(lines) + "\n" + "  " * level + ends[1]
 
 
 def loads(text: str | bytes) -> Any:

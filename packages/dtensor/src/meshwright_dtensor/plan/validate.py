@@ -43,18 +43,14 @@ def _check_axes(plan: PlanFields, axes: tuple[str, ...] | None) -> None:
             installed = f"the axes with a strategy are {listing(axes)}"
             if not axes:
                 installed = "no strategy is installed; pip install meshwright-parallel"
-            close = did_you_mean(axis, axes)
-            raise PlanError(
-                f"degrees.{axis}", degree, f"no installed strategy works on axis {axis!r}; {installed}", close
-            )
+            rule = f"no installed strategy works on axis {axis!r}; {installed}"
+            raise PlanError(f"degrees.{axis}", degree, rule, did_you_mean(axis, axes))
 
 
 def _known_axis(plan: PlanFields, field: str, axis: str) -> None:
     if axis not in plan.degrees:
-        close = did_you_mean(axis, plan.degrees)
-        raise PlanError(
-            field, axis, f"the plan has no axis {axis!r}; its axes are {listing(plan.degrees)}", close
-        )
+        rule = f"the plan has no axis {axis!r}; its axes are {listing(plan.degrees)}"
+        raise PlanError(field, axis, rule, did_you_mean(axis, plan.degrees))
 
 
 def _refuse_repeated(
