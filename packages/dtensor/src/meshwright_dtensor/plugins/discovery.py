@@ -69,9 +69,9 @@ class Collector:
             # it may be there: the same distribution seen twice on sys.path
             elif plugin_name not in sources and self._register(manager, plugin_name, source, point):
                 sources[plugin_name] = source
-        for hook, record_type in RECORD_TYPES.items():
+        for hook in RECORD_TYPES:
             for implementation in getattr(manager.hook, hook).get_hookimpls():
-                self._call(sources[implementation.plugin_name], hook, record_type, implementation)
+                self._call(sources[implementation.plugin_name], hook, implementation)
         if self._errors:
             raise PluginError("; ".join(self._errors))
         return self._records, self._problems, self._skipped
@@ -82,9 +82,8 @@ class Collector:
             if key not in installed:
                 names = installed.values()
                 hint = suggestion(name, names) or f"; installed: {listing(sorted(names))}"
-                self._problems.append(
-                    Problem(DISABLE, "", "", f"no installed plugin is named {name!r}{hint}")
-                )
+                reason = f"no installed plugin is named {name!r}{hint}"
+                self._problems.append(Problem(DISABLE, "", "", reason))
 
     def _register(
         self, manager: pluggy.PluginManager, name: str, source: _Source, point: importlib.metadata.EntryPoint
@@ -110,9 +109,7 @@ class Collector:
             return False
         return True
 
-    def _call(
-        self, source: _Source, hook: str, record_type: type[Record], implementation: pluggy.HookImpl
-    ) -> None:
+    def _call(self, source: _Source, hook: str, implementation: pluggy.HookImpl) -> None:
         if implementation.hookwrapper or implementation.wrapper:
             reason = f"{hook} is a hook wrapper; yield records from a plain hook instead"
             self._problems.append(source.problem(reason))
@@ -124,6 +121,7 @@ class Collector:
             # all of a hook's records or none
             self._problems.append(source.problem(f"{hook} raised {_describe(error)}"))
             return
+        record_type = RECORD_TYPES[hook]
         for record in produced:
             if not isinstance(record, record_type):
                 shown = type(record).__name__

@@ -14,18 +14,8 @@ from types import MappingProxyType
 
 import pluggy
 
-from meshwright_dtensor.plugins.records import (
-    BackendSpec,
-    ClusterSpec,
-    CommandSpec,
-    CostModelSpec,
-    OpRuleSpec,
-    PlacementSpec,
-    PlannerSpec,
-    Record,
-    ScheduleSpec,
-    StrategySpec,
-)
+from meshwright_dtensor.plugins import records as specs
+from meshwright_dtensor.plugins.records import Record
 
 GROUP = "meshwright"
 PREFIX = "meshwright_"
@@ -38,7 +28,7 @@ class HookSpecs:
     """Every hook there is. A function of a plugin that starts with "meshwright_" must be one of them."""
 
     @hookspec
-    def meshwright_strategies(self) -> Iterable[StrategySpec]:  # type: ignore[empty-body]
+    def meshwright_strategies(self) -> Iterable[specs.StrategySpec]:  # type: ignore[empty-body]
         """Register ways to parallelise along a mesh axis.
 
         Example:
@@ -56,7 +46,7 @@ class HookSpecs:
         """
 
     @hookspec
-    def meshwright_planners(self) -> Iterable[PlannerSpec]:  # type: ignore[empty-body]
+    def meshwright_planners(self) -> Iterable[specs.PlannerSpec]:  # type: ignore[empty-body]
         """Register planners, for `plan(..., planner="name")`.
 
         Example:
@@ -67,7 +57,7 @@ class HookSpecs:
         """
 
     @hookspec
-    def meshwright_cost_models(self) -> Iterable[CostModelSpec]:  # type: ignore[empty-body]
+    def meshwright_cost_models(self) -> Iterable[specs.CostModelSpec]:  # type: ignore[empty-body]
         """Register cost models, for `plan(..., cost_model="name")`.
 
         Example:
@@ -78,7 +68,7 @@ class HookSpecs:
         """
 
     @hookspec
-    def meshwright_clusters(self) -> Iterable[ClusterSpec]:  # type: ignore[empty-body]
+    def meshwright_clusters(self) -> Iterable[specs.ClusterSpec]:  # type: ignore[empty-body]
         """Register clusters, for `plan(..., cluster="name")`.
 
         Example:
@@ -89,7 +79,7 @@ class HookSpecs:
         """
 
     @hookspec
-    def meshwright_schedules(self) -> Iterable[ScheduleSpec]:  # type: ignore[empty-body]
+    def meshwright_schedules(self) -> Iterable[specs.ScheduleSpec]:  # type: ignore[empty-body]
         """Register pipeline schedules.
 
         Example:
@@ -100,7 +90,7 @@ class HookSpecs:
         """
 
     @hookspec
-    def meshwright_checkpoint_backends(self) -> Iterable[BackendSpec]:  # type: ignore[empty-body]
+    def meshwright_checkpoint_backends(self) -> Iterable[specs.BackendSpec]:  # type: ignore[empty-body]
         """Register places and formats to keep checkpoints in.
 
         Example:
@@ -111,7 +101,7 @@ class HookSpecs:
         """
 
     @hookspec
-    def meshwright_op_rules(self) -> Iterable[OpRuleSpec]:  # type: ignore[empty-body]
+    def meshwright_op_rules(self) -> Iterable[specs.OpRuleSpec]:  # type: ignore[empty-body]
         """Register sharding rules for operators, your own or ones that torch has none for.
 
         Example:
@@ -122,7 +112,7 @@ class HookSpecs:
         """
 
     @hookspec
-    def meshwright_placements(self) -> Iterable[PlacementSpec]:  # type: ignore[empty-body]
+    def meshwright_placements(self) -> Iterable[specs.PlacementSpec]:  # type: ignore[empty-body]
         """Register placements: ways in which a mesh axis splits a tensor.
 
         Example:
@@ -133,7 +123,7 @@ class HookSpecs:
         """
 
     @hookspec
-    def meshwright_commands(self) -> Iterable[CommandSpec]:  # type: ignore[empty-body]
+    def meshwright_commands(self) -> Iterable[specs.CommandSpec]:  # type: ignore[empty-body]
         """Register subcommands of `meshwright`.
 
         Example:
@@ -147,14 +137,14 @@ class HookSpecs:
 # hook -> the type that it must yield
 RECORD_TYPES: Mapping[str, type[Record]] = MappingProxyType(
     {
-        "meshwright_strategies": StrategySpec,
-        "meshwright_planners": PlannerSpec,
-        "meshwright_cost_models": CostModelSpec,
-        "meshwright_clusters": ClusterSpec,
-        "meshwright_schedules": ScheduleSpec,
-        "meshwright_checkpoint_backends": BackendSpec,
-        "meshwright_op_rules": OpRuleSpec,
-        "meshwright_placements": PlacementSpec,
-        "meshwright_commands": CommandSpec,
+        "meshwright_strategies": specs.StrategySpec,
+        "meshwright_planners": specs.PlannerSpec,
+        "meshwright_cost_models": specs.CostModelSpec,
+        "meshwright_clusters": specs.ClusterSpec,
+        "meshwright_schedules": specs.ScheduleSpec,
+        "meshwright_checkpoint_backends": specs.BackendSpec,
+        "meshwright_op_rules": specs.OpRuleSpec,
+        "meshwright_placements": specs.PlacementSpec,
+        "meshwright_commands": specs.CommandSpec,
     }
 )

@@ -13,23 +13,10 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.plugins import records as specs
 from meshwright_dtensor.plugins.discovery import DISABLE, Collector, search_one_by_one
 from meshwright_dtensor.plugins.hookspec import GROUP, RECORD_TYPES
-from meshwright_dtensor.plugins.records import (
-    BackendSpec,
-    ClusterSpec,
-    CommandSpec,
-    CostModelSpec,
-    OpRuleSpec,
-    PlacementSpec,
-    PlannerSpec,
-    Problem,
-    R,
-    Record,
-    Registered,
-    ScheduleSpec,
-    StrategySpec,
-)
+from meshwright_dtensor.plugins.records import Problem, R, Record, Registered
 from meshwright_dtensor.utils.names import did_you_mean, listing
 
 
@@ -82,15 +69,15 @@ class PluginHost:
         by_name: Mapping[str, Registered[Any]] = self._records.get(record_type, {})
         return {name: cast("Registered[R]", by_name[name]) for name in sorted(by_name)}
 
-    strategies = _all_of(StrategySpec, "Strategies by name.")
-    planners = _all_of(PlannerSpec, "Planners by name.")
-    cost_models = _all_of(CostModelSpec, "Cost models by name.")
-    clusters = _all_of(ClusterSpec, "Clusters by name.")
-    schedules = _all_of(ScheduleSpec, "Pipeline schedules by name.")
-    checkpoint_backends = _all_of(BackendSpec, "Checkpoint backends by name.")
-    op_rules = _all_of(OpRuleSpec, "Operator rules by name.")
-    placements = _all_of(PlacementSpec, "Placements by name.")
-    commands = _all_of(CommandSpec, "Subcommands by name.")
+    strategies = _all_of(specs.StrategySpec, "Strategies by name.")
+    planners = _all_of(specs.PlannerSpec, "Planners by name.")
+    cost_models = _all_of(specs.CostModelSpec, "Cost models by name.")
+    clusters = _all_of(specs.ClusterSpec, "Clusters by name.")
+    schedules = _all_of(specs.ScheduleSpec, "Pipeline schedules by name.")
+    checkpoint_backends = _all_of(specs.BackendSpec, "Checkpoint backends by name.")
+    op_rules = _all_of(specs.OpRuleSpec, "Operator rules by name.")
+    placements = _all_of(specs.PlacementSpec, "Placements by name.")
+    commands = _all_of(specs.CommandSpec, "Subcommands by name.")
 
     def get(self, record_type: type[R], name: str) -> Registered[R]:
         """The record of that type and name. PluginError says what was meant, or what to install."""

@@ -81,9 +81,7 @@ def difference(records: list[Records], problems: list[list[str]] | None = None) 
     if len(parts) > 6:
         text += f"; and {len(parts) - 6} more"
     broken = _by_value(problems or [])
-    causes = [
-        f"{problem}, on {_ranks(ranks)}" for problem, ranks in broken.items() if len(ranks) < len(records)
-    ]
+    causes = [f"{cause}, on {_ranks(ranks)}" for cause, ranks in broken.items() if len(ranks) < len(records)]
     if causes:
         text += f"; broken: {listing(causes, 3)}"
     return text + "; install the same versions and set the same MESHWRIGHT_DISABLE_PLUGINS on every rank"
