@@ -29,26 +29,14 @@ from meshwright_dtensor.rules.node import (
     needs_data,
     replicate,
 )
-from meshwright_dtensor.rules.ops import (
-    factories,
-    indexing,
-    layers,
-    matmul,
-    pointwise,
-    reductions,
-    stock,
-    views,
-)
+from meshwright_dtensor.rules.ops import factories, indexing, layers, matmul, pointwise, reductions, views
+from meshwright_dtensor.rules.ops.stock import suggested_rows
 from meshwright_dtensor.rules.verify_row import check
 from meshwright_dtensor.trace.graph import Ref
 
 
 class RuleBook:
-    """Rules, composites, and a cache of the rows of each node.
-
-    Attributes:
-        composites: torch function -> composite.
-    """
+    """Rules, `composites` by torch function, and a cache of the rows of each node."""
 
     def __init__(
         self, rules: Mapping[str, RuleEntry], composites: Iterable[Composite] = (), *, use_stock: bool = True
@@ -125,7 +113,7 @@ class RuleBook:
         if entry is None:
             if not self._use_stock or needs_data(node):
                 return [replicate(view)]
-            return self._checked(view, stock.suggestions(view), "dtensor")
+            return self._checked(view, suggested_rows(view), "dtensor")
         if entry.source == "plugin":
             return self._checked(view, entry.rule(view), entry.source)
         return finish(view, entry.rule(view), entry.source, entry.complete)

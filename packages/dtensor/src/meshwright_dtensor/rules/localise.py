@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,16 +10,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor.rules.lift import slice_bounds
-from meshwright_dtensor.rules.node import (
-    RESHAPES,
-    SLICES,
-    SPLITS,
-    NodeView,
-    aten_ops,
-    base_name,
-    dims_of,
-    numel,
-)
+from meshwright_dtensor.rules.node import RESHAPES, SLICES, SPLITS, NodeView, aten_ops, base_name, dims_of
 from meshwright_dtensor.sharding.boxes import Region
 from meshwright_dtensor.sharding.reshape import local_slice
 
@@ -31,7 +23,7 @@ def mean_of_shards(
     x: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype | None, *, count: int
 ) -> torch.Tensor:
     """This rank's part of a mean over ``count`` elements, of which it may hold some only; a sum could overflow float16."""
-    held = numel([x.shape[d] for d in dim])
+    held = math.prod([x.shape[d] for d in dim])
     # the mean of no elements is nan
     if held == 0:
         return x.sum(dim, keepdim, dtype=dtype)
@@ -86,7 +78,7 @@ def _sized(position: int, view: NodeView, out_shapes: Shapes, held: Region | Non
 
 def _group_norm(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp:
     shape = out_shapes[0]
-    return _replaced(view, 3, shape[0], shape[1], numel(shape[2:]))
+    return _replaced(view, 3, shape[0], shape[1], math.prod(shape[2:]))
 
 
 def _convolution(view: NodeView, out_shapes: Shapes, held: Region | None) -> LocalOp | None:
@@ -126,7 +118,7 @@ def _mean(view: NodeView, in_shapes: Shapes | None) -> LocalOp:
     dims = [d for d in dims_of(bound.get("dim"), len(whole)) if d < len(whole)]
     if not whole or (in_shapes is not None and all(in_shapes[0][d] == whole[d] for d in dims)):
         return node.op, node.args, node.kwargs
-    count = numel([whole[d] for d in dims])
+    count = math.prod([whole[d] for d in dims])
     arguments = (node.ins[0], dims, bool(bound.get("keepdim")), bound.get("dtype"))
     return partial(mean_of_shards, count=count), arguments, {}
 

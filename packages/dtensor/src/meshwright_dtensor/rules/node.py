@@ -124,9 +124,7 @@ class RuleEntry(NamedTuple):
 
 def rules(source: str, *entries: tuple[str, Rule], complete: bool = False) -> dict[str, RuleEntry]:
     """op name -> rule, from (names of aten ops separated by spaces, their rule); see RuleEntry."""
-    return {
-        f"aten.{name}": RuleEntry(rule, source, complete) for names, rule in entries for name in names.split()
-    }
+    return {f"aten.{op}": RuleEntry(rule, source, complete) for ops, rule in entries for op in ops.split()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +196,7 @@ def refine(view: NodeView, rows: Iterable[Strategy], needs_grad: Callable[[Ref],
     in_grad = [needs_grad(r) and any(out_grad) for r in ins]
 
     def partial(states: States, grads: list[bool]) -> States:
-        return tuple(
-            (X if grad else I) if state == R else state for state, grad in zip(states, grads, strict=True)
-        )
+        return tuple((X if g else I) if s == R else s for s, g in zip(states, grads, strict=True))
 
     result: dict[tuple[States, States], Strategy] = {}
     for row in rows:

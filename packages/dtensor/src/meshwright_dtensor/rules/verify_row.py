@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,6 @@ LIMIT = 65536
 
 _REJECTED = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError)
 
-Draw = Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor]
 Run = tuple[list[torch.Tensor], list[torch.Tensor]]
 """The inputs of an op as leaves of autograd, and its outputs."""
 
@@ -36,21 +35,26 @@ def check(view: NodeView, strategy: Strategy, *, seed: int = 0) -> bool:
         return False
     generator = torch.Generator().manual_seed(seed)
     tried = False
-    for draw in (_positive, _signed):
-        outcome = _trial(small, strategy, draw, generator)
+    for positive in (True, False):
+        outcome = _trial(small, strategy, positive, generator)
         if outcome is False:
             return False
         tried = tried or outcome is True
     return tried
 
 
-def _trial(view: NodeView, strategy: Strategy, draw: Draw, generator: torch.Generator) -> bool | None:
+def _trial(view: NodeView, strategy: Strategy, positive: bool, generator: torch.Generator) -> bool | None:
     """Whether the shards agree with the whole op; None if the whole op rejects its inputs."""
-    inputs = [draw(view.shape(ref), _wide(view.dtype(ref)), generator) for ref in view.node.ins]
-    whole_run = _run_whole(view, inputs)
-    if whole_run is None:
+    inputs = [_drawn(view.shape(r), _wide(view.dtype(r)), positive, generator) for r in view.node.ins]
+    floating = [x.is_floating_point() or x.is_complex() for x in inputs]
+    first_only = [i == floating.index(True) for i in range(len(inputs))] if any(floating) else floating
+    for grads in (floating, first_only, [False] * len(inputs)):
+        # some ops refuse inputs that want a gradient
+        with suppress(*_REJECTED):
+            leaves, outputs = _run(view, inputs, view.out_shapes, view.in_shapes, grads)
+            break
+    else:
         return None
-    (leaves, outputs), grads = whole_run
     n = view.n
     pieces = [_parts(x, state, n, generator) for x, state in zip(inputs, strategy.ins, strict=True)]
     outs = list(zip(view.out_shapes, strategy.outs, strict=True))
@@ -97,13 +101,12 @@ def _gradients_agree(
         if any(not run[1][i].requires_grad for i in active):
             return False
         local.append(_gradients(run, active, wanted, [part[rank] for part in parts]))
-    duals = [_dual(strategy.ins[i], sharded) for i in wanted]
-    return all(map(_agrees, map(list, zip(*local, strict=True)), duals, whole))
-
-
-def _dual(state: State, sharded: bool) -> State:
-    """The state of the gradient of an input in ``state``; ``sharded``: some state of the row is not R."""
-    return state if isinstance(state, int) else (R if state == P or not sharded else P)
+    # of the gradients of the inputs
+    states = [
+        s if isinstance(s, int) else P if s == R and sharded else R
+        for s in map(strategy.ins.__getitem__, wanted)
+    ]
+    return all(map(_agrees, map(list, zip(*local, strict=True)), states, whole))
 
 
 def _gradients(
@@ -112,17 +115,6 @@ def _gradients(
     """Gradients of the ``wanted`` inputs for those of the ``active`` outputs; zeros for unused inputs."""
     inputs, results = [run[0][i] for i in wanted], [run[1][i] for i in active]
     return torch.autograd.grad(results, inputs, of_outputs, materialize_grads=True)
-
-
-def _run_whole(view: NodeView, inputs: Sequence[torch.Tensor]) -> tuple[Run, list[bool]] | None:
-    """The whole op and which inputs take a gradient, or None if it rejects the inputs."""
-    floating = [x.is_floating_point() or x.is_complex() for x in inputs]
-    first_only = [i == floating.index(True) for i in range(len(inputs))] if any(floating) else floating
-    for grads in (floating, first_only, [False] * len(inputs)):
-        # some ops refuse inputs that want a gradient
-        with suppress(*_REJECTED):
-            return _run(view, inputs, view.out_shapes, view.in_shapes, grads), grads
-    return None
 
 
 def _run(
@@ -181,20 +173,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
 
 
-def _positive(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _drawn(
+    shape: tuple[int, ...], dtype: torch.dtype, positive: bool, generator: torch.Generator
+) -> torch.Tensor:
+    """Random numbers; if ``positive``, no number is negative, and integers are 0."""
     if dtype.is_floating_point or dtype.is_complex:
-        return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).to(dtype)
-    return torch.zeros(shape, dtype=dtype) if dtype is not torch.bool else _coin(shape, generator)
-
-
-def _signed(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    if dtype.is_complex or dtype.is_floating_point:
+        if positive:
+            return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).to(dtype)
         return torch.randn(shape, dtype=dtype, generator=generator)
-    return _coin(shape, generator).to(dtype)
-
-
-def _coin(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 2, shape, generator=generator).bool()
+    if positive and dtype is not torch.bool:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
 def shrink(view: NodeView) -> NodeView | None:

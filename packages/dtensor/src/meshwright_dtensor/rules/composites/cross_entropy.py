@@ -193,23 +193,18 @@ class VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        """Gradient of this rank's logits."""
+        """Gradient of this rank's logits: softmax minus one-hot, times the gradient of each row."""
+        logits, log_sum, index, here, kept = context.saved_tensors
         with torch.no_grad():
-            result = VocabularyLoss.gradient(context, gradient)
-        # create_graph=True; the softmax below is outside of the graph
+            scores = _wide(logits).movedim(context.class_dim, -1)
+            result = (scores - log_sum.unsqueeze(-1)).exp_()
+            result.scatter_add_(-1, index, -here.to(result.dtype).unsqueeze(-1))
+            result.mul_(gradient.masked_fill(~kept, 0.0).unsqueeze(-1))
+            result = result.movedim(-1, context.class_dim).to(logits.dtype)
+        # create_graph=True; the softmax above is outside of the graph
         if torch.is_grad_enabled():
             result = Once.apply(result.requires_grad_())
         return result, None, None, None, None
-
-    @staticmethod
-    def gradient(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Softmax minus one-hot, times the gradient of each row."""
-        logits, log_sum, index, here, kept = context.saved_tensors
-        scores = _wide(logits).movedim(context.class_dim, -1)
-        result = (scores - log_sum.unsqueeze(-1)).exp_()
-        result.scatter_add_(-1, index, -here.to(result.dtype).unsqueeze(-1))
-        result.mul_(gradient.masked_fill(~kept, 0.0).unsqueeze(-1))
-        return result.movedim(-1, context.class_dim).to(logits.dtype)
 
 
 class Once(torch.autograd.Function):

@@ -10,13 +10,8 @@ import torch.nn.functional as F
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
-from meshwright_dtensor.rules.composites.sdpa_context import (
-    local_attention,
-    noise_of,
-    shares_sequence,
-    weights_of,
-)
-from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
+from meshwright_dtensor.rules.composites.sdpa_context import local_attention, noise_of, shares_sequence
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy, broadcast_state, finish, numel
 from meshwright_dtensor.sharding.states import P, R, State, is_shard
 
 
@@ -49,15 +44,14 @@ class ScaledDotProductAttention(Composite):
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Batch dims; heads (of q and kv together); features of v; queries, unless causal; a partial v; the sequence."""
-        q, k, v = view.in_shapes[:3]
-        mask = view.in_shapes[3] if len(view.node.ins) == 4 else None
+        q, k, v, *masks = view.in_shapes
         causal, grouped = view.node.args[5], view.node.args[7]
-        ndim = len(q)
+        ndim, scores = len(q), (*view.out_shapes[0][:-1], k[-2])
         rows: list[Row] = []
 
         def add(states: tuple[State, State, State], out: State, mask_dim: int | None = None) -> None:
-            mask_states = () if mask is None else (_mask_state(mask, ndim, mask_dim),)
-            rows.append(((*states, *mask_states), (out,)))
+            of_masks = (R if mask_dim is None else broadcast_state(mask_dim, scores, mask) for mask in masks)
+            rows.append(((*states, *of_masks), (out,)))
 
         for dim in range(ndim - 2):
             sizes = {t[dim] for t in (q, k, v)}
@@ -93,8 +87,7 @@ class ScaledDotProductAttention(Composite):
         if shares_sequence(ctx):
             return local_attention(ctx)
         dropping = not self.plain(ctx)
-        shape, states = weights_of(ctx)
-        draw = noise_of(ctx, shape, ctx.region(shape, states))
+        draw = noise_of(ctx)
 
         def attend(tensors: list[torch.Tensor], site: Site = NOWHERE) -> torch.Tensor:
             q, k, v = tensors[:3]
@@ -112,8 +105,3 @@ class ScaledDotProductAttention(Composite):
         q, k, v = view.in_shapes[:3]
         full = 2.0 * numel(view.out_shapes[0][:-1]) * k[-2] * (q[-1] + v[-1])
         return full / 2 if view.node.args[5] else full
-
-
-def _mask_state(mask: tuple[int, ...], ndim: int, dim: int | None) -> State:
-    index = -1 if dim is None else dim - ndim + len(mask)
-    return index if index >= 0 and mask[index] != 1 else R

@@ -17,9 +17,9 @@ from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
 from meshwright_dtensor.rules.composites.sdpa_ring import Ranks, SharedAttention
-from meshwright_dtensor.sharding.boxes import Place, cut_intervals
+from meshwright_dtensor.sharding.boxes import Region, cut_intervals
 from meshwright_dtensor.sharding.intervals import Intervals
-from meshwright_dtensor.sharding.states import R, States, X
+from meshwright_dtensor.sharding.states import R, X
 
 Tensor = torch.Tensor
 
@@ -47,8 +47,7 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
     ranks, scale = _ranks(ctx, axes, form == "ring"), ctx.node.args[6]
     if scale is None:
         scale = 1.0 / math.sqrt(max(ctx.in_shapes[0][-1], 1))
-    shape, states = weights_of(ctx)
-    draw = noise_of(ctx, shape, ctx.region(shape, states)) if p else None
+    draw = noise_of(ctx) if p else None
 
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
@@ -90,38 +89,30 @@ def _ranks(ctx: LocalContext, axes: list[int], ring: bool) -> Ranks:
         return Ranks(None, "", 0, queries, (whole,), causal, False, lambda t, s, p: t, lambda t, s: t)
     k, v = ctx.in_shapes[1:3]
     whole_keys = tuple(X if axis in axes else s for axis, s in enumerate(ctx.ins[1]))
-    gathered = conversion_between(ctx.context, ctx.ins[1], whole_keys, torch.Size((*k[:-1], k[-1] + v[-1])))
-    assert gathered is not None
+    to_all = conversion_between(ctx.context, ctx.ins[1], whole_keys, torch.Size((*k[:-1], k[-1] + v[-1])))
+    assert to_all is not None
     # its backward is the same gather, logged as backward
-    dual = gathered.dual()
+    dual = to_all.dual()
 
     def gather(t: Tensor, site: Site, phase: str) -> Tensor:
-        return gathered.forward(t, site) if phase == "forward" else dual.backward(t, site)
+        return to_all.forward(t, site) if phase == "forward" else dual.backward(t, site)
 
     axis = axes[0]
     name, keys = ctx.context.axes[axis], ctx.intervals_along(1, dim, axis)
-    return Ranks(
-        ctx.group(axis), name, ctx.rank(axis), queries, keys, causal, ring, gather, gathered.backward
-    )
+    return Ranks(ctx.group(axis), name, ctx.rank(axis), queries, keys, causal, ring, gather, to_all.backward)
 
 
-def weights_of(ctx: LocalContext) -> tuple[tuple[int, ...], States]:
-    """Shape of the attention weights, and their states, those of this rank's queries."""
-    shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
-    # the features of the output are not a dim of the weights
-    return shape, tuple(s if isinstance(s, int) and int(s) != len(shape) - 1 else R for s in ctx.outs[0])
-
-
-def noise_of(ctx: LocalContext, shape: tuple[int, ...], place: Place) -> Callable[[Tensor], Tensor]:
-    """A function that draws this rank's slice of one device's dropout mask."""
+def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Tensor], Tensor]:
+    """A function that draws a part of one device's dropout mask: ``region`` of the weights, by default this rank's queries."""
     p: float = ctx.node.args[4]
-
-    def draw(like: Tensor) -> Tensor:
-        return draw_full_then_slice(
-            lambda full: noise_(full, p), shape, range(len(shape)), like.dtype, like.device, place
-        )
-
-    return draw
+    shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
+    if region is None:
+        # the features of the output are not a dim of the weights
+        states = (s if isinstance(s, int) and int(s) != len(shape) - 1 else R for s in ctx.outs[0])
+        region = ctx.region(shape, tuple(states))
+    return lambda like: draw_full_then_slice(
+        lambda full: noise_(full, p), shape, range(len(shape)), like.dtype, like.device, region
+    )
 
 
 # ---- all-to-all to heads
@@ -158,9 +149,8 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     local_heads = tuple(cut_intervals(region[dim - 1], rank * (heads // n), heads // n))
     queries = ctx.intervals_along(0, dim, axis)
     keys = ctx.intervals_along(1, dim, axis)
-    shape = weights_of(ctx)[0]
-    whole = (((0, shape[-2]),), ((0, shape[-1]),))
-    draw = noise_of(ctx, shape, (*region[: dim - 1], local_heads, *whole)) if p else None
+    whole = (((0, ctx.out_shapes[0][-2]),), ((0, ctx.in_shapes[1][-2]),))
+    draw = noise_of(ctx, (*region[: dim - 1], local_heads, *whole)) if p else None
 
     def exchange(t: Tensor, source: int, target: int, site: Site) -> Tensor:
         sizes = [t.shape[d] * (n if d == source else 1) for d in (source, target)]

@@ -134,25 +134,23 @@ def _sources(ranks: Ranks, local: Tensor, site: Site, phase: str) -> Iterator[tu
             here = coming()
 
 
-def _shift(
-    ranks: Ranks, tensor: Tensor, source: int, site: Site, phase: str, why: str
-) -> Callable[[], Tensor]:
-    """Start to send ``tensor`` to the next rank of the ring; the result waits for the keys of ``source`` from the previous one."""
-    received = tensor.new_empty((*tensor.shape[:-2], ranks.held(source), tensor.shape[-1]))
+def _shift(ranks: Ranks, sent: Tensor, source: int, site: Site, phase: str, why: str) -> Callable[[], Tensor]:
+    """Start to send ``sent`` to the next rank of the ring; the result waits for the keys of ``source`` from the previous one."""
+    received = sent.new_empty((*sent.shape[:-2], ranks.held(source), sent.shape[-1]))
     group = ranks.group
     assert group is not None
     after, before = (dist.get_global_rank(group, (ranks.rank + d) % ranks.size) for d in (1, -1))
     work = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, tensor, after, group), dist.P2POp(dist.irecv, received, before, group)]
+        [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
     )
     if CommLog.listening():
-        record("send_recv", ranks.axis, tensor.nbytes, phase, site.module, site.function, why)
+        record("send_recv", ranks.axis, sent.nbytes, phase, site.module, site.function, why)
 
     def wait() -> Tensor:
         for request in work:
             request.wait()
-        # keeps the sent tensor alive until it is sent
-        assert tensor is not received
+        # keeps the tensor alive until it is sent
+        assert sent is not received
         return received
 
     return wait

@@ -17,7 +17,7 @@ _PROBES = 64
 """Combinations of input placements tried per op."""
 
 
-def suggestions(view: NodeView) -> list[Row]:
+def suggested_rows(view: NodeView) -> list[Row]:
     """Rows from DTensor's single-dim strategies, else from probing its strategy function."""
     op, count = view.node.op, len(view.node.ins) + len(view.node.outs)
 
