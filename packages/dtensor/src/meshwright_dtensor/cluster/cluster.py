@@ -277,11 +277,7 @@ class Cluster:
         return next((m for m in self.work if m.kind == kind and m.dtype == dtype), None)
 
     def running(self, ranks: int) -> Cluster:
-        """The same cluster with `ranks` ranks in all: ranks that share the cores of a machine are slower.
-
-        Raises:
-            UsageError: its links do not connect so many.
-        """
+        """The same cluster with `ranks` ranks in all, slower if they share cores. Raises UsageError if its links connect fewer."""
         most = self.most_ranks
         if most is not None and ranks > most:
             raise UsageError(

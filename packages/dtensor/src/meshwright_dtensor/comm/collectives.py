@@ -17,13 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.comm.log import CommLog, Site, record
-from meshwright_dtensor.sharding.intervals import (
-    Interval,
-    Intervals,
-    IntervalShard,
-    chunk_intervals,
-    intervals_of,
-)
+from meshwright_dtensor.sharding.intervals import Intervals, IntervalShard, chunk_intervals, intervals_of
 from meshwright_dtensor.sharding.states import State, format_state
 
 if TYPE_CHECKING:
@@ -130,7 +124,7 @@ def _all_to_all(t: Tensor, source: int, target: int, n: int, group: dist.Process
     return torch.cat(received.view([n, *shape]).unbind(0), source)
 
 
-def _length(intervals: Sequence[Interval]) -> int:
+def _length(intervals: Intervals) -> int:
     """Elements in all of the intervals."""
     return sum(n for _, n in intervals)
 

@@ -73,12 +73,6 @@ class CommLog:
         """Whether any log is open."""
         return bool(cls._active)
 
-    @classmethod
-    def emit(cls, event: CommEvent) -> None:
-        """Hand an event to every open log."""
-        for log in cls._active:
-            log.events.append(event)
-
 
 @contextlib.contextmanager
 def communication() -> Iterator[CommLog]:
@@ -111,5 +105,5 @@ def record(
     why: str = "",
 ) -> None:
     """Report a collective to the open logs."""
-    if CommLog._active:
-        CommLog.emit(CommEvent(kind, axis, nbytes, phase, module, function, why))
+    for log in CommLog._active:
+        log.events.append(CommEvent(kind, axis, nbytes, phase, module, function, why))

@@ -18,14 +18,7 @@ from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, local_shape_of
-from meshwright_dtensor.sharding.states import (
-    State,
-    States,
-    format_state,
-    forward_kind,
-    gradient_kind,
-    is_shard,
-)
+from meshwright_dtensor.sharding.states import State, States, format_state, forward_kind, gradient_kind
 
 Tensor = torch.Tensor
 _DUAL: Final[dict[State, State]] = {"X": "P", "P": "X"}
@@ -45,12 +38,12 @@ def route(source: States, target: States) -> list[tuple[int, State, State]]:
     dims_used = [d for i in touched for d in _dims(source[i], target[i])]
     if len(dims_used) == len(set(dims_used)):
         # steps that make the value smaller come first, so that later steps move less
-        order = sorted(touched, key=lambda i: (not is_shard(target[i]), is_shard(source[i]), i))
+        order = sorted(touched, key=lambda i: (not isinstance(target[i], int), isinstance(source[i], int), i))
         return [(i, source[i], target[i]) for i in order]
     steps: list[tuple[int, State, State]] = []
-    middle = {i: "I" if is_shard(target[i]) else target[i] for i in touched}
+    middle = {i: "I" if isinstance(target[i], int) else target[i] for i in touched}
     for i in sorted(touched, reverse=True):
-        if source[i] == "X" and is_shard(target[i]):
+        if source[i] == "X" and isinstance(target[i], int):
             middle[i] = "X"
         if source[i] != middle[i]:
             steps.append((i, source[i], middle[i]))

@@ -92,11 +92,7 @@ class MeshContext:
             return value
 
     def inner(self, axes: tuple[str, ...]) -> MeshContext:
-        """The context of the ranks that differ from this rank on ``axes`` only; it shares this context's report.
-
-        Args:
-            axes: some of this context's axes, in their order.
-        """
+        """The context of the ranks that differ from this rank on ``axes`` only, in mesh order; it shares this report."""
         context = self.cached(_inner, axes)
         context.strict = self.strict
         return context
@@ -115,12 +111,7 @@ def _inner(outer: MeshContext, axes: tuple[str, ...]) -> MeshContext:
 def share_attention(mesh: DeviceMesh, axis: str, form: str) -> None:
     """Let attention run where queries, keys and values are all sharded over ``axis`` along the sequence.
 
-    Args:
-        axis: name of a mesh axis.
-        form: one of :data:`FORMS`.
-
-    Raises:
-        UsageError: no such axis, or no such form.
+    ``form`` is one of :data:`FORMS`. Raises UsageError if there is no such axis or form.
     """
     context = MeshContext.of(mesh)
     if axis not in context.axes:

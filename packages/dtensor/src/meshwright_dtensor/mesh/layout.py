@@ -35,17 +35,7 @@ class Layout:
         template: an empty meta tensor of the global shape, from which wrappers are made.
     """
 
-    __slots__ = (
-        "context",
-        "states",
-        "shape",
-        "dtype",
-        "ndim",
-        "local_shape",
-        "replicated",
-        "template",
-        "region",
-    )
+    __slots__ = "context states shape dtype ndim local_shape replicated template region".split()
 
     def __init__(self, context: MeshContext, states: States, shape: torch.Size, dtype: torch.dtype) -> None:
         self.context, self.states, self.shape, self.dtype = context, states, shape, dtype
@@ -67,11 +57,7 @@ class Layout:
 
     @property
     def box(self) -> Box:
-        """(offset, length) per tensor dim of the part of the global value that this rank holds.
-
-        Raises:
-            UsageError: the part is several boxes, because of an interval shard; :attr:`region` has them all.
-        """
+        """(offset, length) per tensor dim of this rank's part. Raises UsageError if it is several boxes; see :attr:`region`."""
         box = single_box(self.region)
         if box is None:
             raise UsageError(
@@ -158,11 +144,7 @@ def stored_placement(state: State) -> Placement:
 
 
 def state_of(placement: Placement, ndim: int) -> State:
-    """The state of a torch placement of a tensor with ``ndim`` dims.
-
-    Raises:
-        UnsupportedError: for placements other than Replicate, Shard, RunShard and Partial(sum).
-    """
+    """The state of a Replicate, Shard, RunShard or Partial(sum) of a tensor with ``ndim`` dims; UnsupportedError for others."""
     if placement.is_replicate():
         return "I"
     if type(placement) is Shard or isinstance(placement, RunShard):

@@ -62,8 +62,7 @@ def init(device: str | None = None) -> torch.device:
 def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
     """The device mesh of ``plan``: one axis per degree, in the plan's order, outermost first.
 
-    Raises:
-        PlanError: the degrees do not multiply to the world size.
+    Raises PlanError if the degrees do not multiply to the world size.
     """
     here = init(device)
     world = dist.get_world_size()
@@ -79,21 +78,15 @@ def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """The process group of the ranks that differ from this rank on `axes` only.
+    """The process group of the ranks that differ from this rank on `axes` only (names of mesh axes, in mesh order).
 
-    Args:
-        axes: names of mesh axes, in mesh order. With several axes, the first call makes the group and is collective: every
-            rank of the mesh must make it.
+    With several axes, the first call makes the group and is collective: every rank of the mesh must make it.
     """
     return mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh, tuple(axes))
 
 
 def restrict_world(size: int) -> dist.ProcessGroup | None:
-    """Make ranks 0 to `size` - 1 the default process group (a collective call).
-
-    Returns:
-        The group of those ranks; None on all other ranks, where nothing changes.
-    """
+    """Make ranks 0 to `size` - 1 the default process group (a collective call). None on all other ranks, which keep theirs."""
     group = dist.new_group(list(range(size)))
     if dist.get_rank() >= size:
         return None

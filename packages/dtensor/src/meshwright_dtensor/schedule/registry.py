@@ -11,14 +11,9 @@ from meshwright_dtensor.schedule.schedule import Schedule
 
 
 def schedule_named(name: str, host: PluginHost | None = None) -> Schedule:
-    """The installed schedule of this name.
+    """The installed schedule of this name. `host`: the plugin host to search; None discovers what is installed now.
 
-    Args:
-        host: the plugin host to search; None discovers what is installed now.
-
-    Raises:
-        PluginError: no schedule of this name is installed.
-        UsageError: the plugin's target is not a Schedule.
+    Raises PluginError if no schedule of this name is installed, UsageError if the plugin's target is not a Schedule.
     """
     target = (host or discover()).get(ScheduleSpec, name).load()
     schedule = _instance(target) if isinstance(target, type) else target

@@ -74,17 +74,11 @@ class OrderedActions(NamedTuple):
     @property
     def order(self) -> tuple[tuple[int, Action], ...]:
         """Every action with its rank, after the actions that it depends on."""
-        return tuple(
-            (rank, action) for rank, begin, end in self.segments for action in self.ranks[rank][begin:end]
-        )
+        return tuple((rank, a) for rank, begin, end in self.segments for a in self.ranks[rank][begin:end])
 
 
 def check_accepts(schedule: Schedule, shape: Shape) -> None:
-    """Ask the schedule whether it can run the pipeline. Its actions are not checked.
-
-    Raises:
-        UsageError: the schedule refuses the pipeline.
-    """
+    """Ask the schedule whether it can run the pipeline: UsageError if it refuses. Its actions are not checked."""
     refusal = schedule.refusal(shape)
     if refusal is not None:
         raise UsageError(f"schedule {schedule.name!r}: {refusal}")
@@ -93,8 +87,7 @@ def check_accepts(schedule: Schedule, shape: Shape) -> None:
 def ordered(schedule: Schedule, shape: Shape) -> OrderedActions:
     """The actions of a schedule, in an order in which they can run.
 
-    Raises:
-        UsageError: the schedule refuses the pipeline, or its actions are incomplete or wait for each other.
+    Raises UsageError if the schedule refuses the pipeline, or its actions are incomplete or wait for each other.
     """
     check_accepts(schedule, shape)
     ranks = tuple(tuple(schedule.actions(rank, shape)) for rank in range(shape.ranks))
@@ -104,11 +97,7 @@ def ordered(schedule: Schedule, shape: Shape) -> OrderedActions:
 
 
 def timetable(schedule: Schedule, shape: Shape) -> Timetable:
-    """Simulate a schedule with the times in DURATION.
-
-    Raises:
-        UsageError: see `ordered`.
-    """
+    """Simulate a schedule with the times in DURATION. Raises UsageError as `ordered` does."""
     actions = ordered(schedule, shape)
     order, split = actions.order, actions.split
     ends: dict[Action, float] = {}
@@ -123,9 +112,7 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
 
 def _split(ranks: Sequence[Sequence[Action]]) -> set[tuple[int, int]]:
     """(stage, microbatch) of split backwards."""
-    return {
-        (action.stage, action.microbatch) for actions in ranks for action in actions if action.kind == "I"
-    }
+    return {(a.stage, a.microbatch) for actions in ranks for a in actions if a.kind == "I"}
 
 
 def _numbered(schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]]) -> list[list[int]]:
@@ -168,22 +155,17 @@ def _report_incomplete(schedule: Schedule, shape: Shape, ranks: Sequence[Sequenc
     for rank, actions in enumerate(ranks):
         for action in actions:
             kind, stage, microbatch = action
+            has = f"{where}: rank {rank} has {action}"
             if (stage, microbatch) not in kinds:
-                raise UsageError(
-                    f"{where}: rank {rank} has {action}, but there are stages 0..{shape.stages - 1} and microbatches "
-                    f"0..{shape.microbatches - 1}"
-                )
+                last = f"0..{shape.stages - 1} and microbatches 0..{shape.microbatches - 1}"
+                raise UsageError(f"{has}, but there are stages {last}")
             if kind not in NAMES:
-                raise UsageError(
-                    f"{where}: rank {rank} has {action}; the kinds of actions are {', '.join(NAMES)}"
-                )
+                raise UsageError(f"{has}; the kinds of actions are {', '.join(NAMES)}")
             if kind in kinds[stage, microbatch]:
                 first = next(number for number, earlier in enumerate(ranks) if action in earlier)
                 raise UsageError(f"{where}: {action} comes twice, on rank {first} and on rank {rank}")
             if owners[stage] != rank:
-                raise UsageError(
-                    f"{where}: rank {rank} has {action}, but that stage is on rank {owners[stage]}; move it to that rank"
-                )
+                raise UsageError(f"{has}, but that stage is on rank {owners[stage]}; move it to that rank")
             kinds[stage, microbatch].add(kind)
     for place, present in kinds.items():
         # a forward, and its backward whole or in two halves

@@ -21,6 +21,7 @@ from meshwright_dtensor.sharding.intervals import Intervals, IntervalShard, inte
 if TYPE_CHECKING:
     import torch
 
+Ints: TypeAlias = Sequence[int]
 Box: TypeAlias = tuple[Interval, ...]
 Region: TypeAlias = tuple[Intervals, ...]
 Place: TypeAlias = Box | Region
@@ -46,16 +47,12 @@ def chunk_interval(interval: Interval, parts: int, index: int) -> Interval:
     return offset + start, min(step, length - start)
 
 
-def chunk_box(
-    shape: Sequence[int], mesh_sizes: Sequence[int], coords: Sequence[int], states: Sequence[str | int]
-) -> Box:
+def chunk_box(shape: Ints, mesh_sizes: Ints, coords: Ints, states: Sequence[str | int]) -> Box:
     """The box of the rank at `coords` of a mesh of `mesh_sizes`, for a tensor of global `shape`.
 
     `states` has one entry per mesh axis: an int cuts that tensor dim, anything else leaves it whole. Axes
-    that cut the same dim nest, the earlier mesh axis outside (torch's order for `Shard`).
-
-    Raises:
-        UsageError: entries do not fit, or the rank holds several boxes (`region_of` gives all of them).
+    that cut the same dim nest, the earlier mesh axis outside (torch's order for `Shard`). Raises UsageError if
+    entries do not fit, or the rank holds several boxes (`region_of` gives all of them).
     """
     if any(isinstance(state, IntervalShard) for state in states):
         interval_box = single_box(region_of(shape, mesh_sizes, coords, states))
@@ -73,9 +70,7 @@ def chunk_box(
     return tuple(box)
 
 
-def check_axes(
-    ndim: int, mesh_sizes: Sequence[int], coords: Sequence[int], states: Sequence[str | int]
-) -> None:
+def check_axes(ndim: int, mesh_sizes: Ints, coords: Ints, states: Sequence[str | int]) -> None:
     """Raise UsageError unless there is one size, coordinate and state per mesh axis, and shards name a dim."""
     if not len(mesh_sizes) == len(coords) == len(states):
         raise UsageError(
@@ -168,9 +163,7 @@ def dense_strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[i
     return tuple(strides)
 
 
-def region_of(
-    shape: Sequence[int], mesh_sizes: Sequence[int], coords: Sequence[int], states: Sequence[str | int]
-) -> Region:
+def region_of(shape: Ints, mesh_sizes: Ints, coords: Ints, states: Sequence[str | int]) -> Region:
     """The region of the rank at `coords` of a mesh of `mesh_sizes`, for a tensor of global `shape`.
 
     Arguments and nesting as in `chunk_box`, and interval shards. Raises UsageError for entries that do not fit.
@@ -210,7 +203,7 @@ def region_shape(region: Region) -> tuple[int, ...]:
 
 
 def local_shape_of(
-    shape: Sequence[int], mesh_sizes: Sequence[int], coords: Sequence[int], states: Sequence[str | int]
+    shape: Ints, mesh_sizes: Ints, coords: Ints, states: Sequence[str | int]
 ) -> tuple[int, ...]:
     """The shape of the local tensor at `coords`; arguments as in `region_of`."""
     return region_shape(region_of(shape, mesh_sizes, coords, states))
@@ -237,13 +230,8 @@ def region_boxes(place: Place) -> list[tuple[Box, Box]]:
     for dim in place:
         intervals: Intervals = dim if isinstance(dim[0], tuple) else (dim,)  # type: ignore[assignment]
         starts = itertools.accumulate((length for _, length in intervals), initial=0)
-        spans.append(
-            [
-                ((a, n), (at, n))
-                for (a, n), at in zip(intervals, starts, strict=False)
-                if n or len(intervals) == 1
-            ]
-        )
+        only = len(intervals) == 1
+        spans.append([((a, n), (at, n)) for (a, n), at in zip(intervals, starts) if n or only])
     return [
         (tuple(globally for globally, _ in pairs), tuple(locally for _, locally in pairs))
         for pairs in itertools.product(*spans)
@@ -279,13 +267,11 @@ def uneven_dims(shape: Sequence[int], sizes: Sequence[int], states: Sequence[str
     for n, state in zip(sizes, states, strict=True):
         if not isinstance(state, int):
             continue
-        dim = int(state)
+        dim, size = int(state), local_shape[int(state)]
         if isinstance(state, IntervalShard):
-            if not state.even:
-                uneven.add(dim)
-            local_shape[dim] = state.lengths[0]
+            even, local_shape[dim] = state.even, state.lengths[0]
         else:
-            if local_shape[dim] % n:
-                uneven.add(dim)
-            local_shape[dim] = -(-local_shape[dim] // n)
+            even, local_shape[dim] = size % n == 0, -(-size // n)
+        if not even:
+            uneven.add(dim)
     return uneven

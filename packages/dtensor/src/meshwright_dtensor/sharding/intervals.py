@@ -116,8 +116,7 @@ def chunk_intervals(total: int, n: int) -> tuple[Intervals, ...]:
 def intervals_of(state: int, total: int, n: int) -> tuple[Intervals, ...]:
     """The intervals of each of ``n`` ranks for a dim of size ``total``, plain or interval shard.
 
-    Raises:
-        ValueError: the interval shard is for another size or number of ranks.
+    Raises ValueError if the interval shard is for another size or number of ranks.
     """
     if not isinstance(state, IntervalShard):
         return chunk_intervals(total, n)
@@ -131,8 +130,7 @@ def intervals_of(state: int, total: int, n: int) -> tuple[Intervals, ...]:
 def interval_shard(dim: int, intervals: Sequence[Sequence[Interval]]) -> int:
     """The state in which rank ``r`` owns ``intervals[r]`` of tensor dim ``dim``; the dim for a plain shard.
 
-    Raises:
-        ValueError: the intervals do not cover ``0 .. total`` exactly once.
+    Raises ValueError if the intervals do not cover ``0 .. total`` exactly once.
     """
     ranks = tuple(merge_intervals(held) for held in intervals)
     total = 0
@@ -150,11 +148,8 @@ def interval_shard(dim: int, intervals: Sequence[Sequence[Interval]]) -> int:
 def repeat_to_fit(state: IntervalShard, shape: Sequence[int], n: int) -> int | None:
     """``state`` for a tensor of this shape, its pattern repeated if the dim is a multiple of its size.
 
-    A plan is made for the rows of one data rank. Flattened with the sequence, more rows repeat the
-    pattern.
-
-    Returns:
-        The state, or None if it does not fit.
+    A plan is made for the rows of one data rank. Flattened with the sequence, more rows repeat the pattern. None if the
+    state does not fit.
     """
     dim = int(state)
     if dim >= len(shape) or len(state.intervals) != n or shape[dim] % state.total:
@@ -171,11 +166,7 @@ def repeat_to_fit(state: IntervalShard, shape: Sequence[int], n: int) -> int | N
 
 
 def segmented_shard(dim: int, sizes: Sequence[int], n: int) -> int:
-    """Consecutive parts of these sizes, each cut into ``n`` equal chunks.
-
-    Raises:
-        ValueError: a part does not divide by ``n``.
-    """
+    """Consecutive parts of these sizes, each cut into ``n`` equal chunks. Raises ValueError if one does not divide by ``n``."""
     if any(size % n or size <= 0 for size in sizes):
         raise ValueError(f"the parts {tuple(sizes)} do not all divide by {n} ranks")
     return interval_shard(dim, _segments(tuple(sizes), n))
@@ -194,8 +185,7 @@ def _segments(sizes: tuple[int, ...], n: int) -> tuple[Intervals, ...]:
 def zigzag_shard(dim: int, total: int, n: int) -> int:
     """``2 n`` chunks; rank ``r`` owns chunks ``r`` and ``2 n - 1 - r``: equal work under a causal mask.
 
-    Raises:
-        ValueError: ``total`` does not divide by ``2 n``.
+    Raises ValueError if ``total`` does not divide by ``2 n``.
     """
     step, rest = divmod(total, 2 * n)
     if rest or not step:
@@ -206,11 +196,7 @@ def zigzag_shard(dim: int, total: int, n: int) -> int:
 
 
 def single_owner_shard(dim: int, total: int, n: int, owner: int) -> int:
-    """Rank ``owner`` owns the whole dim.
-
-    Raises:
-        ValueError: ``owner`` is no rank of the axis.
-    """
+    """Rank ``owner`` owns the whole dim. Raises ValueError if ``owner`` is no rank of the axis."""
     if not 0 <= owner < n:
         raise ValueError(f"owner {owner} is not a rank of the axis: choose 0..{n - 1}")
     return interval_shard(dim, [((0, total if r == owner else 0),) for r in range(n)])
@@ -234,10 +220,8 @@ _INTERVALS = re.compile(r"S\((\d{1,5}); ?((?:\d{1,12}:\d{1,12})(?: ?[,|] ?\d{1,1
 def parse_interval_shard(text: str, n: int | None = None) -> int | None:
     """The state of a text by :func:`format_interval_shard` on an axis of ``n`` ranks; None for other text.
 
-    Segments do not tell the number of ranks: without ``n`` they are only checked, as for one rank.
-
-    Raises:
-        ValueError: segments do not divide by ``n``, or the intervals are no partition over ``n`` ranks.
+    Segments do not tell the number of ranks: without ``n`` they are only checked, as for one rank. Raises ValueError if
+    they do not divide by ``n``, or if intervals are no partition over ``n`` ranks.
     """
     match = _SEGMENTS.fullmatch(text)
     if match is not None:

@@ -26,14 +26,9 @@ Shape = tuple[int, ...]
 
 @lru_cache(maxsize=65536)
 def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
-    """The shard of shape ``after`` with the same elements on each rank as shard ``state`` of shape ``before``.
+    """The shard of shape ``after`` with the same elements on each of ``n`` ranks as shard ``state`` of shape ``before``.
 
-    Args:
-        state: shard of a dim of ``before``, plain or by intervals.
-        n: ranks of the axis.
-
-    Returns:
-        The state, or None if no dim of ``after`` gives these elements (or only with too many intervals).
+    None if no dim of ``after`` gives these elements, or only with too many intervals.
     """
     if 0 in before or math.prod(before) != math.prod(after):
         return None
@@ -70,17 +65,13 @@ def _matching(patterns: Sequence[Intervals], outer: int, size: int, inner: int) 
 
 def _flat(intervals: Sequence[Interval], outer: int, size: int, inner: int) -> Intervals:
     """The intervals of a dim of ``size`` as intervals in the flat order of ``outer x size x inner`` elements."""
-    disjoint = all(length for _, length in intervals) and not any(
-        sum(a) == b[0] for a, b in pairwise(intervals)
-    )
+    disjoint = all(n for _, n in intervals) and not any(sum(a) == b[0] for a, b in pairwise(intervals))
     # the last interval of a repetition may touch the first one of the next
     if intervals and disjoint and (outer == 1 or intervals[0][0] > 0 or sum(intervals[-1]) < size):
         step = size * inner
         scaled = [(start * inner, length * inner) for start, length in intervals]
         return tuple([(o + start, length) for o in range(0, outer * step, step) for start, length in scaled])
-    return merge_intervals(
-        [(o * size * inner + s * inner, n * inner) for o in range(outer) for s, n in intervals]
-    )
+    return merge_intervals([((o * size + s) * inner, n * inner) for o in range(outer) for s, n in intervals])
 
 
 def _first_period(flat: Intervals, size: int, inner: int) -> Intervals | None:
@@ -111,8 +102,7 @@ def _groups(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
 def local_slice(intervals: Intervals, start: int, stop: int) -> tuple[Intervals, int, int] | None:
     """The part of a rank's ``intervals`` in ``start .. stop`` of the dim; None if it is not contiguous in the local tensor.
 
-    Returns:
-        Its intervals counted from ``start``, its offset in the local tensor, its length.
+    Returns its intervals counted from ``start``, its offset in the local tensor, its length.
     """
     position, pieces, local = 0, [], []
     for offset, length in intervals:

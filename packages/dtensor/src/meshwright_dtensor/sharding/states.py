@@ -63,10 +63,8 @@ def format_state(state: State) -> str:
 def parse_state(text: str, n: int | None = None) -> State:
     """The state that :func:`format_state` wrote, on an axis of ``n`` ranks.
 
-    Segments of a fused dim (``"S(0; 64+32+32)"``) need ``n``; without it the text is only checked.
-
-    Raises:
-        ValueError: the text is none of the legal forms, or its intervals are no partition.
+    Segments of a fused dim (``"S(0; 64+32+32)"``) need ``n``; without it the text is only checked. Raises ValueError if
+    the text is none of the legal forms, or its intervals are no partition.
     """
     if text in (I, X, P):
         return text
