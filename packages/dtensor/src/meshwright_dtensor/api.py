@@ -64,8 +64,7 @@ def from_local(
 ) -> GlobalTensor:
     """The global tensor of global ``shape`` whose part on this rank is ``local``.
 
-    Raises:
-        UnsupportedError: ``local`` has not the shape that ``placements`` give this rank.
+    Raises UnsupportedError if ``local`` has not the shape that ``placements`` give this rank.
     """
     context = MeshContext.of(mesh)
     states = states_of(placements, len(shape), context.ndim)
@@ -99,12 +98,8 @@ def resolve_mesh(
 ) -> tuple[DeviceMesh, Sequence[Placement | State]]:
     """Mesh and placements of a call, in which the mesh may be left out and the placements come second.
 
-    Args:
-        mesh, placements: as the caller gave them.
-        current: the mesh of the tensor, if it has one.
-
-    Raises:
-        UsageError: no placements, no mesh where it takes one, or no such axis.
+    ``current``: the mesh of the tensor, if it has one. Raises UsageError for no placements, no mesh where it takes one, or
+    no such axis.
     """
     if placements is None and mesh is not None and not isinstance(mesh, DeviceMesh):
         mesh, placements = None, mesh

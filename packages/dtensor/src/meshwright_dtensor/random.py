@@ -18,17 +18,7 @@ import torch
 
 from meshwright_dtensor._torch.core import OpOverload, op_arguments, op_mutates, op_name, pytree
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.sharding.boxes import (
-    Box,
-    Place,
-    copy_region,
-    dense_strides,
-    read_region,
-    single_box,
-    slice_of,
-    whole_box,
-    write_region,
-)
+from meshwright_dtensor.sharding import boxes
 
 PIECE_NUMEL = 1 << 22
 """Elements drawn at a time where pieces are possible: a multiple of 16, torch's block of normal numbers."""
@@ -57,7 +47,7 @@ class Part:
 
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
-    box: Place
+    box: boxes.Place
 
 
 _WHOLE: ContextVar[bool] = ContextVar("_WHOLE", default=False)
@@ -80,7 +70,7 @@ def draw_full_then_slice(
     dim_order: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str,
-    box: Place,
+    box: boxes.Place,
     *,
     generator: torch.Generator | None = None,
     piece_numel: int | None = None,
@@ -92,29 +82,22 @@ def draw_full_then_slice(
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
     give the same numbers.
     """
-    strides = dense_strides(shape, dim_order)
-    only_box = single_box(box)
-    if only_box == whole_box(shape):
-        full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
-        draw(full)
-        return full
-    if piece_numel is not None and piece_numel % _BLOCK:
-        raise UsageError(
-            f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
-        )
-    contiguous = torch.empty_strided(tuple(shape), strides, device="meta").is_contiguous()
-    if (
-        piece_numel is not None
-        and not _WHOLE.get()
-        and only_box is not None
-        and math.prod(shape) > 2 * piece_numel
-        and torch.device(device).type == "cpu"
-        and _pieces_agree(draw, dtype, contiguous, generator)
-    ):
-        return _draw_in_pieces(draw, shape, dim_order, dtype, only_box, piece_numel)
+    strides = boxes.dense_strides(shape, dim_order)
+    only_box = boxes.single_box(box)
+    whole = only_box == boxes.whole_box(shape)
+    if piece_numel is not None and not whole:
+        if piece_numel % _BLOCK:
+            raise UsageError(
+                f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
+            )
+        few, on_cpu = math.prod(shape) <= 2 * piece_numel, torch.device(device).type == "cpu"
+        if only_box is not None and on_cpu and not few and not _WHOLE.get():
+            contiguous = torch.empty_strided(tuple(shape), strides, device="meta").is_contiguous()
+            if _pieces_agree(draw, dtype, contiguous, generator):
+                return _draw_in_pieces(draw, shape, dim_order, dtype, only_box, piece_numel)
     full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
     draw(full)
-    return copy_region(full, box)
+    return full if whole else boxes.copy_region(full, box)
 
 
 def draws_by_element(op: OpOverload) -> bool:
@@ -154,9 +137,8 @@ def run_random(
         result = parts[0]
     if kind == "fill":
         local, rest = args[0], args[1:]
-        if single_box(result.box) == whole_box(result.shape) and local.stride() == dense_strides(
-            result.shape, result.dim_order
-        ):
+        whole = boxes.single_box(result.box) == boxes.whole_box(result.shape)
+        if whole and local.stride() == boxes.dense_strides(result.shape, result.dim_order):
             return op(local, *rest, **kwargs)
         where = result.shape, result.dim_order, local.dtype, local.device, result.box
         generator = kwargs.get("generator")
@@ -170,9 +152,9 @@ def run_random(
     full_args, full_kwargs = pytree.tree_unflatten(leaves, spec)
     outputs = op(*full_args, **full_kwargs)
     if op_mutates(op):
-        return args[0].copy_(read_region(full_args[0], result.box))
+        return args[0].copy_(boxes.read_region(full_args[0], result.box))
     box = result.box
-    return pytree.tree_map_only(torch.Tensor, lambda output: copy_region(output, box), outputs)
+    return pytree.tree_map_only(torch.Tensor, lambda output: boxes.copy_region(output, box), outputs)
 
 
 def _kind(op: OpOverload) -> str | None:
@@ -189,9 +171,9 @@ def _kind(op: OpOverload) -> str | None:
 
 def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
     """A tensor of the global shape with `local` in its box and zeros, which all of these ops accept, elsewhere."""
-    strides = dense_strides(part.shape, part.dim_order)
+    strides = boxes.dense_strides(part.shape, part.dim_order)
     full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
-    write_region(full, part.box, local)
+    boxes.write_region(full, part.box, local)
     return full
 
 
@@ -216,14 +198,18 @@ def _pieces_agree(
 
 
 def _draw_in_pieces(
-    draw: Draw, shape: Sequence[int], dim_order: Sequence[int], dtype: torch.dtype, box: Box, piece_numel: int
+    draw: Draw,
+    shape: Sequence[int],
+    order: Sequence[int],
+    dtype: torch.dtype,
+    box: boxes.Box,
+    piece_numel: int,
 ) -> torch.Tensor:
     """Draw along memory, piece after piece, and copy whole rows into the box as they come.
 
     A row is the largest part of the tensor inside of its first `depth` dims (in memory order) that fits into a piece.
     """
-    sizes = [shape[dim] for dim in dim_order]
-    spans = [box[dim] for dim in dim_order]
+    sizes, spans = [shape[dim] for dim in order], [box[dim] for dim in order]
     depth, row = len(sizes), 1
     while depth > 0 and row * sizes[depth - 1] <= piece_numel:
         depth -= 1
@@ -246,15 +232,14 @@ def _draw_in_pieces(
         rest = held - rows * row
         buffer[:rest] = buffer[rows * row : held].clone()
         held = rest
-    back = [list(dim_order).index(dim) for dim in range(len(sizes))]
-    return result.permute(back)
+    return result.permute([list(order).index(dim) for dim in range(len(sizes))])
 
 
 def _copy_rows(
     result: torch.Tensor, rows: torch.Tensor, first: int, outer: Sequence[int], spans: Sequence[Span]
 ) -> None:
     """Copy the part of `rows` (from number `first` on, counted through the `outer` dims) that is in the box."""
-    inner = slice_of(rows, ((0, rows.shape[0]), *spans[len(outer) :]))
+    inner = boxes.slice_of(rows, ((0, rows.shape[0]), *spans[len(outer) :]))
     step = outer[-1]
     start, width = spans[len(outer) - 1]
     others = list(zip(outer[:-1], spans, strict=False))[::-1]

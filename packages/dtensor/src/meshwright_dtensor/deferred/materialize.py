@@ -185,6 +185,8 @@ class _MappedInit(TorchDispatchMode):
             return False
         if device is not None and torch.device(device).type != "cpu":
             return False
+        if any(tensor.device.type != "cpu" for tensor in inputs):
+            return False
         return not pointwise or any(map(self._is_large, inputs))
 
     def _moved(self, tensor: torch.Tensor, shared: set[int]) -> torch.Tensor:
@@ -214,10 +216,8 @@ class _MappedInit(TorchDispatchMode):
 
 def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call only changes values that are never read."""
-    tags = func.tags
-    writes = (
-        torch.Tag.pointwise in tags or torch.Tag.nondeterministic_seeded in tags or op_name(func) in _WRITERS
-    )
+    tags = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
+    writes = op_name(func) in _WRITERS or not tags.isdisjoint(func.tags)
     in_place = op_name(func).endswith("_") and bool(args) and isinstance(args[0], torch.Tensor)
     return writes and in_place and is_hollow(args[0])
 
@@ -227,11 +227,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _sketch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The result on the meta device: its shape, strides and dtype; None if torch cannot tell, or if it is not on the CPU."""
-    if any(
-        isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in pytree.tree_leaves((args, kwargs))
-    ):
-        return None
+    """The result on the meta device: its shape, strides and dtype; None if torch cannot tell."""
 
     def as_meta(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

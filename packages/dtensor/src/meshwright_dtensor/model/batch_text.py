@@ -44,8 +44,7 @@ class BatchTexts:
 def describe(args: Sequence[Any], kwargs: dict[str, Any], *, values: bool = False) -> str:
     """Names, shapes and dtypes of the tensors of a batch, and its other plain values: the same on every rank.
 
-    Args:
-        values: with checksums of plain tensors; global tensors have a part of the value on each rank.
+    `values`: with checksums of plain tensors; global tensors have a part of the value on each rank.
     """
     shown = []
     for path, leaf in pytree.tree_flatten_with_path((tuple(args), kwargs))[0]:

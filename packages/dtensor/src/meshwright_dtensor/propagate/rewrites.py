@@ -23,11 +23,7 @@ _BYTE = 1.0
 def choose_with_rewrites(
     chooser: Chooser, inputs: Mapping[int, States], outputs: Sequence[State | None] = ()
 ) -> Choice:
-    """As `Chooser.run`, with replicated inputs sharded at no cost where that moves less.
-
-    Raises:
-        Underivable: no legal rows in either case.
-    """
+    """As `Chooser.run`, with replicated inputs sharded at no cost where that moves less. Raises Underivable without legal rows."""
     best: Choice | None = None
     cost, failed = float("inf"), Underivable()
     for start in itertools.chain([inputs], _free_shardings(chooser, inputs)):
@@ -98,11 +94,9 @@ def _moved_bytes(chooser: Chooser, choice: Choice, inputs: Mapping[int, States])
                 continue
             seen.add((ref.i, wanted))
             value = chooser.values[ref.i]
-            grad = value.differentiable and ref.i not in chooser.constants
+            grad, weight = value.differentiable and ref.i not in chooser.constants, ref.i in chooser.weights
             for a, b, n in zip(states.get(ref.i, whole), wanted, chooser.context.sizes, strict=True):
-                cost = (
-                    0.0 if n == 1 else conversion_cost(a, b, value.nbytes, n, ref.i in chooser.weights, grad)
-                )
+                cost = 0.0 if n == 1 else conversion_cost(a, b, value.nbytes, n, weight, grad)
                 total += float("inf") if cost is None else cost
         states.update((ref.i, made) for ref, made in zip(node.outs, outs, strict=True))
     return total
@@ -144,11 +138,8 @@ def check_writes(
 ) -> bool:
     """Whether an output is a view of an input that was moved; a write through such a view is refused.
 
-    Args:
-        copies: inputs that are copies of views already.
-
-    Raises:
-        Underivable: the write would not reach the tensor that it is meant for.
+    ``copies``: inputs that are copies of views already. Raises Underivable if the write would not reach the tensor that it
+    is meant for.
     """
     root: dict[int, int] = {i: i for i in start}
     moved: dict[int, bool] = {i: i in copies for i in start}

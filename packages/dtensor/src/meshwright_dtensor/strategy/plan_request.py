@@ -186,11 +186,8 @@ class PlanRequest:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self, axes: Collection[str]) -> None:
-        """Refuse values that are out of range or contradict each other; `axes`: those of installed strategies.
-
-        Raises:
-            UsageError: for the first value that is wrong. A check may rely on those before it.
-        """
+        """Raise UsageError for the first value that is out of range or contradicts others; `axes`: of installed strategies."""
+        # a check may rely on those before it
         for message in chain(_values(self, axes), _data_and_context(self), _names(self, axes)):
             if message is not None:
                 raise UsageError(message)

@@ -15,9 +15,7 @@ from meshwright_dtensor.utils.names import listing
 def resolve_strategies(plan: ParallelPlan, host: PluginHost, world_size: int) -> tuple[Strategy, ...]:
     """The strategy of each mesh axis, in mesh order; checks that the plan is valid and fits the run.
 
-    Raises:
-        PlanError: the plan is invalid, or names a strategy of another axis.
-        PluginError: a strategy is not installed.
+    Raises PlanError if the plan is invalid or names a strategy of another axis, PluginError if one is not installed.
     """
     installed = host.strategies()
     plan.validate_for(world_size, sorted({r.record.axis for r in installed.values()}))

@@ -132,11 +132,7 @@ class Strategy(ABC):
         return self.parameter_state(fqn, shape, plan, degree)
 
     def check(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """Refuse a plan that `divide` cannot carry out, before memory is allocated; only for strategies with `divides`.
-
-        Raises:
-            PlanError: the plan does not fit the model.
-        """
+        """Raise PlanError if `divide` cannot carry out the plan, before memory is allocated; only with `divides`."""
         return None
 
     def divide(self, model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh) -> Division:

@@ -23,14 +23,9 @@ _MOST = 2**63 - 1
 
 
 def parse_size(value: object, name: str = "size") -> int:
-    """Bytes from a number, or from text such as "80GB", "512 MiB" or "80e9".
+    """Bytes from a number, or from text such as "80GB", "512 MiB" or "80e9". `name`: of the option, for errors.
 
-    Args:
-        value: bytes or text.
-        name: name of the option, for errors.
-
-    Raises:
-        UsageError: `value` is no size, or not between 1 and 2**63 bytes.
+    Raises UsageError if `value` is no size, or not between 1 and 2**63 bytes.
     """
     example = "give bytes, or text such as '16GB' or '40GiB'"
     shown = f"{name}={value!r}"

@@ -16,23 +16,13 @@ def checksum(tensor: torch.Tensor, *, samples: int | None = None) -> int:
     if flat.numel() == 0 or flat.is_meta:
         return 0
     if samples is not None:
-        flat = _sampled(flat, samples)
+        # evenly spread over the memory of a dense tensor, whatever the order of its dims
+        count, dense = flat.numel(), flat.stride() == torch.empty_like(flat, device="meta").stride()
+        flat = flat.as_strided((count,), (1,)) if dense else flat.reshape(-1)
+        flat = flat[:: max(1, count // samples)][:samples].clone()
     words = flat.contiguous().reshape(-1).view(_WORDS[flat.element_size()])
     head = words[:4096].to(torch.int64)
     # the sum depends on every bit; the head is weighted by position, because the sum does not depend on the order
     weighted = (head * torch.arange(1, len(head) + 1, device=head.device)).sum()
-    total = sum(
-        (part.to(torch.int64).sum() for part in words.split(_CHUNK)), start=torch.zeros_like(weighted)
-    )
+    total = sum((part.to(torch.int64).sum() for part in words.split(_CHUNK)), torch.zeros_like(weighted))
     return int((total * 1000003 + weighted).item()) & _MASK
-
-
-def _sampled(tensor: torch.Tensor, samples: int) -> torch.Tensor:
-    """At most `samples` elements, evenly spread over a dense tensor's memory."""
-    count = tensor.numel()
-    flat = tensor.as_strided((count,), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
-    return flat[:: max(1, count // samples)][:samples].clone()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
