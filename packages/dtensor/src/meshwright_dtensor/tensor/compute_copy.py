@@ -39,6 +39,11 @@ class ComputeCopy(ABC):
     def computing(self) -> bool:
         """Whether a forward is running, in which `parameter.dtype` is that of the copy."""
 
+    @property
+    def of_engine(self) -> ComputeCopy | None:
+        """The copy that an engine fills: this one, or the one that this one stands for during a pipeline's step."""
+        return self
+
     @abstractmethod
     def take(self) -> torch.Tensor:
         """The copy, up to date and recorded by autograd; a collective call where it has to be gathered."""

@@ -165,6 +165,7 @@ class UnshardedParameter(ComputeCopy):
 def unsharded_of(parameter: torch.Tensor) -> UnshardedParameter | None:
     """The unsharded form of a parameter, if it has one."""
     copy = parameter._copy if isinstance(parameter, MeshParameter) else None
+    copy = None if copy is None else copy.of_engine
     return copy if isinstance(copy, UnshardedParameter) else None
 
 

@@ -25,7 +25,7 @@ from meshwright_pipeline.partition.units import Ownership, ownership
 from meshwright_pipeline.runtime.agreement import RankContext
 from meshwright_pipeline.runtime.call import PipelinedCall
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
-from meshwright_pipeline.runtime.tied_grads import TiedSum, ties
+from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum, ties
 from meshwright_pipeline.trace.meta_model import skeleton
 
 _ATTRIBUTE = "_meshwright_pipeline"
@@ -96,6 +96,7 @@ class StageDivision(Division):
             self.owned,
             self.table,
             TiedSum(self.ties, self.group),
+            TiedFlags(model, self.ties, self.group, device),
             RankContext(self.group, world, mesh, plain, device, reports_loss, self.dtype),
             self.rule.outputs == "all",
             ScheduleWarning(self.rule, self.table, self.predicted, quiet=dist.get_rank() != 0),

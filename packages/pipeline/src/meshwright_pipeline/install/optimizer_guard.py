@@ -1,6 +1,7 @@
-"""Guards optimizer steps that call a closure: equally often on every rank, or an error on all of them.
+"""Guards optimizers over parameters of stages.
 
-How often a step calls its closure may depend on gradients, and a rank sees only those of its own stages.
+A step calls its closure equally often on every rank, or is an error on all of them: how often may depend on gradients, and a
+rank sees only those of its own stages. An optimizer over parameters that are all on other ranks has nothing to step here.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -77,12 +78,31 @@ def watch_steps(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, de
     for parameter in parameters:
         parameter.__dict__[_STAGED] = mark
     _register_hooks()
+    allow_no_parameters()
 
 
 @cache
 def _register_hooks() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+
+
+@cache
+def allow_no_parameters() -> None:
+    """From now on an optimizer over an empty list is one with an empty group.
+
+    A user who selects parameters (those that are not frozen, or those of some layers) may find none on this rank and some on the
+    others. Torch's error would come on this rank alone, and the others would wait for it.
+    """
+    init = torch.optim.Optimizer.__init__
+
+    @wraps(init)
+    def init_with_group(self: torch.optim.Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(params, torch.Tensor):
+            params = list(params) or [{"params": []}]
+        init(self, params, *args, **kwargs)
+
+    torch.optim.Optimizer.__init__ = init_with_group  # type: ignore[method-assign]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

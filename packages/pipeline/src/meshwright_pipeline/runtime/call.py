@@ -29,7 +29,7 @@ from meshwright_pipeline.analysis.loss_additivity import (
 )
 from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import full_value, leaves_of
-from meshwright_pipeline.runtime.agreement import RankContext, StageRanks
+from meshwright_pipeline.runtime.agreement import RankContext, RankLost, StageRanks
 from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
 from meshwright_pipeline.runtime.full_batch_tail import TailLeaves, tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
@@ -38,7 +38,7 @@ from meshwright_pipeline.runtime.p2p_step import Failure
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.step_end import StepEnd
-from meshwright_pipeline.runtime.tied_grads import TiedSum
+from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum
 from meshwright_pipeline.trace.loss import check_loss_path, loss_of, need_loss, with_loss
 from meshwright_pipeline.trace.loss_denominators import Denominators
 from meshwright_pipeline.trace.microbatch import Call, microbatches
@@ -109,7 +109,7 @@ class PipelinedCall:
 
     Args:
         model: without the memory of other stages. `skeleton`: its structure on the meta device.
-        tied: parameters that several ranks hold.
+        tied, flags: parameters that several ranks hold.
         keep_outputs: a training step returns all outputs on every rank, not the loss alone.
         split: see RankStages.
     """
@@ -121,6 +121,7 @@ class PipelinedCall:
         owned: Ownership,
         table: Timetable,
         tied: TiedSum,
+        flags: TiedFlags,
         context: RankContext,
         keep_outputs: bool,
         warning: ScheduleWarning,
@@ -129,7 +130,7 @@ class PipelinedCall:
         # the model holds this object
         self._model = weakref.ref(model)
         self.owned, self.table = owned, table
-        self.context, self.keep_outputs, self.warning = context, keep_outputs, warning
+        self.context, self.keep_outputs, self.warning, self.flags = context, keep_outputs, warning, flags
         self.preparation = Preparation(skeleton, owned, table, context, split)
         self.stage_ranks = StageRanks(self.preparation.mesh, context.device)
         self.sinks = Sinks(model, context.plain)
@@ -169,6 +170,7 @@ class PipelinedCall:
         """
         refuse_traced_call()
         try:
+            self.flags.agree(self.model)
             plan = self.prepare((args, kwargs))
         except Exception as error:
             # of any kind: the other ranks may be waiting for this one
@@ -191,6 +193,8 @@ class PipelinedCall:
             StageError: the first failure, on whichever rank.
         """
         failure = Failure(self.table.ranks[self.rank][0], error)
+        if isinstance(error, RankLost):
+            failure = self.end.failure_of(error)
         outcome = StepRun(self.preparation.rank_stages({}), [], None, failure=failure).run()
         self.preparation.forget()
         self.end.agree(outcome.failure if report else None)
@@ -243,7 +247,7 @@ class PipelinedCall:
         def start_backward(microbatch: int, result: Any) -> list[Tensor]:
             loss = need_loss(result)
             if microbatch == 0 and len(plan.calls) > 1:
-                check_loss_path(plan.prepared.loss_paths, self.model, loss)
+                check_loss_path(plan.prepared.loss_paths, self._trained(run), loss)
             weighted: Tensor = full_value(loss) * plan.weight
             losses[microbatch] = weighted.detach()
             if plan.returns == "all":
@@ -278,6 +282,14 @@ class PipelinedCall:
         self.last.unit_outputs.clear()
         step.failure = self.last.failure
         return step
+
+    def _trained(self, run: StepRun) -> list[bool]:
+        """Which values that the last stage received, and which of its parameters, require a gradient."""
+        received = run.messages.specs.get(self.table.shape.stages - 2, ())
+        return [
+            *(spec.differentiable for spec in received),
+            *(p.requires_grad for p in self.model.parameters()),
+        ]
 
     def _random_numbers(
         self, streams: RngReplay | None, drawn: StepDraws | None = None

@@ -188,12 +188,12 @@ class StepRun:
         else:
             sent = [results[label] for label in (stage.cut.final if stop else stage.cut.sent(index))]
             specs = tuple(TensorSpec.of(value) for value in sent)
-            before = self.stages.peers.specs.setdefault(index, specs)
+            before = self.messages.sent_specs.setdefault(index, specs)
             if before != specs:
                 change = f"from {_shown(before)} to {_shown(specs)}"
                 raise UnsupportedError(
-                    f"the tensors that cross the cut after stage {index} have changed {change}; every microbatch of the same "
-                    "shapes must send the same"
+                    f"the tensors that cross the cut after stage {index} have changed {change}; every microbatch of a step must "
+                    "send the same"
                 )
             outputs = [value.to_local() if isinstance(value, GlobalTensor) else value for value in sent]
             starts = [local for local in outputs if local.requires_grad]
@@ -203,7 +203,7 @@ class StepRun:
         detached = [local.detach() for local in outputs]
         if not stop:
             return detached
-        self.outcome.unit_outputs[microbatch], self.outcome.specs = detached, self.stages.peers.specs[index]
+        self.outcome.unit_outputs[microbatch], self.outcome.specs = detached, specs
         return []
 
     def _inputs(
@@ -273,4 +273,5 @@ def writable(leaf: Tensor) -> Tensor:
 
 
 def _shown(specs: Specs) -> str:
-    return ", ".join(f"{list(spec.local_shape)} {spec.dtype}" for spec in specs)
+    frozen = {True: "", False: " without gradient"}
+    return ", ".join(f"{list(spec.local_shape)} {spec.dtype}{frozen[spec.differentiable]}" for spec in specs)

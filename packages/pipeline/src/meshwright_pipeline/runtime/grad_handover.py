@@ -82,6 +82,11 @@ class _StageCopy(ComputeCopy):
         """See ComputeCopy."""
         return self.inner is not None and self.inner.computing
 
+    @property
+    def of_engine(self) -> ComputeCopy | None:
+        """See ComputeCopy."""
+        return self.inner
+
     def take(self) -> Tensor:
         """See ComputeCopy."""
         if self.inner is None:

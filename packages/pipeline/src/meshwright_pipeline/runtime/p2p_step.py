@@ -49,15 +49,13 @@ class Peers:
     """The stages next to those of this rank, and what was exchanged with them in earlier steps.
 
     Attributes:
-        specs: cut -> description of the tensors that this rank sends over it, once sent.
         sent_headers, received_headers: headers of earlier steps and their pickles; one that comes again is not pickled again.
     """
 
     def __init__(self, transport: Transport, table: Timetable) -> None:
         self.transport, self.table, self.shape = transport, table, table.shape
         self.places = {action: place for actions in table.ranks for place, action in enumerate(actions)}
-        self.specs: dict[int, Specs] = {}
-        self.sent_headers: dict[tuple[int, bool], tuple[str, bytes | None]] = {}
+        self.sent_headers: dict[int, tuple[Header, bytes]] = {}
         self.received_headers: dict[int, tuple[bytes, Header]] = {}
 
     @property
@@ -86,6 +84,8 @@ class StepMessages:
         self.peers, self.batch, self.backward, self.fail = peers, batch, backward, fail
         # cut -> description of its tensors, once the header is known
         self.specs: dict[int, Specs] = {}
+        # cut -> description of the tensors that this rank sends over it, known before the header is sent
+        self.sent_specs: dict[int, Specs] = {}
         # cuts over which gradients come back
         self.gradient_cuts: set[int] = set()
         # cuts over which nothing comes
@@ -235,19 +235,20 @@ class StepMessages:
         if not succeeded:
             self.failed_cuts.add(cut)
         else:
-            self.specs[cut] = self.peers.specs[cut]
+            self.specs[cut] = self.sent_specs[cut]
             if self.backward:
                 self.gradient_cuts.add(cut)
         if peer is None or peer in self.lost_ranks:
             return
-        header = None
+        content = None
         if succeeded and self.batch is not None:
-            batch, header = self.peers.sent_headers.get((cut, self.backward), ("", None))
-            if header is None or batch != self.batch:
-                header = pickle.dumps(Header(self.specs[cut], self.batch, self.backward))
-                self.peers.sent_headers[cut, self.backward] = (self.batch, header)
+            header = Header(self.specs[cut], self.batch, self.backward)
+            cached = self.peers.sent_headers.get(cut)
+            if cached is None or cached[0] != header:
+                cached = self.peers.sent_headers[cut] = (header, pickle.dumps(header))
+            content = cached[1]
         place = self.peers.places[self._counterpart(action, sends=True)]
-        self.peers.transport.send_header(header, peer, cut, place)
+        self.peers.transport.send_header(content, peer, cut, place)
 
     # ----
     def _specs(self, cut: int, backward: bool) -> Specs | None:

@@ -106,7 +106,7 @@ class StepEnd:
             try:
                 yield
             except RankLost as lost:
-                failure = failure or self._failure_of(lost)
+                failure = failure or self.failure_of(lost)
 
         if sinks is not None and self.tied.any:
             with part():
@@ -139,13 +139,13 @@ class StepEnd:
             try:
                 self.tied.equalize(dict(model.named_parameters()))
             except RankLost as lost:
-                failure = self._failure_of(lost)
+                failure = self.failure_of(lost)
             self.agree(failure)
 
         # queued from inside a callback, so that it runs after the callbacks that gradients have queued meanwhile
         at_end_of_backward(lambda: at_end_of_backward(equalize))
 
-    def _failure_of(self, lost: RankLost) -> Failure:
+    def failure_of(self, lost: RankLost) -> Failure:
         """The failure for a rank of the axis that was lost after the last action."""
         return Failure(self.table.ranks[lost.rank][-1], ConnectionError(lost.reason), lost=True)
 

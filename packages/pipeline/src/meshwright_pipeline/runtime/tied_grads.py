@@ -1,4 +1,5 @@
-"""Sums the gradients of parameters that several ranks of a pipeline hold: tied weights, and parameters outside of units.
+"""Sums the gradients of parameters that several ranks of a pipeline hold: tied weights, and parameters outside of units. A tied
+weight that is frozen on one of its ranks is frozen on all.
 
 Every copy then gets the same update, bit for bit. Two ranks exchange all their shared gradients at once: a sum of two
 numbers does not depend on their order. Of more ranks, the first one sums and sends the result back.
@@ -20,6 +21,7 @@ from meshwright_pipeline._torch import local_gradient
 from meshwright_pipeline.runtime.agreement import RankLost
 
 _TAG = (1 << 30) + (1 << 20)
+_FLAGS = (1 << 30) + (5 << 20)
 
 
 @dataclass(frozen=True)
@@ -210,3 +212,57 @@ class TiedSum:
             if dense is not gradient:
                 gradient.copy_(dense)
         self._raise_lost()
+
+
+class TiedFlags:
+    """Freezes a tied weight, or unfreezes it, on all ranks that hold it.
+
+    Each rank has it under the name of its own stage, and a user may change `requires_grad` by the other name, which reaches only
+    the rank of that stage. So a change since the last call of the model, on any rank, counts for all of them.
+
+    `shared`: all ties, the same on every rank. `device`: of messages.
+    """
+
+    def __init__(
+        self, model: nn.Module, shared: Sequence[Tie], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.group, self.device, rank = group, device, dist.get_rank(group)
+        named = [tie for tie in shared if len(tie.names) > 1]
+        self.count = len(named)
+        self.peers = sorted({r for tie in named if rank in tie.ranks for r in tie.ranks} - {rank})
+        parameters = dict(model.named_parameters())
+        # place of the tie -> name of its parameter on this rank
+        self.names = {
+            place: next(name for name in tie.names if name in parameters)
+            for place, tie in enumerate(named)
+            if rank in tie.ranks
+        }
+        self.flags = {place: parameters[name].requires_grad for place, name in self.names.items()}
+
+    def agree(self, model: nn.Module) -> None:
+        """Exchange the changes since the last call, and make them here (collective among the ranks that share weights).
+
+        Raises:
+            RankLost: a rank that holds one is gone.
+        """
+        parameters = {place: model.get_parameter(name) for place, name in self.names.items()}
+        changed = torch.zeros(self.count, dtype=torch.uint8)
+        for place, parameter in parameters.items():
+            changed[place] = parameter.requires_grad != self.flags[place]
+        ours = changed.to(self.device)
+        theirs = [torch.zeros_like(ours) for _ in self.peers]
+        for peer, buffer in zip(self.peers, theirs, strict=True):
+            both = ((dist.isend, ours), (dist.irecv, buffer))
+            try:
+                operations = [
+                    dist.P2POp(move, t, group=self.group, group_peer=peer, tag=_FLAGS) for move, t in both
+                ]
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+            except RuntimeError as error:
+                raise RankLost(peer, f"it has died or hangs ({str(error).splitlines()[0]})") from error
+        changes = torch.stack([ours, *theirs]).amax(0).tolist()
+        for place, parameter in parameters.items():
+            if changes[place]:
+                self.flags[place] = not self.flags[place]
+                parameter.requires_grad_(self.flags[place])

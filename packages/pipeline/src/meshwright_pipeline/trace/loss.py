@@ -7,7 +7,7 @@ then no longer holds. The autograd graph between the loss and the units shows th
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -103,15 +103,17 @@ def loss_path(loss: torch.Tensor) -> LossPath:
 
 
 def check_loss_path(
-    paths: dict[tuple[bool, ...], LossPath], model: torch.nn.Module, loss: torch.Tensor
+    paths: dict[tuple[bool, ...], LossPath], flags: Iterable[bool], loss: torch.Tensor
 ) -> None:
-    """Compare the loss path of one microbatch with that of the first step. `paths`: of each set of trainable parameters.
+    """Compare the loss path of one microbatch with that of the first step.
+
+    `flags`: which parameters and received values require a gradient. `paths`: of each combination of these.
 
     Raises:
         UnsupportedError: the loss was computed by other operations than in the first step.
     """
     path = loss_path(loss)
-    if paths.setdefault(tuple(p.requires_grad for p in model.parameters()), path) != path:
+    if paths.setdefault(tuple(flags), path) != path:
         raise UnsupportedError(
             "the code that computes the loss runs other operations than in the first step with a batch of the same shapes. "
             "For those, the loss was proven additive over microbatches. Set pipeline.microbatches to 1, or compute the loss "
