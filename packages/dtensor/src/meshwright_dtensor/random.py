@@ -74,15 +74,18 @@ def draw_full_then_slice(
     *,
     generator: torch.Generator | None = None,
     piece_numel: int | None = None,
+    gaps: bool = False,
 ) -> torch.Tensor:
     """Let `draw` fill a tensor of the global `shape`, dense in `dim_order`; return a dense copy of its `box`.
 
     `draw` works in place and uses the default generator of `device`, or `generator` if one is named here too.
     It advances as on one device. With `piece_numel` (a multiple of 16; only for a `draw` that fills element
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
-    give the same numbers.
+    give the same numbers. With `gaps` the tensor is not dense: torch fills a view of a larger one with other numbers.
     """
     strides = boxes.dense_strides(shape, dim_order)
+    if gaps:
+        strides, piece_numel = tuple(2 * stride for stride in strides), None
     only_box = boxes.single_box(box)
     whole = only_box == boxes.whole_box(shape)
     if piece_numel is not None and not whole:
@@ -137,14 +140,27 @@ def run_random(
         result = parts[0]
     if kind == "fill":
         local, rest = args[0], args[1:]
-        whole = boxes.single_box(result.box) == boxes.whole_box(result.shape)
-        if whole and local.stride() == boxes.dense_strides(result.shape, result.dim_order):
+        only_box = boxes.single_box(result.box)
+        if only_box == boxes.whole_box(result.shape) and boxes.dim_order_of(local) == result.dim_order:
             return op(local, *rest, **kwargs)
+        # a part of the outermost dim has the gaps of the whole; a part of another dim has its own
+        outermost = [d for d, cut in enumerate(only_box or ()) if cut != (0, result.shape[d])] == [
+            result.dim_order[0]
+        ]
+        gaps = (
+            outermost
+            and local.stride() != boxes.dense_strides(local.shape, result.dim_order)
+            and local.numel() > 1
+        )
         where = result.shape, result.dim_order, local.dtype, local.device, result.box
         generator = kwargs.get("generator")
         with torch.no_grad():
             drawn = draw_full_then_slice(
-                lambda x: op(x, *rest, **kwargs), *where, generator=generator, piece_numel=PIECE_NUMEL
+                lambda x: op(x, *rest, **kwargs),
+                *where,
+                generator=generator,
+                piece_numel=PIECE_NUMEL,
+                gaps=gaps,
             )
         return local.copy_(drawn)
     for place, part in zip(places, parts, strict=True):

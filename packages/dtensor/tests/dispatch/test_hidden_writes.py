@@ -164,3 +164,89 @@ def collectives(rank: int, world: int) -> None:
 
 def test_collectives_of_torch_take_whole_values(rank_pool: RankPool) -> None:
     rank_pool.run(2, collectives)
+
+
+def statistics(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    x, mean, variance = torch.randn(4, 6, 5, 5), torch.zeros(6), torch.ones(6)
+    for function in (F.batch_norm, F.instance_norm):
+        for state in (0, "P"):
+            moved = distribute(mean, mesh, [state])
+            options = {"training": True} if function is F.batch_norm else {}
+            with pytest.raises(UnsupportedError, match="running statistics must be replicated"):
+                function(distribute(x, mesh, [0]), moved, distribute(variance, mesh, ["I"]), **options)
+    # nothing is updated in evaluation
+    expected = F.batch_norm(x, mean, variance)
+    actual = F.batch_norm(
+        distribute(x, mesh, [0]), distribute(mean, mesh, [0]), distribute(variance, mesh, [0])
+    )
+    assert_close(actual.full_tensor(), expected)
+
+
+def test_running_statistics_are_not_updated_in_a_copy(rank_pool: RankPool) -> None:
+    rank_pool.run(2, statistics)
+
+
+def odd_dtypes(rank: int, world: int) -> None:
+    """Dtypes that the backend does not know, lazy conjugates, and samples that are drawn inside of a function."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    for dtype in (
+        torch.int16,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+        torch.complex64,
+    ):
+        value = torch.arange(35).view(5, 7).to(dtype)
+        for state in ("I", 0, 1):
+            x = distribute(value, mesh, [state])
+            for other in ("I", 0, 1):
+                moved = x.redistribute([other]).full_tensor()
+                assert torch.equal(moved.contiguous().view(torch.uint8), value.view(torch.uint8)), (
+                    dtype,
+                    state,
+                )
+    partial = distribute(torch.arange(6).to(torch.int16), mesh, ["P"])
+    assert torch.equal(partial.full_tensor(), torch.arange(6).to(torch.int16))
+    value = torch.randn(5, 7)
+    uneven = torch.conj(torch.fft.fft(distribute(value, mesh, [0])))
+    assert_close(uneven.full_tensor(), torch.conj(torch.fft.fft(value)).resolve_conj())
+    image = torch.randn(4, 6, 5, 5)
+    for state in (0, 1):
+        pooled = []
+        for x in (image, distribute(image, mesh, [state])):
+            torch.manual_seed(1)
+            pooled.append(F.fractional_max_pool2d(x, 2, output_size=(3, 3)))
+        assert torch.equal(pooled[1].full_tensor(), pooled[0])
+
+
+def test_odd_dtypes_are_gathered(rank_pool: RankPool) -> None:
+    rank_pool.run(2, odd_dtypes)
+
+
+def fills(rank: int, world: int) -> None:
+    """Torch fills a view of a larger tensor with other numbers than a contiguous one."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    value = torch.zeros(4, 5, 12)
+    views = (
+        lambda y: y[:, 1],
+        lambda y: y[1:3],
+        lambda y: y[..., ::2],
+        lambda y: y.transpose(1, 2),
+        lambda y: y,
+    )
+    for state in ("I", 0):
+        for number, view in enumerate(views):
+            ends, filled = [], []
+            for y in (value.clone(), distribute(value, mesh, [state])):
+                torch.manual_seed(3)
+                view(y).normal_()
+                ends.append(torch.rand(1))
+                filled.append(y)
+            assert torch.equal(filled[1].full_tensor(), filled[0]), (state, number)
+            assert torch.equal(*ends)
+
+
+def test_views_are_filled_as_on_one_device(rank_pool: RankPool) -> None:
+    rank_pool.run(2, fills)

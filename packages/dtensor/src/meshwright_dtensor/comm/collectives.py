@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Move: TypeAlias = Callable[[Tensor], Tensor]
+_SENT = frozenset(
+    getattr(torch, name) for name in "float32 float64 float16 bfloat16 int8 uint8 int32 int64 bool".split()
+)
+"""Dtypes that collectives of gloo and NCCL take as they are."""
 RankIntervals: TypeAlias = tuple[Intervals, ...]
 
 
@@ -78,7 +82,7 @@ class Step:
                 rows = 1 if dim is None else self.total
                 nbytes = rows * math.prod(n for d, n in enumerate(t.shape) if d != dim) * t.element_size()
                 record(name, axis, nbytes, phase, site.module, site.function, why)
-            return run(t)
+            return run(t) if t.dtype in _SENT else _in_other_dtype(run, t, sums=self.source == "P")
 
         return logged
 
@@ -107,6 +111,18 @@ class Step:
             return lambda t: _all_reduce(t, group)
         # a Partial of a replicated value
         return (lambda t: t) if rank == 0 else torch.zeros_like
+
+
+def _in_other_dtype(run: Move, t: Tensor, sums: bool) -> Tensor:
+    """Run a collective on a dtype that backends do not know: on its bits, or, to sum, on wider numbers."""
+    if t.is_complex():
+        # a lazy conjugate is sent as the values that it stands for
+        return run(t.resolve_conj())
+    if sums:
+        wider = torch.float32 if t.is_floating_point() else torch.int64
+        return run(t.to(wider)).to(t.dtype)
+    bits = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    return run(t.contiguous().view(bits)).view(t.dtype)
 
 
 def _all_reduce(t: Tensor, group: dist.ProcessGroup) -> Tensor:

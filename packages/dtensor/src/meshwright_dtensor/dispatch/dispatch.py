@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import (
@@ -35,6 +37,7 @@ from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.trace.module_stack import FRAMES
 
 Tensor = torch.Tensor
+_NORMS = (F.batch_norm, F.instance_norm)
 _HASHED = frozenset(
     {type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
 )
@@ -269,6 +272,8 @@ def _make(
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
         return ViewWrite(func)
+    if func in _NORMS:
+        _check_statistics(func, args, kwargs)
     if name in DATA_DEPENDENT:
         note(context, name, 3, described, "depends on the data")
         return fallback.Replicated(context, func, in_place)
@@ -295,6 +300,21 @@ def _make(
         return fallback.Replicated(context, func, in_place)
     note(context, name, d.tier, described, d.reason)
     return program
+
+
+def _check_statistics(func: Function, args: Any, kwargs: Any) -> None:
+    """Refuse running statistics that would be updated in a converted copy."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if not bound.arguments.get("training", bound.arguments.get("use_input_stats")):
+        return
+    for name in ("running_mean", "running_var"):
+        statistics = bound.arguments[name]
+        if isinstance(statistics, GlobalTensor) and not statistics._layout.replicated:
+            raise UnsupportedError(
+                f"{function_name(func)} updates {name} in place, and it is given as {statistics._layout!r}; running statistics "
+                'must be replicated: give a plain tensor or statistics.redistribute(["I", ...])'
+            )
 
 
 def _layout_and_local(context: MeshContext, t: Any) -> tuple[Layout, Tensor]:

@@ -142,7 +142,7 @@ RULES = rules(
     ("native_group_norm", group_norm),
     ("_weight_norm_interface", weight_norm),
     ("convolution", convolution),
-    ("max_pool2d_with_indices adaptive_max_pool2d fractional_max_pool2d", pooling(2, linear=False)),
+    ("max_pool2d_with_indices adaptive_max_pool2d", pooling(2, linear=False)),
     ("avg_pool1d upsample_nearest1d upsample_linear1d", pooling(1)),
     ("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", pooling(2)),
     ("avg_pool3d _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d", pooling(3)),
