@@ -62,10 +62,7 @@ def distribute(
 def from_local(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement | State], shape: Sequence[int]
 ) -> GlobalTensor:
-    """The global tensor of global ``shape`` whose part on this rank is ``local``.
-
-    Raises UnsupportedError if ``local`` has not the shape that ``placements`` give this rank.
-    """
+    """The global tensor of global ``shape`` whose part here is ``local``. Raises UnsupportedError if that has another shape."""
     context = MeshContext.of(mesh)
     states = states_of(placements, len(shape), context.ndim)
     check_shardable(context, shape, states)

@@ -275,10 +275,7 @@ def gradient_of(parameter: MeshParameter, local: Tensor) -> Tensor:
 
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:
-    """The layout in which computations take a DTensor with Replicate, Shard and Partial(sum) placements.
-
-    For a mesh parameter with a compute copy, the layout of the copy.
-    """
+    """The layout in which computations take a DTensor of Replicate, Shard and Partial(sum): that of its compute copy, if any."""
     return dtensor.compute_layout if isinstance(dtensor, MeshParameter) else stored_layout(dtensor)
 
 

@@ -60,10 +60,7 @@ def init(device: str | None = None) -> torch.device:
 
 
 def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
-    """The device mesh of ``plan``: one axis per degree, in the plan's order, outermost first.
-
-    Raises PlanError if the degrees do not multiply to the world size.
-    """
+    """The device mesh of ``plan``, an axis per degree. Raises PlanError if the degrees do not multiply to the world size."""
     here = init(device)
     world = dist.get_world_size()
     product = math.prod(plan.degrees.values())

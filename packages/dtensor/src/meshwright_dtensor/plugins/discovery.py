@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import chain
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from meshwright_dtensor.plugins.records import Problem, Record, Registered
 from meshwright_dtensor.utils.names import canonical, did_you_mean, listing, suggestion
 
 DISABLE = "MESHWRIGHT_DISABLE_PLUGINS"
+Records = dict[type[Record], dict[str, Registered[Any]]]
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,11 @@ class Collector:
         self._skipped: list[str] = []
         # raised together once all plugins are checked
         self._errors: list[str] = []
-        self._records: dict[type[Record], dict[str, Registered[Any]]] = {
-            kind: {} for kind in RECORD_TYPES.values()
-        }
+        self._records: Records = {kind: {} for kind in RECORD_TYPES.values()}
 
     def collect(
-        self, entry_points: Iterable[importlib.metadata.EntryPoint]
-    ) -> tuple[dict[type[Record], dict[str, Registered[Any]]], list[Problem], list[str]]:
+        self, entry_points: Iterable[metadata.EntryPoint]
+    ) -> tuple[Records, list[Problem], list[str]]:
         """Records by type and name, problems, and the disabled entry points. See `PluginHost.build`."""
         manager = pluggy.PluginManager(GROUP)
         manager.add_hookspecs(HookSpecs)
@@ -86,7 +85,7 @@ class Collector:
                 self._problems.append(Problem(DISABLE, "", "", reason))
 
     def _register(
-        self, manager: pluggy.PluginManager, name: str, source: _Source, point: importlib.metadata.EntryPoint
+        self, manager: pluggy.PluginManager, name: str, source: _Source, point: metadata.EntryPoint
     ) -> bool:
         """Import one plugin and register it. False if it is broken, which is recorded."""
         try:
@@ -137,11 +136,11 @@ class Collector:
                 )
 
 
-def search_one_by_one() -> tuple[list[importlib.metadata.EntryPoint], list[Problem]]:
+def search_one_by_one() -> tuple[list[metadata.EntryPoint], list[Problem]]:
     """The entry points of every distribution whose metadata can be read, and a problem for every other."""
-    points: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    points: dict[str, list[metadata.EntryPoint]] = {}
     problems = []
-    for distribution in importlib.metadata.distributions():
+    for distribution in metadata.distributions():
         name, version = _name_and_version(distribution)
         try:
             entry_points = list(distribution.entry_points.select(group=GROUP))
@@ -154,7 +153,7 @@ def search_one_by_one() -> tuple[list[importlib.metadata.EntryPoint], list[Probl
     return list(chain.from_iterable(points.values())), problems
 
 
-def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+def _name_and_version(distribution: metadata.Distribution) -> tuple[str, str]:
     try:
         return str(distribution.metadata["Name"] or "unnamed distribution"), str(distribution.version or "")
     except Exception:
@@ -162,7 +161,7 @@ def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[st
         return "unnamed distribution", ""
 
 
-def _source(point: importlib.metadata.EntryPoint) -> _Source:
+def _source(point: metadata.EntryPoint) -> _Source:
     name, version = _name_and_version(point.dist) if point.dist is not None else ("unnamed distribution", "")
     return _Source(name, version, point.name)
 

@@ -29,12 +29,7 @@ _STEP = 1e-6
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Axes and sizes of a mesh that need not exist.
-
-    Attributes:
-        axes: names, outermost first; ``sizes``: ranks along each.
-        attention: as of a MeshContext.
-    """
+    """A mesh that need not exist: names of axes, outermost first, and ranks along each; ``attention`` as of a MeshContext."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]

@@ -105,13 +105,9 @@ def _moved_bytes(chooser: Chooser, choice: Choice, inputs: Mapping[int, States])
 def hoist(
     nodes: Sequence[Node], results: Sequence[Ref], choice: Choice, start: Mapping[int, States]
 ) -> tuple[dict[int, States], dict[int, States], bool]:
-    """Whether all conversions can be made before the call.
+    """Whether all conversions can be made before the call; ``start``: value -> its states, of the inputs.
 
-    Args:
-        start: value -> its states, of the inputs.
-
-    Returns:
-        (value -> states as produced, input -> states after conversions before the call, whether those suffice).
+    Returns (value -> states as produced, input -> states after conversions before the call, whether those suffice).
     """
     produced: dict[int, States] = dict(start)
     wanted: dict[int, States] = {}

@@ -201,10 +201,7 @@ def dependencies(action: Action, shape: Shape, split: set[tuple[int, int]]) -> l
 
 
 def _waits(numbers: Sequence[int], shape: Shape) -> list[int]:
-    """For each of these actions, the number of the one on another stage that it waits for.
-
-    3 x stages x microbatches stands for none.
-    """
+    """For each of these actions, the number of the one on another stage that it waits for; 3 x stages x microbatches if none."""
     count, per_kind = shape.microbatches, shape.stages * shape.microbatches
     none, last = 3 * per_kind, 2 * per_kind - count
     return [

@@ -38,9 +38,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def chunk_interval(interval: Interval, parts: int, index: int) -> Interval:
-    """Part `index` of `interval` cut into `parts` as `torch.chunk` cuts: equal parts of ceil(length / parts),
-    the last ones short or empty.
-    """
+    """Part `index` of `interval` cut as `torch.chunk` cuts: `parts` of ceil(length / parts), the last ones short or empty."""
     offset, length = interval
     step = -(-length // parts)
     start = min(index * step, length)
@@ -222,10 +220,7 @@ def single_box(place: Place) -> Box | None:
 
 
 def region_boxes(place: Place) -> list[tuple[Box, Box]]:
-    """The boxes of `place` that are not empty: (in the global tensor, in the local tensor).
-
-    A checkpoint writes them for this rank, and reads into them.
-    """
+    """The boxes of `place` that are not empty, as checkpoints read and write them: (in the global tensor, in the local tensor)."""
     spans = []
     for dim in place:
         intervals: Intervals = dim if isinstance(dim[0], tuple) else (dim,)  # type: ignore[assignment]

@@ -114,10 +114,7 @@ def chunk_intervals(total: int, n: int) -> tuple[Intervals, ...]:
 
 
 def intervals_of(state: int, total: int, n: int) -> tuple[Intervals, ...]:
-    """The intervals of each of ``n`` ranks for a dim of size ``total``, plain or interval shard.
-
-    Raises ValueError if the interval shard is for another size or number of ranks.
-    """
+    """The intervals of each of ``n`` ranks for a dim of size ``total``. Raises ValueError if an interval shard is for others."""
     if not isinstance(state, IntervalShard):
         return chunk_intervals(total, n)
     if state.total != total or len(state.intervals) != n:
@@ -128,10 +125,7 @@ def intervals_of(state: int, total: int, n: int) -> tuple[Intervals, ...]:
 
 
 def interval_shard(dim: int, intervals: Sequence[Sequence[Interval]]) -> int:
-    """The state in which rank ``r`` owns ``intervals[r]`` of tensor dim ``dim``; the dim for a plain shard.
-
-    Raises ValueError if the intervals do not cover ``0 .. total`` exactly once.
-    """
+    """The state in which rank ``r`` owns ``intervals[r]`` of a dim (the dim if plain). Raises ValueError for gaps and overlaps."""
     ranks = tuple(merge_intervals(held) for held in intervals)
     total = 0
     for offset, length in sorted(interval for held in ranks for interval in held if interval[1]):

@@ -12,10 +12,7 @@ _POOL = pytest.StashKey[RankPool]()
 
 
 def session_pool(config: pytest.Config, preload: Sequence[str] = ()) -> RankPool:
-    """The rank pool of this test session: created on first use, shared by all packages under test, closed at the end.
-
-    preload: see `RankPool`; only the first call of a session uses it.
-    """
+    """The rank pool of this session, created on first use, which alone takes `preload` (see `RankPool`), closed at the end."""
     if _POOL not in config.stash:
         pool = config.stash[_POOL] = RankPool(preload=preload)
         config.add_cleanup(pool.close)

@@ -10,14 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.rules.composites import cross_entropy_rows as whole_rows
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
-from meshwright_dtensor.rules.composites.cross_entropy_rows import (
-    EarlyGradient,
-    RowsLoss,
-    SharedGradient,
-    SharedRowsLoss,
-    takes,
-)
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
 from meshwright_dtensor.sharding.states import P, R, State
 
@@ -107,13 +101,13 @@ class _Loss:
         self.shards = Shards(start, length, ctx.in_shapes[0][self.class_dim], tuple(class_axes), ctx)
         self.row_axes = ctx.axes_sharding_others(0, self.class_dim)
         self.whole_rows = not class_axes and _of_rows(ctx)
-        self.early = EarlyGradient()
+        self.early = whole_rows.EarlyGradient()
 
     def losses(self, tensors: list[torch.Tensor], reduction: str) -> torch.Tensor:
         """The loss of the local rows."""
         logits, target = tensors[:2]
-        if self.whole_rows and reduction == "sum" and takes(logits, target):
-            total: torch.Tensor = RowsLoss.apply(logits, target, self.ignore)
+        if self.whole_rows and reduction == "sum" and whole_rows.takes(logits, target):
+            total: torch.Tensor = whole_rows.RowsLoss.apply(logits, target, self.ignore)
             return total
         if not self.shards.axes:
             weight = None if self.weight is None else tensors[2]
@@ -127,9 +121,9 @@ class _Loss:
     def mean(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """The mean over the rows of all ranks."""
         logits, target = tensors[:2]
-        if self.row_axes and self.whole_rows and takes(logits, target):
+        if self.row_axes and self.whole_rows and whole_rows.takes(logits, target):
             trained = torch.is_grad_enabled() and logits.requires_grad
-            total, count = SharedRowsLoss.apply(  # type: ignore[misc]
+            total, count = whole_rows.SharedRowsLoss.apply(  # type: ignore[misc]
                 logits, target, self.ignore, self.row_axes, self.ctx, self.early if trained else None
             )
             return total / count
@@ -245,7 +239,7 @@ class SumPair(torch.autograd.Function):
         gradient = gradients[0]
         # create_graph=True
         if gradient.requires_grad and torch.is_grad_enabled():
-            gradient = SharedGradient.apply(gradient, context.axes, context.ctx)
+            gradient = whole_rows.SharedGradient.apply(gradient, context.axes, context.ctx)
         return gradient, None, None, None
 
 

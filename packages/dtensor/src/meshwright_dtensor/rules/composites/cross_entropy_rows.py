@@ -24,10 +24,7 @@ LEAST, MOST = 16, 64
 
 
 class RowsLoss(torch.autograd.Function):
-    """logits [n, c] in float32 or wider, target [n] of classes -> summed loss of the rows that are not ignored.
-
-    For inputs that `takes` accepts.
-    """
+    """logits [n, c] in float32 or wider, target [n] of classes -> summed loss of the rows that are not ignored; see `takes`."""
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
@@ -117,10 +114,7 @@ class _Made:
 
 
 class EarlyGradient:
-    """Whether one call computes its gradient in the forward.
-
-    It does not if several forwards precede a backward, since each would hold a gradient.
-    """
+    """Whether one call computes its gradient in the forward: not if several forwards precede a backward, as each would hold one."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[_Made] | None = None

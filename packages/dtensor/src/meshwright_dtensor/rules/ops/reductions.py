@@ -49,11 +49,8 @@ def histogram(view: NodeView) -> Iterator[Row]:
     Without bounds the bins depend on the smallest and the largest element of the whole tensor.
     """
     bound, shapes = view.bound(), view.in_shapes
-    given = (
-        bound.get("range") is not None
-        or isinstance(bound["bins"], Slot)
-        or bound.get("min") != bound.get("max")
-    )
+    given = bound.get("range") is not None or bound.get("min") != bound.get("max")
+    given = given or isinstance(bound["bins"], Slot)
     counts = view.dtype(view.node.outs[0])
     # a float stops counting at 2 / eps (2**24 in float32), and shards would stop later than the whole tensor
     exact = not counts.is_floating_point or numel(shapes[0]) <= 2 / torch.finfo(counts).eps

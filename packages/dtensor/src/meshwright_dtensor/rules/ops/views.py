@@ -109,11 +109,6 @@ def as_complex(view: NodeView) -> Iterator[Row]:
     return _moved(view, lambda dim: dim if dim < shared else None)
 
 
-def identity(view: NodeView) -> Iterator[Row]:
-    """Same shape, same elements."""
-    return _moved(view, lambda dim: dim)
-
-
 def cat(view: NodeView) -> Iterator[Row]:
     """cat: all dims but the joined one, and that one too for a single operand; legacy 1-D empty operands are dropped."""
     ndim = len(view.out_shapes[0])
@@ -169,7 +164,7 @@ def pad(view: NodeView) -> Iterator[Row]:
 
 
 def leading_dims(rest: int) -> Rule:
-    """All but the last ``rest`` dims: reflection padding; tril and triu, whose mask depends on the place in the matrix."""
+    """All but the last ``rest`` dims (0: same elements): reflection padding; tril and triu, which mask by place in the matrix."""
 
     def rule(view: NodeView) -> Iterator[Row]:
         ndim = len(view.in_shapes[0])
@@ -203,7 +198,7 @@ RULES = rules(
     ("unfold", kept_but("dimension")),
     ("diagonal", diagonal),
     ("view_as_complex view_as_real", as_complex),
-    ("alias detach lift_fresh lift_fresh_copy lift contiguous alias_copy", identity),
+    ("alias detach lift_fresh lift_fresh_copy lift contiguous alias_copy", leading_dims(0)),
     ("cat concatenate", cat),
     ("stack", stack),
     ("repeat", repeat),
