@@ -1,21 +1,25 @@
-"""Check that all ranks start with the same plugins, plan, parameters, buffers and random state."""
+"""Check that all ranks start with the same plugins, plan, parameters, buffers and random state, and get the same batches."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.deferred.materialize import is_deferred
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.model.batch_text import SAME_BATCH, BatchTexts, first_difference
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discover_on_all_ranks
 from meshwright_dtensor.utils.checksum import checksum
 
 _SAMPLES = 64
+_ATTRIBUTE = "_meshwright_batch_texts"
 
 
 def same_plugins(plugins: PluginHost | None) -> PluginHost:
@@ -32,9 +36,7 @@ def same_plugins(plugins: PluginHost | None) -> PluginHost:
     return plugins
 
 
-def check_ranks_agree(
-    model: nn.Module, plan: ParallelPlan, device: torch.device, *, values: bool = True
-) -> None:
+def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device, *, values: bool) -> None:
     """Raise on every rank unless all ranks have the same plan, parameters, buffers and random state.
 
     Values are compared bit for bit, by checksum. Of a deferred tensor 64 elements are compared, so that its file is not read.
@@ -55,9 +57,8 @@ def check_ranks_agree(
         labels.append("the state of torch's random generator on the accelerator")
         sums.append(zlib.crc32(bytes(torch.cuda.get_rng_state(device).tolist())))
     if differing([zlib.crc32(plan.executed_json().encode())], device):
-        raise UsageError(
-            "ranks were given different plans; load the same file, or plan on one rank and share the plan"
-        )
+        text = "ranks were given different plans; load the same file, or plan on one rank and share the plan"
+        raise UsageError(text)
     structure = zlib.crc32("\n".join(labels).encode())
     if differing([structure, len(labels)], device):
         raise UsageError(
@@ -69,6 +70,37 @@ def check_ranks_agree(
             f"{labels[index]} differs between ranks, but all ranks must start with the same model; "
             "seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
         )
+
+
+def install_batch_check(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Compare the batches of all ranks in the first calls of `model`, and in every 64th one after that.
+
+    Rows of its own on each rank would train on a batch that nobody has given. The model then raises `UsageError`, on every
+    rank, which names the first tensor and rank that differ.
+    """
+    if mesh.size() == 1:
+        return
+    device = torch.device(mesh.device_type)
+    model.__dict__[_ATTRIBUTE] = BatchTexts()
+
+    def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        texts = model.__dict__.get(_ATTRIBUTE)
+        if isinstance(texts, BatchTexts):
+            text, compared = texts.describe(args, kwargs)
+            if compared:
+                _check_same_batch(text, device)
+
+    model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+
+
+def _check_same_batch(text: str, device: torch.device) -> None:
+    if not differing([zlib.crc32(text.encode())], device):
+        return
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
+    difference = first_difference(texts[0], texts[rank])
+    raise UsageError(f"rank {rank} was given another batch than rank 0 ({difference}); {SAME_BATCH}")
 
 
 def differing(values: Iterable[int], device: torch.device) -> list[int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,18 +28,17 @@ def recomputed_region(run: Callable[[], Any], device: torch.device, policy: str)
     def again(_argument: torch.Tensor) -> None:
         run()
 
+    kept: list[_Kept] = []
+    alternate = policy == "alternate"
+    keep: Any = (
+        noop_context_fn if policy == "full" else lambda: (_Keep(kept, alternate), _Reuse(kept, alternate))
+    )
     # torch saves the random state of the devices of its arguments
     argument = torch.empty(0, device=device)
-    contexts = noop_context_fn if policy == "full" else partial(_keep_expensive, policy == "alternate")
     region: Region = _checkpoint_without_reentrant_generator(
-        again, True, contexts, "default", False, True, argument
+        again, True, keep, "default", False, True, argument
     )
     return region
-
-
-def _keep_expensive(alternate: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    kept: list[_Kept] = []
-    return _Keep(kept, alternate), _Reuse(kept, alternate)
 
 
 class _Choice:

@@ -76,9 +76,7 @@ def _pins(sizes: dict[str, int]) -> dict[str, Any]:
             "name each axis after its strategy"
         )
     shards = sizes.get("zero", 1)
-    pins: dict[str, Any] = {
-        axis: sizes.get(axis, 1) for axis in DEGREES if axis != "zero" and axis in installed
-    }
+    pins: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in DEGREES if axis in installed - {"zero"}}
     pins["dp"] = sizes.get("dp", 1) * shards
     if shards > 1:
         pins["zero_degree"] = shards

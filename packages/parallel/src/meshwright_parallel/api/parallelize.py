@@ -11,7 +11,7 @@ Every parameter becomes a DTensor of which this rank holds its part; make optimi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from meshwright_dtensor.api import as_mesh_parameter
 from meshwright_dtensor.deferred.materialize import local_values
 from meshwright_dtensor.dispatch.module_to import install_module_to
 from meshwright_dtensor.dispatch.planned_calls import install_targets
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.mesh.mesh import build_mesh, init, live_process_groups
 from meshwright_dtensor.model.compiled import refuse_compiling
@@ -37,12 +38,10 @@ from meshwright_parallel.engine.grad_reduction import install_reduction, make_gr
 from meshwright_parallel.engine.unshard import install_compute_copies
 from meshwright_parallel.moe.local_tokens import install_local_tokens, local_token_modules
 from meshwright_parallel.optim.optimizer_steps import refuse_assigned_state, watch_optimizer_steps
-from meshwright_parallel.placement.batch_check import install_batch_check
 from meshwright_parallel.placement.inputs import LIVE, ModelPlacement, install_inputs
-from meshwright_parallel.placement.pickling import refuse_pickling
 from meshwright_parallel.placement.stage_plan import link_stages
 from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
-from meshwright_parallel.ranks import check_ranks_agree, same_plugins
+from meshwright_parallel.ranks import check_ranks_agree, install_batch_check, same_plugins
 from meshwright_parallel.recompute.checkpoint import install_recompute
 from meshwright_parallel.strategies.data import BUCKET_BYTES
 from meshwright_parallel.validation.checks import check_fit, check_model, check_optimizers
@@ -112,7 +111,7 @@ def parallelize(
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
     refuse_compiling(model)
-    refuse_pickling(model)
+    _refuse_pickling(model)
     undo.finish(model)
     LIVE.add(placed)
     return model
@@ -163,10 +162,8 @@ def _sharded(
         local.untyped_storage().resize_(0)
     else:
         local = local_values(full.detach(), region).to(device)
-    placements = [stored_placement(state) for state in states]
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
+    placed = [stored_placement(state) for state in states]
+    return DTensor.from_local(local, mesh, placed, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def _place_buffers(model: nn.Module, device: torch.device, plan: ParallelPlan) -> None:
@@ -180,3 +177,25 @@ def _place_buffers(model: nn.Module, device: torch.device, plan: ParallelPlan) -
                 value = local_values(old, whole_box(tuple(old.shape))).to(device)
                 new[id(old)] = (old, value.to(dtype) if id(old) in cast else value)
             setattr(module, name, new[id(old)][1])
+
+
+class _PicklingRefusal:
+    """An attribute that cannot be pickled, of a model that can be copied."""
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a parallel model cannot be pickled or torch.saved: it has one rank's part of the values, hooks and process groups. "
+            "Save mw.full_state_dict(model), whose values are plain and whole; or mw.save(path, model=model, optimizer=optimizer), "
+            "which any layout loads; or mw.export(path, model=model) for from_pretrained"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PicklingRefusal:
+        return self
+
+
+def _refuse_pickling(model: nn.Module) -> None:
+    """Make pickling `model` raise UnsupportedError, with the ways to save it."""
+    attributes = dict(model.__dict__)
+    model.__dict__.clear()
+    # first, since pickle would name the first hook that it cannot pickle
+    model.__dict__.update({"_meshwright_pickling": _PicklingRefusal(), **attributes})

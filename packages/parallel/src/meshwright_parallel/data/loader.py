@@ -19,11 +19,10 @@ from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
 from meshwright_dtensor.sharding.boxes import chunk_box
-from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.utils.checksum import checksum
 from meshwright_parallel._torch.core import map_tensors
-from meshwright_parallel.data.containers import check_leaves, joined
-from meshwright_parallel.data.local_rows import LocalRows
+from meshwright_parallel.data.local_rows import LocalRows, check_leaves, joined
 from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
 from meshwright_parallel.placement.inputs import ModelPlacement, only_live_placement, placement_of, size_of
 from meshwright_parallel.ranks import differing
@@ -116,11 +115,8 @@ def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
             return tensor
 
         map_tensors(add_sum, args, kwargs)
-        _check_ranks_agree(
-            [len(sums), zlib.crc32(str(sums).encode())],
-            placed,
-            "batches differ between ranks; seed them alike",
-        )
+        values = [len(sums), zlib.crc32(str(sums).encode())]
+        _check_ranks_agree(values, placed, "batches differ between ranks; seed them alike")
         yield joined(batch, *placed.place(args, kwargs))
 
 
@@ -130,25 +126,16 @@ class _LocalLoader:
     def __init__(self, loader: Any, placed: ModelPlacement) -> None:
         self.placed = placed
         # per batch that is being loaded: number of rows, and a checksum of its indices
-        self._pending: deque[tuple[int, int]] = deque()
-        more: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
-        self._loader: DataLoader[Any] = DataLoader(
-            WatchedDataset(loader.dataset),
-            batch_sampler=_RankRows(loader.batch_sampler, self),
-            num_workers=loader.num_workers,
-            collate_fn=WatchedCollate(loader.collate_fn),
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            persistent_workers=loader.persistent_workers,
-            **more,
-        )
+        self.pending: deque[tuple[int, int]] = deque()
+        same = "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator persistent_workers"
+        options: dict[str, Any] = {name: getattr(loader, name) for name in same.split()}
+        if loader.num_workers:
+            options["prefetch_factor"] = loader.prefetch_factor
+        rows, collate = _RankRows(loader.batch_sampler, self), WatchedCollate(loader.collate_fn)
+        dataset = WatchedDataset(loader.dataset)
+        self._loader = DataLoader[Any](dataset, batch_sampler=rows, collate_fn=collate, **options)
 
-    def states(
-        self, name: str, shape: tuple[int, ...], rows: int, tokens: int | None = None
-    ) -> tuple[State, ...]:
+    def states(self, name: str, shape: tuple[int, ...], rows: int, tokens: int | None = None) -> States:
         return self.placed.input_states(name, shape, BatchSize(rows, tokens))
 
     def rows(self, count: int) -> tuple[int, int]:
@@ -157,13 +144,10 @@ class _LocalLoader:
         here = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
         return chunk_box((count,), tuple(mesh.shape), here, self.states("rows", (count,), count))[0]
 
-    def add_batch(self, indices: list[Any]) -> None:
-        self._pending.append((len(indices), zlib.crc32(repr(indices).encode())))
-
     def __iter__(self) -> Iterator[Any]:
-        self._pending.clear()
+        self.pending.clear()
         for batch in self._loader:
-            count, indices = self._pending.popleft()
+            count, indices = self.pending.popleft()
             yield self._global_batch(batch, count, indices)
 
     def _global_batch(self, batch: Any, count: int, indices: int) -> Any:
@@ -213,7 +197,7 @@ class _RankRows:
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in self.batches:
             indices = list(batch)
-            self.owner.add_batch(indices)
+            self.owner.pending.append((len(indices), zlib.crc32(repr(indices).encode())))
             offset, length = self.owner.rows(len(indices))
             yield indices[offset : offset + length]
 

@@ -6,8 +6,8 @@ The global batch is the rows of data rank 0, then those of data rank 1, and so o
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import Any
 
@@ -21,7 +21,6 @@ from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
 from meshwright_dtensor.model.batch_text import describe
 from meshwright_dtensor.sharding.boxes import chunk_box
 from meshwright_parallel._torch.core import map_tensors
-from meshwright_parallel.data.containers import check_leaves, joined
 from meshwright_parallel.placement.inputs import ModelPlacement, size_of
 
 _ENDED, _FAILED = -1, -2
@@ -69,12 +68,12 @@ class LocalRows:
             except Exception as error:
                 # of any kind: the other ranks wait for this one's header
                 header, failure = _Header(_FAILED), error
-            headers = [
-                _Header(*values) for values in self._gathered([header.rows, header.form, header.values])
-            ]
+            headers = [_Header(*values) for values in self._gathered(astuple(header))]
             if failure is not None:
                 raise failure
-            self._check(headers)
+            failed = [rank for rank, header in enumerate(headers) if header.rows == _FAILED]
+            if failed:
+                raise UsageError(f"the loader of rank {failed[0]} has failed; the error is on that rank")
             if all(header.rows == _ENDED for header in headers):
                 return
             rows = self._rows(headers, peers)
@@ -108,12 +107,6 @@ class LocalRows:
         dist.all_gather(everywhere, here)
         gathered: list[list[int]] = torch.stack(everywhere).tolist()
         return gathered
-
-    @staticmethod
-    def _check(headers: Sequence[_Header]) -> None:
-        failed = [rank for rank, header in enumerate(headers) if header.rows == _FAILED]
-        if failed:
-            raise UsageError(f"the loader of rank {failed[0]} has failed; the error is on that rank")
 
     def _rows(self, headers: Sequence[_Header], peers: Sequence[int]) -> list[int]:
         """The number of rows of each data rank, which all of its ranks must have alike."""
@@ -174,3 +167,22 @@ class LocalRows:
         placed = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in whole]
         batch = pytree.tree_unflatten(placed, parts[0][1])
         return joined(batch, *self.placed.place(*call_arguments(batch)))
+
+
+def check_leaves(batch: Any) -> None:
+    """Refuse values that are not tensors: those of the other ranks' rows would be missing."""
+    for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+        if not isinstance(leaf, torch.Tensor) and leaf is not None:
+            raise UnsupportedError(
+                f"the batch holds a {type(leaf).__name__} ({leaf!r:.40}), which describes this rank's rows only; "
+                "let collate_fn return tensors, or loop over the plain loader"
+            )
+
+
+def joined(batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments in a container like `batch`; mappings of other classes become dicts."""
+    if isinstance(batch, Mapping):
+        return kwargs
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*args)
+    return list(args) if isinstance(batch, list) else args if isinstance(batch, tuple) else args[0]

@@ -47,11 +47,6 @@ class Shards:
         return dense_strides(self.shape, self.order)
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole."""
-        return math.prod(self.shape)
-
-    @property
     def chunk(self) -> int:
         """Length of the sharded dim in the largest shard."""
         return -(-self.shape[self.dim] // self.count)
@@ -59,7 +54,7 @@ class Shards:
     @property
     def size(self) -> int:
         """Elements of a row: those of the largest shard."""
-        return self.numel // self.shape[self.dim] * self.chunk
+        return math.prod(self.shape) // self.shape[self.dim] * self.chunk
 
     @property
     def even(self) -> bool:

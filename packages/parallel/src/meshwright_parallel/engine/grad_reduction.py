@@ -170,7 +170,7 @@ class DataReduction:
         self._ready.append(slot.index)
         unsharded = self._unsharded[slot.index]
         if unsharded is not None:
-            unsharded.gradient_consumed()
+            unsharded.group.engine.gradient_consumed(unsharded.group)
         # one fixed order of collectives on all ranks
         while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
             self._launch_next()

@@ -56,15 +56,10 @@ class Unsharder(Protocol):
 
     @property
     def phase(self) -> str: ...
-
     def unshard(self, group: ParamGroup) -> None: ...
-
     def is_outdated(self, group: ParamGroup) -> bool: ...
-
     def unshard_for_backward(self, group: ParamGroup) -> None: ...
-
     def gradient_consumed(self, group: ParamGroup) -> None: ...
-
     def end_backward(self) -> None: ...
 
 
@@ -149,10 +144,6 @@ class UnshardedParameter(ComputeCopy):
 
     def follow(self, requires_grad: bool) -> None:
         self._leaf.requires_grad_(requires_grad)
-
-    def gradient_consumed(self) -> None:
-        """The gradient of this pass was moved to its bucket."""
-        self.group.engine.gradient_consumed(self.group)
 
     def map_to(self, buffer: torch.Tensor | None) -> None:
         """Make the leaf a view of its part of `buffer`; None: of the placeholder."""
@@ -296,10 +287,6 @@ class ParamGroup:
             self.buffer = None
         self.state = UnshardState.STALE
         self.consumed_gradients = 0
-
-    def is_outdated(self) -> bool:
-        """Whether a parameter was written to since it was last unsharded, as far as torch counts writes."""
-        return any(unsharded.outdated for unsharded in self.parameters)
 
     def parameter_at(self, offset: int) -> UnshardedParameter:
         """The parameter that holds this element of the buffer."""

@@ -66,12 +66,10 @@ class UnshardEngine:
         """For a copied model: a new engine over the copied parameters."""
         specs = []
         for spec in self.specs:
-            parameters = []
-            for unsharded in spec.parameters:
-                parameter = copy.deepcopy(unsharded.parameter, memo)
-                parameters.append(
-                    UnshardedParameter(parameter, unsharded.layout, unsharded.axis, unsharded.shards)
-                )
+            parameters = [
+                UnshardedParameter(copy.deepcopy(old.parameter, memo), old.layout, old.axis, old.shards)
+                for old in spec.parameters
+            ]
             specs.append(GroupSpec(spec.name, spec.is_root, parameters))
         engine = memo[id(self)] = UnshardEngine(self.mesh, specs, self.reshards)
         return engine
@@ -152,7 +150,7 @@ class UnshardEngine:
 
     def is_outdated(self, group: ParamGroup) -> bool:
         """Outside of any forward: whether the unsharded values are outdated."""
-        return not backward_is_running() and group.is_outdated()
+        return not backward_is_running() and any(unsharded.outdated for unsharded in group.parameters)
 
     def unshard_for_backward(self, group: ParamGroup) -> None:
         """A saved view of a group's buffer is read."""
@@ -210,9 +208,6 @@ class ModuleGroups:
     engine: UnshardEngine
     indices: tuple[int, ...]
     is_root: bool
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleGroups:
-        return ModuleGroups(copy.deepcopy(self.engine, memo), self.indices, self.is_root)
 
 
 def install_compute_copies(

@@ -15,6 +15,7 @@ from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor
+Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Route:
         """Integers [n, ...], row r for rank r; returns [n, ...], row r from rank r."""
         sent = sent.contiguous()
         received = torch.empty_like(sent)
-        self._note(sent, "forward", "how many rows each expert gets")
+        self.note(sent, "forward", "how many rows each expert gets")
         dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group)
         return received
 
@@ -42,17 +43,8 @@ class Route:
         """Send rows [sum(sent), ...], sorted by target rank; returns [sum(received), ...], sorted by source rank."""
         return _Exchange.apply(tensor, self, tuple(sent), tuple(received), "forward", why)  # type: ignore[no-any-return]
 
-    def move(
-        self, tensor: Tensor, sent: tuple[int, ...], received: tuple[int, ...], phase: str, why: str
-    ) -> Tensor:
-        """The exchange itself, without autograd."""
-        tensor = tensor.contiguous()
-        result = tensor.new_empty((sum(received), *tensor.shape[1:]))
-        self._note(tensor, phase, why)
-        dist.all_to_all_single(result, tensor, list(received), list(sent), group=self.group)
-        return result
-
-    def _note(self, tensor: Tensor, phase: str, why: str) -> None:
+    def note(self, tensor: Tensor, phase: str, why: str) -> None:
+        """Log a collective that sends `tensor`."""
         if CommLog.listening():
             nbytes = tensor.numel() * tensor.element_size() * self.size
             record("all_to_all", self.axis, nbytes, phase, self.module, "experts", why)
@@ -81,16 +73,14 @@ def sum_over_axes(counts: Tensor, context: MeshContext, axes: Iterable[int], mod
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: Tensor,
-        route: Route,
-        sent: tuple[int, ...],
-        received: tuple[int, ...],
-        phase: str,
-        why: str,
+        ctx: Any, tensor: Tensor, route: Route, sent: Counts, received: Counts, phase: str, why: str
     ) -> Tensor:
         ctx.way = (route, received, sent, why)
-        return route.move(tensor, sent, received, phase, why)
+        tensor = tensor.contiguous()
+        result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        route.note(tensor, phase, why)
+        dist.all_to_all_single(result, tensor, list(received), list(sent), group=route.group)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

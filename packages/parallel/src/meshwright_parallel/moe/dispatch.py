@@ -119,7 +119,7 @@ class Dispatch(ExpertsForward):
                 tensors = tensors if self.rule.kind == "container" else []
             else:
                 result, tensors = x.new_zeros((0, x.shape[1])), [*parts, *tensors]
-        if torch.is_grad_enabled() and local.trained:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
             # every rank must take part in the backward all-to-all, or the others would wait for it
             anchor = [] if result.requires_grad else [torch.zeros((), device=x.device, requires_grad=True)]
             tensors = [*tensors, *anchor]

@@ -60,9 +60,6 @@ class LocalExperts:
         rows: state of the tokens on each mesh axis; X where ranks have the same tokens but parts of every expert.
         axis: the expert axis.
         idle: of a container, the numbers of the experts that have rows on other ranks only.
-
-    Attributes:
-        trained: whether any parameter of the module is trained.
     """
 
     module: nn.Module
@@ -72,9 +69,6 @@ class LocalExperts:
     rows: States
     axis: str
     idle: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        self.trained = any(p.requires_grad for p in self.module.parameters())
 
     @contextmanager
     def swapped(self) -> Iterator[list[Tensor]]:

@@ -86,9 +86,8 @@ class LocalTokens(ExpertsForward):
 
     def _row_axes(self, layout: Layout) -> frozenset[int]:
         """The axes that shard the rows, and over which the gradients of all parameters are summed later."""
-        stored = [
-            layout_of_dtensor(p) if isinstance(p, MeshParameter) else None for p in self.module.parameters()
-        ]
+        parameters = self.module.parameters()
+        stored = [layout_of_dtensor(p) if isinstance(p, MeshParameter) else None for p in parameters]
         axes: set[int] = set()
         for axis, state in enumerate(layout.states):
             if not isinstance(state, int) or int(state) != 0:
@@ -145,9 +144,7 @@ class LocalTokens(ExpertsForward):
         numbers = ((total > 0) & (local == 0)).nonzero().flatten().tolist()
         return [self.module.get_submodule(self.rule.children[number]) for number in numbers]
 
-    def _run(
-        self, bound: inspect.BoundArguments, idle: Sequence[nn.Module], global_axes: Sequence[int]
-    ) -> Any:
+    def _run(self, bound: inspect.BoundArguments, idle: Sequence[nn.Module], global_axes: list[int]) -> Any:
         """Run the module's own forward; every parameter that has a gradient on any rank gets one here."""
 
         def value(parameter: MeshParameter) -> Tensor:
@@ -161,15 +158,14 @@ class LocalTokens(ExpertsForward):
                 needed = [p for child in idle for p in child.parameters()]
             elif not torch.is_grad_enabled() or not isinstance(out, Tensor) or out.requires_grad:
                 return out
-            return _tied_to(out, needed) if needed else out
-
-
-def _tied_to(out: Any, others: Sequence[Tensor]) -> Any:
-    """`out`, whose backward pass also gives `others` a gradient of zeros."""
-    leaves = [t._local if isinstance(t, GlobalTensor) else t for t in others]
-    if isinstance(out, GlobalTensor):
-        return wrap(tied(out._local, *leaves), out._layout)
-    return tied(out, *leaves) if isinstance(out, Tensor) else out
+            if not needed or not isinstance(out, Tensor):
+                return out
+            leaves = [t._local if isinstance(t, GlobalTensor) else t for t in needed]
+            return (
+                wrap(tied(out._local, *leaves), out._layout)
+                if isinstance(out, GlobalTensor)
+                else tied(out, *leaves)
+            )
 
 
 def _reshaped(t: Any, shape: Sequence[int]) -> Any:

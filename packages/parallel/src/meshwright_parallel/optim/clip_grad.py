@@ -170,9 +170,8 @@ def _reduce(values: torch.Tensor, mesh: DeviceMesh, axis: int, p: float) -> torc
     # the maximum of nan and a number depends on the backend, so nan is sent as a flag
     if infinite:
         sign = 1.0 if p > 0 else -1.0
-        values = torch.cat(
-            [sign * values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)]
-        )
+        flags = values.isnan().to(values.dtype)
+        values = torch.cat([sign * values.nan_to_num(nan=0.0, posinf=math.inf), flags])
     record("all_reduce", name, values.numel() * values.element_size(), "backward", function="clip_grad_norm_")
     dist.all_reduce(values, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     if not infinite:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.mesh import group_over
@@ -37,11 +38,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [local_of(p.grad) for p in parameters if p.grad is not None]

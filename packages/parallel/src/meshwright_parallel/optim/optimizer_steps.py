@@ -92,9 +92,7 @@ def refuse_assigned_state(model: nn.Module) -> None:
             module.register_load_state_dict_pre_hook(_refuse)
 
 
-def _refuse(
-    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
-) -> None:
+def _refuse(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
     if local_metadata.get("assign_to_params_buffers"):
         raise UnsupportedError(
             "load_state_dict(assign=True) would replace distributed parameters by plain ones, which the optimizer and the "

@@ -115,9 +115,8 @@ def only_live_placement() -> ModelPlacement:
     gc.collect()
     placements = list(LIVE)
     if not placements:
-        raise UsageError(
-            "no model is parallel yet; call parallelize() or auto_parallelize() before looping over the loader"
-        )
+        text = "no model is parallel yet; call parallelize() or auto_parallelize() before looping over the loader"
+        raise UsageError(text)
     first = placements[0]
     for other in placements[1:]:
         if _axes(other) != _axes(first):
@@ -139,8 +138,6 @@ def install_inputs(model: nn.Module, placement: ModelPlacement) -> None:
     model.register_forward_pre_hook(_distribute, prepend=True, with_kwargs=True)
 
 
-def _distribute(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _distribute(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     placement = placement_of(model)
     return (args, kwargs) if placement is None else placement.place(args, kwargs)

@@ -29,13 +29,6 @@ class StagePlan:
     strategies: tuple[Strategy, ...]
 
 
-def with_inner_axis(plan: ParallelPlan) -> ParallelPlan:
-    """The plan; with a data axis of degree 1 if "pp" is its only axis, because parameters need a mesh."""
-    if tuple(plan.degrees) == ("pp",):
-        return plan.replace(degrees={**plan.degrees, "dp": 1})
-    return plan
-
-
 def split_plan(plan: ParallelPlan, strategies: Sequence[Strategy]) -> StagePlan:
     """Separate the pipeline axis from the rest of a plan.
 

@@ -28,7 +28,7 @@ from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_parallel._torch.core import gradient_hooks, map_tensors
 from meshwright_parallel.placement.inputs import input_states, placement_of, size_of
-from meshwright_parallel.placement.stage_plan import StagePlan, split_plan, with_inner_axis
+from meshwright_parallel.placement.stage_plan import StagePlan, split_plan
 from meshwright_parallel.recompute.checkpoint import recomputed_modules
 from meshwright_parallel.validation.composition import check_composition
 
@@ -61,7 +61,8 @@ def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost
     Raises:
         PlanError, UsageError, UnsupportedError, PluginError: as `parallelize`.
     """
-    whole = with_inner_axis(plan)
+    # parameters need a mesh: a plan whose only axis is "pp" gets a data axis of degree 1
+    whole = plan if tuple(plan.degrees) != ("pp",) else plan.replace(degrees={**plan.degrees, "dp": 1})
     part = split_plan(whole, resolve_strategies(whole, host, world_size))
     states = _stored_states(model, part.plan, part.strategies)
     _check_plan(model, part, batch, states)
@@ -87,14 +88,12 @@ def check_model(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         if name and placement_of(module) is not None:
-            raise UsageError(
-                f"module {name!r} is parallel already; call parallelize() on the whole model only, once"
-            )
+            text = f"module {name!r} is parallel already; call parallelize() on the whole model only, once"
+            raise UsageError(text)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise UsageError(
-                f"parameter {name!r} is a DTensor already; parallelize() takes a model of plain parameters"
-            )
+            text = f"parameter {name!r} is a DTensor already; parallelize() takes a model of plain parameters"
+            raise UsageError(text)
         if parameter.is_meta:
             raise UnsupportedError(
                 f"parameter {name!r} is on the meta device and has no values; "
@@ -256,9 +255,8 @@ def _check_shape(
             continue
         if state >= len(shape):
             text = f"{shown} has shape {shape}, so its dims are 0..{len(shape) - 1}"
-            raise PlanError(
-                f"{where}.{axis}", format_state(state), text, f"S({len(shape) - 1})" if shape else "I"
-            )
+            last = f"S({len(shape) - 1})" if shape else "I"
+            raise PlanError(f"{where}.{axis}", format_state(state), text, last)
         if isinstance(state, IntervalShard):
             if state.total != local[state] or len(state.intervals) != degree:
                 text = (

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -59,11 +60,6 @@ class _Recorder(TorchFunctionMode):
         self.calls: Counter[str] = Counter()
         self.gradients = 0
 
-    def enter(self, name: str) -> None:
-        """A module's forward begins."""
-        self.frames.append(_Frame(name, self.calls[name]))
-        self.calls[name] += 1
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -112,14 +108,15 @@ def _recording(model: nn.Module) -> Iterator[_Recorder]:
     recorder = _Recorder()
     handles: list[Any] = []
 
-    def begin(name: str) -> Callable[..., None]:
-        return lambda module, args: recorder.enter(name)
+    def begin(name: str, module: nn.Module, args: Any) -> None:
+        recorder.frames.append(_Frame(name, recorder.calls[name]))
+        recorder.calls[name] += 1
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         recorder.frames.pop()
 
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(begin(name)))
+        handles.append(module.register_forward_pre_hook(partial(begin, name)))
         handles.append(module.register_forward_hook(end, prepend=True, always_call=True))
     try:
         yield recorder

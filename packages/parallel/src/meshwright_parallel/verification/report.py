@@ -182,14 +182,12 @@ class VerificationReport:
             table.add_row(str(c.step), c.kind, self._named(c) or "-", relative, tolerance, mark)
         text = io.StringIO()
         console = Console(file=text, width=width, no_color=True)
-        console.print(
-            f"{self.model} on {mesh} against one device, {count_of(self.steps, 'step')}", highlight=False
-        )
+        steps = count_of(self.steps, "step")
+        console.print(f"{self.model} on {mesh} against one device, {steps}", highlight=False)
         console.print(summary)
         for step, (one_device, parallel) in enumerate(self.losses):
-            console.print(
-                f"step {step}: loss on one device {one_device:.9g}, parallel {parallel:.9g}", highlight=False
-            )
+            line = f"step {step}: loss on one device {one_device:.9g}, parallel {parallel:.9g}"
+            console.print(line, highlight=False)
         console.print("furthest from one device:")
         console.print(table)
         console.print(
