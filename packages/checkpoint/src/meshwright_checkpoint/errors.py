@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
 
+Names = tuple[str, ...]
+
 
 class CheckpointError(MeshwrightError):
     """Base of all errors about a checkpoint: for example it is missing, cannot be written, or another job writes it."""
@@ -31,11 +33,7 @@ class MismatchError(CheckpointError):
     """
 
     def __init__(
-        self,
-        path: str,
-        missing: tuple[str, ...] = (),
-        unexpected: tuple[str, ...] = (),
-        mismatched: tuple[str, ...] = (),
+        self, path: str, missing: Names = (), unexpected: Names = (), mismatched: Names = ()
     ) -> None:
         self.path, self.missing, self.unexpected, self.mismatched = path, missing, unexpected, mismatched
         listed = (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))

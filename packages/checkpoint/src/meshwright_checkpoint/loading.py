@@ -217,9 +217,8 @@ class _Fit:
     def _match_tensor(self, key: str, name: str, target: LocalShards) -> list[Wanted]:
         source = self.store.tensors[key]
         if source.shape != target.shape:
-            self.mismatched.append(
-                f"{name}: shape {list(source.shape)} is stored, the model has {list(target.shape)}"
-            )
+            shapes = f"shape {list(source.shape)} is stored, the model has {list(target.shape)}"
+            self.mismatched.append(f"{name}: {shapes}")
         elif source.dtype != target.dtype and not self.options.cast:
             stored, needed = (str(dtype).removeprefix("torch.") for dtype in (source.dtype, target.dtype))
             self.mismatched.append(f"{name}: {stored} is stored, the model has {needed}")
@@ -234,10 +233,9 @@ class _Fit:
         def match_states() -> list[GroupTargets]:
             if optimizer is None or checkpoint is None:
                 return []
-            self.states = OptimizerTargets.of(
-                checkpoint, optimizer, self.names, self.mismatched, self.options.selects
-            )
-            return self.states.groups
+            self.states = states = OptimizerTargets(optimizer, self.mismatched)
+            states.match(checkpoint, self.names, self.options.selects)
+            return states.groups
 
         groups = [
             [GroupTargets(tuple(saved), whole) for saved, whole in on_rank]

@@ -76,15 +76,13 @@ class Pretrained(OpenFiles):
                 index = json.loads((self._path / INDEX).read_bytes())
                 names = sorted(set(index["weight_map"].values()))
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise CorruptError(
-                    f"{self._path / INDEX} is not a valid index: {ascii(str(error))[:100]}"
-                ) from None
+                text = f"{self._path / INDEX} is not a valid index: {ascii(str(error))[:100]}"
+                raise CorruptError(text) from None
         entries_by_name: dict[str, tuple[str, Entry]] = {}
         for name in names:
             if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
-                raise CorruptError(
-                    f"{self._path / INDEX} names the file {ascii(name)[:80]}; files must be next to it"
-                )
+                text = f"{self._path / INDEX} names the file {ascii(name)[:80]}; files must be next to it"
+                raise CorruptError(text)
             if not (self._path / name).is_file():
                 raise CheckpointError(f"{self._path / name} is missing, but the index names it")
             file = self.file(name)
@@ -206,9 +204,8 @@ def _fused_source(fusion: _Fusion) -> Source | None:
     start = 0
     for pattern_index in sorted({part[0] for part in fusion.parts}):
         length = 0
-        for _, stack_index, source, _ in sorted(
-            (p for p in fusion.parts if p[0] == pattern_index), key=lambda p: p[1]
-        ):
+        of_pattern = (part for part in fusion.parts if part[0] == pattern_index)
+        for _, stack_index, source, _ in sorted(of_pattern, key=lambda part: part[1]):
             box = list(source.fragments[0].box)
             if stack is not None:
                 box.insert(stack, (stack_index, 1))

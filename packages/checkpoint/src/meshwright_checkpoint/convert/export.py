@@ -25,16 +25,17 @@ from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.saving.saving import save
 from meshwright_checkpoint.shards.write_shares import Piece
 from meshwright_checkpoint.state.collect import MODEL
-from meshwright_checkpoint.storage.backend import complete_file, storage_of
+from meshwright_checkpoint.storage.backend import StrPath, complete_file, storage_of
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_checkpoint.storage.filesystem import DirectoryStorage, staged_directory
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import box_shape, whole_box
 
 FILE_NBYTES = 5 << 30
+Files = list[tuple[str, list[str]]]
 
 
-def export(path: str | os.PathLike[str], *, model: nn.Module) -> None:
+def export(path: StrPath, *, model: nn.Module) -> None:
     """Export `model` for `from_pretrained` (a collective call). Models without a transformers config get only weights.
 
     Ranks first save a temporary checkpoint next to the path, and then each converts some of the files. So no rank holds much
@@ -61,9 +62,7 @@ def export(path: str | os.PathLike[str], *, model: nn.Module) -> None:
             DirectoryStorage(staging).remove(token)
 
 
-def export_checkpoint(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], backend: str = DEFAULT
-) -> None:
+def export_checkpoint(source: StrPath, path: StrPath, backend: str = DEFAULT) -> None:
     """Export a checkpoint in one process, without the model. Raises CheckpointError, CorruptError."""
     target = _directory(path).path
     _free(target)
@@ -71,7 +70,7 @@ def export_checkpoint(
         convert(checkpoint, target, Ranks())
 
 
-def _directory(path: str | os.PathLike[str]) -> DirectoryStorage:
+def _directory(path: StrPath) -> DirectoryStorage:
     if "://" in os.fspath(path):
         raise UsageError(
             f"{os.fspath(path)} is a URL, and from_pretrained reads directories; export to a local path, and copy it from there"
@@ -88,9 +87,8 @@ def convert(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
     """Write the model of `checkpoint` to `path`; every rank writes some of the files."""
     names = [key.removeprefix(MODEL) for key in checkpoint.tensors if key.startswith(MODEL)]
     if not names:
-        raise UsageError(
-            f"{checkpoint.where} has no model to export; pass a checkpoint that was saved with model="
-        )
+        text = f"{checkpoint.where} has no model to export; pass a checkpoint that was saved with model="
+        raise UsageError(text)
     sources = {name: checkpoint.tensors[MODEL + name] for name in names}
     files = _files(names, sources)
 
@@ -106,7 +104,7 @@ def convert(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
         ranks.run_checked(write)
 
 
-def _files(names: Sequence[str], sources: dict[str, Source]) -> list[tuple[str, list[str]]]:
+def _files(names: Sequence[str], sources: dict[str, Source]) -> Files:
     groups: list[list[str]] = [[]]
     held = 0
     for name in names:
@@ -124,9 +122,8 @@ def _files(names: Sequence[str], sources: dict[str, Source]) -> list[tuple[str, 
 
 def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: dict[str, Source]) -> None:
     shapes = {name: (sources[name].shape, sources[name].dtype) for name in names}
-    body = lay_out_file(
-        [Piece(name, whole_box(sources[name].shape)) for name in names], shapes, {"format": "pt"}
-    )
+    pieces = [Piece(name, whole_box(sources[name].shape)) for name in names]
+    body = lay_out_file(pieces, shapes, {"format": "pt"})
     with complete_file(Writer(path)) as writer:
         writer.write(body.header)
         for piece, _ in body.pieces:
@@ -137,9 +134,7 @@ def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: di
                 writer.write(bytes_of_tensor(part))
 
 
-def _texts(
-    checkpoint: Checkpoint, files: Sequence[tuple[str, list[str]]], sources: dict[str, Source]
-) -> dict[str, str]:
+def _texts(checkpoint: Checkpoint, files: Files, sources: dict[str, Source]) -> dict[str, str]:
     """Names and contents of the JSON files."""
     texts = {}
     if len(files) > 1:

@@ -27,13 +27,15 @@ from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, region_
 from meshwright_dtensor.strategy.resolve import parameter_states, resolve_strategies
 from meshwright_dtensor.utils.names import did_you_mean, listing
 
+Progress = Callable[[int], None]
+
 
 def rewrite(
     checkpoint: Checkpoint,
     storage: CheckpointStorage,
     ranks: int,
     plan: ParallelPlan | None = None,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Progress = lambda nbytes: None,
 ) -> None:
     """Write the same state to `storage` in `ranks` files, as a save by so many ranks would.
 
@@ -51,10 +53,10 @@ def rewrite(
         PluginError: a strategy that the plan names is not installed, but another for its axis is.
     """
     held = {} if plan is None else _plan_boxes(checkpoint, plan)
-    tensors = {
-        key: TensorLayout(source.shape, source.dtype.itemsize, held.get(key) or _whole_on_all(source, ranks))
-        for key, source in checkpoint.tensors.items()
-    }
+    tensors = {}
+    for key, source in checkpoint.tensors.items():
+        whole = (whole_box(source.shape),) if 0 not in source.shape else ()
+        tensors[key] = TensorLayout(source.shape, source.dtype.itemsize, held.get(key) or (whole,) * ranks)
     shapes = {key: (source.shape, source.dtype) for key, source in checkpoint.tensors.items()}
     save_id = uuid.uuid4().hex
     notes = []
@@ -74,10 +76,6 @@ def rewrite(
     finally:
         storage.end()
         storage.finish()
-
-
-def _whole_on_all(source: Source, ranks: int) -> tuple[tuple[Box, ...], ...]:
-    return ((whole_box(source.shape),) if 0 not in source.shape else (),) * ranks
 
 
 def _plan_boxes(checkpoint: Checkpoint, plan: ParallelPlan) -> dict[str, tuple[tuple[Box, ...], ...]]:
@@ -119,16 +117,13 @@ def _plan_boxes(checkpoint: Checkpoint, plan: ParallelPlan) -> dict[str, tuple[t
 
 def _check_patterns(plan: ParallelPlan, names: list[str]) -> None:
     for index, rule in enumerate(plan.parameters):
-        if not any(rule.matches(name) for name in names):
+        if not any(map(rule.matches, names)):
             text = f"no parameter of the checkpoint matches; its parameters are {listing(names, 4)}; pass a plan of this model"
-            raise PlanError(
-                f"parameters[{index}].pattern", rule.pattern, text, did_you_mean(rule.pattern, names)
-            )
+            near = did_you_mean(rule.pattern, names)
+            raise PlanError(f"parameters[{index}].pattern", rule.pattern, text, near)
 
 
-def _write(
-    checkpoint: Checkpoint, file: WriteFile, body: FileLayout, progress: Callable[[int], None]
-) -> list[str]:
+def _write(checkpoint: Checkpoint, file: WriteFile, body: FileLayout, progress: Progress) -> list[str]:
     """Write one file; returns the checksums of its header and pieces."""
     sums = [block_sums(memoryview(body.header))]
     with complete_file(file) as writer:

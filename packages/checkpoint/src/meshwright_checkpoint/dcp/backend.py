@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from meshwright_checkpoint._torch import local_of, unwrapped
 from meshwright_checkpoint.dcp.reader import DcpFiles
@@ -57,9 +58,7 @@ class DcpStorage(ForeignStorage):
     def open_checkpoint(self, model: nn.Module) -> Checkpoint:
         return DcpCheckpoint(self.path, model)
 
-    def write(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
-    ) -> None:
+    def write(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks) -> None:
         """See ForeignStorage. Writes a staging directory next to the path and renames it."""
         token = ranks.gather(uuid.uuid4().hex)[0]
         with staged_directory(self.path, token, ranks) as staging:
@@ -80,15 +79,12 @@ def _save(state: dict[str, Any], path: Path) -> None:
 def _names(model: nn.Module) -> NamedTensors:
     names = named_tensors(unwrapped(model))
     if names.extra_state:
-        raise UnsupportedError(
-            f"the extra state {next(iter(names.extra_state))} cannot be saved in torch's format"
-        )
+        first = next(iter(names.extra_state))
+        raise UnsupportedError(f"the extra state {first} cannot be saved in torch's format")
     return names
 
 
-def _state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
-) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks) -> dict[str, Any]:
     names = ranks.run_checked(lambda: _names(model))
     tensors = {name: _stock(tensor, None) for name, tensor in names.tensors.items()}
     tensors.update({alias: tensors[name] for alias, name in names.aliases.items() if name in tensors})
@@ -231,11 +227,8 @@ def _refuse_tensor(path: str, tensor: torch.Tensor) -> str:
 
 def _optimizer_prefix(files: DcpFiles, model_names: set[str]) -> str | None:
     """The prefix before "state." in the names of optimizer states; None if there are none."""
-    for name in files.tensors:
-        match = re.fullmatch(r"(|.*?\.)state\.(.+)\.\w+", name)
-        if match and match[2] in model_names:
-            return match[1]
-    return None
+    matches = (re.fullmatch(r"(|.*?\.)state\.(.+)\.\w+", name) for name in files.tensors)
+    return next((match[1] for match in matches if match and match[2] in model_names), None)
 
 
 def _model_prefix(files: DcpFiles, model_names: set[str], optim: str | None) -> str:

@@ -88,9 +88,8 @@ class DcpFiles(OpenFiles):
         self.where = str(path)
         if not (path / METADATA).is_file():
             hint = "; it is a checkpoint of meshwright: leave out backend" if (path / NAME).is_file() else ""
-            raise CheckpointError(
-                f"{path} is not a checkpoint of torch.distributed.checkpoint: it has no {METADATA}{hint}"
-            )
+            text = f"{path} is not a checkpoint of torch.distributed.checkpoint: it has no {METADATA}{hint}"
+            raise CheckpointError(text)
         metadata = safe_loads((path / METADATA).read_bytes(), str(path / METADATA))
         try:
             self.tensors, self.values = _described(metadata)
@@ -138,9 +137,8 @@ class DcpFiles(OpenFiles):
 
     def _open(self, name: str) -> ReadFile:
         if Path(name).name != name or name.startswith("."):
-            raise CorruptError(
-                f"{self.where} names the file {ascii(name)[:80]}; files must be next to the metadata"
-            )
+            text = f"{self.where} names the file {ascii(name)[:80]}; files must be next to the metadata"
+            raise CorruptError(text)
         if name not in self._files:
             self._files[name] = Reader(self.path / name)
         return self._files[name]

@@ -92,9 +92,8 @@ class _RestrictedUnpickler(pickle.Unpickler):
         torch_constant = getattr(torch, name, None) if module == "torch" else None
         if isinstance(torch_constant, (torch.dtype, torch.layout, torch.memory_format)):
             return torch_constant
-        raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which is not allowed in checkpoints of torch"
-        )
+        text = f"it names {module}.{name}, which is not allowed in checkpoints of torch"
+        raise pickle.UnpicklingError(text)
 
     def persistent_load(self, pid: Any) -> Any:
         return pid

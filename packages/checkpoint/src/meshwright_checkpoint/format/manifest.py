@@ -175,9 +175,8 @@ def _check_tensor(manifest: Manifest, name: str, tensor: StoredTensor, where: st
     boxes: list[Box] = []
     for part in tensor.parts:
         if part.file >= len(manifest.files):
-            raise CorruptError(
-                f"{where} is damaged: {name!a} refers to file {part.file}, of {len(manifest.files)}"
-            )
+            text = f"{where} is damaged: {name!a} refers to file {part.file}, of {len(manifest.files)}"
+            raise CorruptError(text)
         file = manifest.files[part.file]
         nbytes = box_numel(part.box) * itemsize
         if part.offset < file.header_nbytes or part.offset + nbytes > file.nbytes:

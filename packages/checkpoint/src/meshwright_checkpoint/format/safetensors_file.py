@@ -42,6 +42,8 @@ DTYPES = MappingProxyType(
     }
 )
 _NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Key -> shape and dtype."""
 ALIGN = 4096
 """The first tensor's offset is a multiple of this."""
 MAX_HEADER = 100 << 20
@@ -66,11 +68,7 @@ class FileLayout:
     nbytes: int
 
 
-def lay_out_file(
-    pieces: Sequence[Piece],
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    metadata: Mapping[str, str],
-) -> FileLayout:
+def lay_out_file(pieces: Sequence[Piece], shapes: Shapes, metadata: Mapping[str, str]) -> FileLayout:
     """Lay out a file of `pieces`, in descending order of the power of two that divides their size.
 
     So every tensor is aligned to its element size, and tensors of whole pages to pages, for direct reads and writes.
@@ -90,19 +88,15 @@ def lay_out_file(
         shape, dtype = shapes[piece.key]
         name = piece.key if box_shape(piece.box) == shape else piece.key + box_text(piece.box)
         end = at + box_nbytes(piece.box, dtype)
-        entries[name] = {
-            "dtype": dtype_name(dtype, piece.key),
-            "shape": list(box_shape(piece.box)),
-            "data_offsets": [at, end],
-        }
+        about = {"dtype": dtype_name(dtype, piece.key), "shape": list(box_shape(piece.box))}
+        entries[name] = {**about, "data_offsets": [at, end]}
         placed.append((piece, at))
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGN)
     header = len(text).to_bytes(8, "little") + text
-    return FileLayout(
-        header, tuple((piece, start + len(header)) for piece, start in placed), at + len(header)
-    )
+    shifted = tuple((piece, start + len(header)) for piece, start in placed)
+    return FileLayout(header, shifted, at + len(header))
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,12 @@ def shared_memory(fd: int, nbytes: int) -> torch.Tensor:
     """Map an anonymous file (memfd) that other processes map too, aligned to a large page if it is long enough."""
     if nbytes < HUGE:
         return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-    room = torch.frombuffer(
-        mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
-    )
+    reserved = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = torch.frombuffer(reserved, dtype=torch.uint8)
     memory = room[-room.data_ptr() % HUGE :][:nbytes]
     # map over a part of the reserved range; Python's mmap takes no address
-    address = _libc().mmap(
-        memory.data_ptr(), nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0
-    )
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    address = _libc().mmap(memory.data_ptr(), nbytes, protection, flags, fd, 0)
     if address != memory.data_ptr():
         raise OSError(ctypes.get_errno(), "shared memory cannot be mapped")
     return memory

@@ -144,9 +144,8 @@ def _assign_readers(chunks: Sequence[ReadChunk], members: int) -> list[ReadChunk
             groups[chunk.consumers].append(number)
     assigned = list(chunks)
     for consumers, numbers in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
-        budgets = balanced_budgets(
-            [loads[member] for member in consumers], sum(chunks[n].nbytes for n in numbers)
-        )
+        total = sum(chunks[number].nbytes for number in numbers)
+        budgets = balanced_budgets([loads[member] for member in consumers], total)
         position = 0
         for number in numbers:
             nbytes = chunks[number].nbytes

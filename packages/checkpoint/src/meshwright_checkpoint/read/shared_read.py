@@ -24,13 +24,7 @@ from meshwright_checkpoint.io.host_memory import HUGE, aligned_memory, collapse_
 from meshwright_checkpoint.read import node_peers
 from meshwright_checkpoint.read.destinations import destinations_of
 from meshwright_checkpoint.read.node_peers import NodePeers, PeerSocket
-from meshwright_checkpoint.read.read_plan import (
-    ReadChunk,
-    StoredRange,
-    WantedRanges,
-    plan_reads,
-    wanted_ranges,
-)
+from meshwright_checkpoint.read.read_plan import ReadChunk, StoredRange, plan_reads, wanted_ranges
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.sharding.boxes import whole_box
@@ -116,7 +110,7 @@ class SharedRead:
         self._large_pages = False
         self._memories = dict(peers.memories) if peers else {}
         self._parts = destinations_of(store, wanted)
-        self._wants: dict[int, WantedRanges] = {}
+        self._wants: dict[int, dict[StoredRange, list[tuple[int, int]]]] = {}
         self._plan: list[ReadChunk] | None = None
         self._todo: list[int] = []
         # (file, number of the CACHE_PROBE_NBYTES range) -> whether to bypass the page cache
@@ -129,10 +123,9 @@ class SharedRead:
 
     def run(self) -> None:
         """Fill all targets. If one rank of this machine fails, all raise: CorruptError, or else CheckpointError."""
+        run, receive = self._run_guarded, self._receive_from
         receivers = [
-            threading.Thread(
-                target=self._run_guarded, args=(self._receive_from, *item), name="meshwright-take"
-            )
+            threading.Thread(target=run, args=(receive, *item), name="meshwright-take")
             for item in self._sockets.items()
         ]
         for thread in receivers:

@@ -140,9 +140,8 @@ class PlannedReshard:
     def fill(self) -> transfer.TransferStats:
         """Fill the model, and point the optimizer to its parameters (a collective call)."""
         state = self.state
-        stats = transfer.run_rounds(
-            self.plan, state.collected.shards, self.want.shards, state.free, self.ranks
-        )
+        have, want = state.collected.shards, self.want.shards
+        stats = transfer.run_rounds(self.plan, have, want, state.free, self.ranks)
         touch(list(self.names.tensors.values()))
         if self.new_optimizer is not None and self.optimizer is not None:
             self.new_optimizer.install(self.optimizer)

@@ -29,6 +29,7 @@ ROUND_NBYTES = 48 << 20
 """Most bytes that a rank sends, receives or allocates in one round, unless one tensor alone is larger."""
 ALIGN = 16
 Shards: TypeAlias = dict[str, LocalShards]
+Messages: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,8 @@ def _routes(gathered: list[Any]) -> dict[str, list[Route]]:
                     if common is None:
                         continue
                     source = rank if rank in owners else min(owners, key=lambda r: (sending[r], r))
-                    routes[key] += [
-                        Route(key, piece, dtype, source, rank) for piece in _cut(common, dtype.itemsize)
-                    ]
+                    pieces = _cut(common, dtype.itemsize)
+                    routes[key] += [Route(key, piece, dtype, source, rank) for piece in pieces]
                     if source != rank:
                         sending[source] += box_nbytes(common, dtype)
     return routes
@@ -200,7 +200,7 @@ def _rounds(routes: dict[str, list[Route]], new: list[dict[str, int]]) -> Iterat
     yield current
 
 
-def _message_buffers(plan: list[Round], ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+def _message_buffers(plan: list[Round], ranks: Ranks) -> Messages:
     """Send and receive buffers. All rounds share them, because gloo releases them late."""
     out = into = 0
     for transfer_round in plan:
@@ -211,13 +211,7 @@ def _message_buffers(plan: list[Round], ranks: Ranks) -> tuple[torch.Tensor, tor
     return send, received
 
 
-def _run_round(
-    transfer_round: Round,
-    have: Shards,
-    want: Shards,
-    ranks: Ranks,
-    messages: tuple[torch.Tensor, torch.Tensor],
-) -> int:
+def _run_round(transfer_round: Round, have: Shards, want: Shards, ranks: Ranks, messages: Messages) -> int:
     """Run one round; the number of bytes that this rank sent."""
     me = ranks.rank
     for route in transfer_round.routes:

@@ -133,9 +133,8 @@ class SaveHandle:
             self._error = CheckpointError(NOT_COMMITTED) if gone else error
             # best effort: rank 0 also sees a released lock without a note
             with suppress(OSError):
-                job.storage.write_note(
-                    job.rank, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-                )
+                note = {"error": f"{type(error).__name__}: {error}"}
+                job.storage.write_note(job.rank, json.dumps(note).encode())
         finally:
             with suppress(OSError):
                 job.storage.end()
@@ -209,9 +208,7 @@ def _commit(job: Job) -> None:
 
 
 def manifest_of(
-    types: Mapping[str, tuple[Sequence[int], str]],
-    files: Sequence[Mapping[str, Any]],
-    about: Mapping[str, Any],
+    types: Mapping[str, tuple[Sequence[int], str]], files: Sequence[dict[str, Any]], about: dict[str, Any]
 ) -> Manifest:
     """The checked manifest of the files of all ranks.
 

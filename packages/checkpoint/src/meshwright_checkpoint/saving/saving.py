@@ -8,12 +8,12 @@ import os
 import re
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.format.safetensors_file import DTYPES, FileLayout, lay_out_file
@@ -43,7 +43,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     extra: Any = None,
     asynchronous: bool = True,
     step: int | None = None,
@@ -81,13 +81,11 @@ def save(
     storage = any_storage_of(path, backend)
     if isinstance(storage, ForeignStorage):
         if keep_last is not None or keep_every is not None:
-            raise UsageError(
-                f"backend {backend!r} removes no older checkpoints; leave out keep_last and keep_every"
-            )
+            text = f"backend {backend!r} removes no older checkpoints; leave out keep_last and keep_every"
+            raise UsageError(text)
         if step is not None:
-            raise UsageError(
-                f"backend {backend!r} stores no step; leave out step={step}, or save it in extra"
-            )
+            text = f"backend {backend!r} stores no step; leave out step={step}, or save it in extra"
+            raise UsageError(text)
         ranks = Ranks()
         _check_arguments(ranks.gather_checked(lambda: _arguments(storage, model, optimizer, extra)))
         storage.write(model, optimizer, extra, ranks)
@@ -101,9 +99,7 @@ def save(
     return handle
 
 
-def prepare_save(
-    model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, wait: bool = False
-) -> None:
+def prepare_save(model: nn.Module, *, optimizer: Optimizer | None = None, wait: bool = False) -> None:
     """Allocate the host buffer of asynchronous saves now, in the background (a collective call).
 
     Without it the first save allocates the buffer page by page while training waits, which takes several times as long as
@@ -135,7 +131,7 @@ class Saver:
         self,
         storage: CheckpointStorage,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | None,
         extra: Any,
         step: int | None,
         retention: Retention,
@@ -153,13 +149,9 @@ class Saver:
         _check_arguments(gathered)
         save_id = gathered[0]["id"]
         shared = rng.shared([arguments["rng"] for arguments in gathered])
-        collected, types, body = self._collect_and_plan(
-            ranks, save_id, lambda: collect(model, optimizer, extra, ranks, shared)
-        )
-        metadata = collected.metadata
-        job = Job(
-            storage, save_id, ranks.rank, ranks.size, step, retention, metadata, types, body, asynchronous
-        )
+        collected, types, body = self._collect_and_plan(model, optimizer, extra, ranks, shared, save_id)
+        about = collected.metadata
+        job = Job(storage, save_id, ranks.rank, ranks.size, step, retention, about, types, body, asynchronous)
 
         def snapshot() -> None:
             storage.claim(save_id, ranks.rank)
@@ -188,7 +180,7 @@ class Saver:
                     f"the save before this one failed, and this one was not begun (call it again): {error}"
                 ) from error
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """See `prepare_save`."""
         ranks = Ranks()
 
@@ -197,13 +189,11 @@ class Saver:
             return rng.digests()
 
         shared = rng.shared(ranks.gather_checked(digests))
-        collected, _, body = self._collect_and_plan(
-            ranks, uuid.uuid4().hex, lambda: collect(model, optimizer, None, ranks, shared)
-        )
+        collected, _, body = self._collect_and_plan(model, optimizer, None, ranks, shared, uuid.uuid4().hex)
         self.buffer.prepare(body.nbytes, collected.shards)
 
     def _collect_and_plan(
-        self, ranks: Ranks, save_id: str, collect_here: Callable[[], CollectedState]
+        self, model: nn.Module, optimizer: Any, extra: Any, ranks: Ranks, shared: set[str], save_id: str
     ) -> tuple[CollectedState, dict[str, Any], FileLayout]:
         """State and file of this rank, and shape and dtype of each tensor.
 
@@ -213,7 +203,7 @@ class Saver:
 
         def catalog_digest() -> str:
             nonlocal collected, catalog
-            collected = collect_here()
+            collected = collect(model, optimizer, extra, ranks, shared)
             catalog = describe_shards(collected.shards)
             return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
 
@@ -235,20 +225,15 @@ def _arguments(
     storage: CheckpointStorage | ForeignStorage, model: nn.Module, optimizer: Any, extra: Any
 ) -> dict[str, Any]:
     """Arguments of `save` that ranks compare."""
-    return {
-        "path": storage.where,
-        "optimizer": optimizer_given(model, optimizer),
-        "extra": extra is not None,
-    }
+    return {"path": storage.where, "optimizer": optimizer_given(model, optimizer), "extra": extra is not None}
 
 
 def _check_arguments(gathered: Sequence[Mapping[str, Any]]) -> None:
     """Raise UsageError, on every rank, if ranks call `save` with different arguments."""
     paths = sorted({arguments["path"] for arguments in gathered})
     if len(paths) > 1:
-        raise UsageError(
-            f"ranks save to different paths ({', '.join(paths)}); pass the same path on every rank"
-        )
+        text = f"ranks save to different paths ({', '.join(paths)}); pass the same path on every rank"
+        raise UsageError(text)
     with_optimizer = [rank for rank, arguments in enumerate(gathered) if arguments["optimizer"]]
     if with_optimizer and any(arguments["optimizer"] is False for arguments in gathered):
         raise UsageError(

@@ -39,18 +39,12 @@ class LocalShards:
     local: torch.Tensor
     boxes: tuple[tuple[Box, Box], ...]
 
-    @property
-    def global_boxes(self) -> list[Box]:
-        """The boxes of the global value."""
-        return [there for there, _ in self.boxes]
-
     def view(self, box: Box) -> torch.Tensor:
         """The part of the local tensor that holds the global `box`, which must be inside one shard."""
         there, here = next(pair for pair in self.boxes if intersect(box, pair[0]) == box)
         inside = relative_to(box, there)
-        return slice_of(
-            self.local, tuple((mine + at, n) for (at, n), (mine, _) in zip(inside, here, strict=True))
-        )
+        local_box = tuple((mine + at, n) for (at, n), (mine, _) in zip(inside, here, strict=True))
+        return slice_of(self.local, local_box)
 
 
 def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> LocalShards:
@@ -69,9 +63,8 @@ def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None
         tensor = tensor.full_tensor()
     local = local_of(tensor)
     if local.is_meta:
-        raise UsageError(
-            f"{name} is on the meta device and has no values; allocate it first (parallelize, or to_empty)"
-        )
+        text = f"{name} is on the meta device and has no values; allocate it first (parallelize, or to_empty)"
+        raise UsageError(text)
     if local.layout != torch.strided or local.is_quantized:
         raise UnsupportedError(f"{name} is not a dense tensor (layout {local.layout}); convert it first")
     boxes: list[tuple[Box, Box]] = [((), ())]
@@ -115,10 +108,8 @@ def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> 
 
 
 @lru_cache(maxsize=1024)
-def _stock_region(
-    axes: tuple[tuple[Any, int, int], ...], kinds: tuple[type, ...], shape: tuple[int, ...]
-) -> Region:
-    """The region of a stock DTensor on a rank. `kinds` is in the cache key because _StridedShard == Shard."""
+def _stock_region(axes: tuple[Any, ...], kinds: tuple[type, ...], shape: tuple[int, ...]) -> Region:
+    """The region of a stock DTensor on a rank; `axes` as for `indices_of`. `kinds` is in the key: _StridedShard == Shard."""
     return tuple(_intervals(indices_of(axes, shape, dim)) for dim in range(len(shape)))
 
 

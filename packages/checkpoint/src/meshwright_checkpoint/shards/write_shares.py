@@ -15,6 +15,8 @@ from meshwright_dtensor.sharding.boxes import Box, box_numel, intersect
 
 MIN_SPLIT = 32 << 10
 """Smallest number of bytes of a piece after a split."""
+Item = tuple[str, Box, int]
+"""(key, box, itemsize)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def plan_writes(tensors: Mapping[str, TensorLayout], ranks: int) -> list[list[Pi
     Raises:
         UnsupportedError: boxes of a tensor overlap without being equal, or leave a gap.
     """
-    by_holders: dict[tuple[int, ...], list[tuple[str, Box, int]]] = defaultdict(list)
+    by_holders: dict[tuple[int, ...], list[Item]] = defaultdict(list)
     for key, tensor in tensors.items():
         holders: dict[Box, list[int]] = defaultdict(list)
         for rank, boxes in enumerate(tensor.boxes):
@@ -79,11 +81,9 @@ def balanced_budgets(loads: Sequence[int], total: int) -> list[int]:
     return result
 
 
-def _distribute(
-    items: Sequence[tuple[str, Box, int]], budgets: Sequence[int]
-) -> list[list[tuple[str, Box, int]]]:
+def _distribute(items: Sequence[Item], budgets: Sequence[int]) -> list[list[Item]]:
     """Assign items to ranks, both in order. An item that exceeds a budget is split if both parts are large enough."""
-    assigned: list[list[tuple[str, Box, int]]] = [[] for _ in budgets]
+    assigned: list[list[Item]] = [[] for _ in budgets]
     rank, left = 0, budgets[0]
     todo = list(reversed(items))
     while todo:
@@ -126,9 +126,8 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why `boxes` do not tile a tensor of `shape`, as the predicate of "the parts ..."; None if they do."""
     covered = 0
     for box in boxes:
-        if len(box) != len(shape) or any(
-            start + length > size for (start, length), size in zip(box, shape, strict=True)
-        ):
+        fits = len(box) == len(shape) and all(sum(part) <= n for part, n in zip(box, shape, strict=True))
+        if not fits:
             return f"do not fit its shape {list(shape)}: {ascii(box)[:80]}"
         if not box_numel(box):
             return "are partly empty"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from meshwright_checkpoint._torch import is_extra_state, plain_name, unwrapped
 from meshwright_checkpoint.format.json_values import encode
@@ -33,7 +34,7 @@ def check_model(what: str, model: object) -> None:
         )
 
 
-def optimizer_given(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool | None:
+def optimizer_given(model: nn.Module, optimizer: Optimizer | None) -> bool | None:
     """Whether an optimizer is given; None if this rank has no trainable parameters and needs none."""
     if optimizer is not None:
         return True
@@ -107,13 +108,13 @@ class CollectedState:
 def describe_shards(shards: Mapping[str, LocalShards]) -> dict[str, Any]:
     """Shape, dtype and boxes of each tensor, as JSON for the other ranks."""
     return {
-        key: [list(part.shape), dtype_name(part.dtype, key), part.global_boxes]
+        key: [list(part.shape), dtype_name(part.dtype, key), [there for there, _ in part.boxes]]
         for key, part in shards.items()
     }
 
 
 def collect(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks, shared: set[str]
+    model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, shared: set[str]
 ) -> CollectedState:
     """Collect the state. `shared`: random streams that are equal on all ranks, which rank 0 saves."""
     collected, rank = CollectedState(), ranks.rank
@@ -122,16 +123,14 @@ def collect(
     for name, tensor in names.tensors.items():
         collected.put(MODEL + name, tensor)
     plan = getattr(inner, "parallel_plan", None)
-    add_extra_state = _putter(collected, "model_extra_state/")
+    put = _putter(collected, "model_extra_state/")
     collected.metadata = {
         "plan": None if plan is None else json.loads(plan.to_json()),
         "model": {
             "cls": type(inner).__qualname__,
             "config": _config(inner),
             "aliases": names.aliases,
-            "extra_state": {
-                name: encode(value, add_extra_state, name) for name, value in names.extra_state.items()
-            },
+            "extra_state": {name: encode(value, put, name) for name, value in names.extra_state.items()},
         },
         "optimizer": None if optimizer is None else collect_optimizer(optimizer, names, collected),
         "rng": {"streams": {}},
@@ -148,9 +147,8 @@ def collect(
 def _putter(collected: CollectedState, prefix: str) -> Callable[[str, torch.Tensor], str]:
     def put(path: str, tensor: torch.Tensor) -> str:
         if hasattr(tensor, "device_mesh"):
-            raise UsageError(
-                f"{path} is a DTensor, and extra values must be plain tensors; pass its full_tensor()"
-            )
+            text = f"{path} is a DTensor, and extra values must be plain tensors; pass its full_tensor()"
+            raise UsageError(text)
         return collected.put(prefix + path, tensor)
 
     return put
@@ -168,7 +166,7 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def parameter_names(optimizer: torch.optim.Optimizer, names: NamedTensors) -> list[list[str]]:
+def parameter_names(optimizer: Optimizer, names: NamedTensors) -> list[list[str]]:
     """Parameter names of each group. Raises UsageError for a parameter that is not in the model."""
     result = []
     for number, group in enumerate(optimizer.param_groups):
@@ -182,9 +180,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, names: NamedTensors) -> li
     return result
 
 
-def collect_optimizer(
-    optimizer: torch.optim.Optimizer, names: NamedTensors, collected: CollectedState
-) -> dict[str, Any]:
+def collect_optimizer(optimizer: Optimizer, names: NamedTensors, collected: CollectedState) -> dict[str, Any]:
     """Class, groups, and states that are not tensors. Tensors are added to `collected`."""
     groups, values = [], {}
     for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
@@ -212,6 +208,5 @@ def _inline(path: str, tensor: torch.Tensor) -> str:
 
 
 def _refuse(path: str, tensor: torch.Tensor) -> str:
-    raise UsageError(
-        f"{path} holds a tensor inside another value, which cannot be resharded; save it in `extra`"
-    )
+    text = f"{path} holds a tensor inside another value, which cannot be resharded; save it in `extra`"
+    raise UsageError(text)

@@ -62,10 +62,21 @@ def _over_stages(
     """The whole values of all stages; a value that several stages hold comes from the first of them."""
     stages = stages_of(model)
     assert stages is not None
-    rank, device = (
-        dist.get_rank(),
-        next((v.device for v in held.values() if isinstance(v, torch.Tensor)), None),
-    )
+    rank = dist.get_rank()
+    device = next((v.device for v in held.values() if isinstance(v, torch.Tensor)), None)
+
+    def passed_on(whole: torch.Tensor | None, source: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A value of rank `source` on rank 0, or on every rank; empty where it is not kept."""
+        buffer = whole if whole is not None else torch.empty(shape, dtype=dtype, device=device)
+        if everywhere:
+            dist.broadcast(buffer, src=source)
+        elif source != 0:
+            if rank == source:
+                dist.send(buffer, dst=0)
+            elif rank == 0:
+                dist.recv(buffer, src=source)
+        return buffer.to("cpu", copy=True) if keeps else torch.empty(0)
+
     forms = {name: _form(name, value, objects) for name, value in held.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (stages.rank, forms))
@@ -86,7 +97,7 @@ def _over_stages(
             key, shape, dtype = form
             if key not in received:
                 whole = full_value(held[name]).contiguous() if stages.rank == stage else None
-                received[key] = _passed_on(whole, source, shape, dtype, everywhere, keeps, device)
+                received[key] = passed_on(whole, source, shape, dtype)
             values[name] = received[key]
     return values if rank == 0 or everywhere else {}
 
@@ -94,24 +105,3 @@ def _over_stages(
 def _form(name: str, value: Any, objects: Mapping[str, int]) -> Any:
     """(object, shape, dtype) of a tensor; any other value itself."""
     return (objects[name], tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def _passed_on(
-    whole: torch.Tensor | None,
-    source: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    everywhere: bool,
-    keeps: bool,
-    device: torch.device | None,
-) -> torch.Tensor:
-    """A value of rank `source` on rank 0, or on every rank; empty where it is not kept."""
-    rank = dist.get_rank()
-    buffer = whole if whole is not None else torch.empty(shape, dtype=dtype, device=device)
-    if everywhere:
-        dist.broadcast(buffer, src=source)
-    elif source != 0 and rank == source:
-        dist.send(buffer, dst=0)
-    elif source != 0 and rank == 0:
-        dist.recv(buffer, src=source)
-    return buffer.to("cpu", copy=True) if keeps else torch.empty(0)

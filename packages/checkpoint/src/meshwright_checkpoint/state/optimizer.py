@@ -20,6 +20,8 @@ from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import slice_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
 
+Options = dict[str, Any]
+
 
 class GroupTargets(NamedTuple):
     """For one group on one rank: the saved groups of its parameters, and whether all of them are loaded."""
@@ -41,30 +43,22 @@ class OptimizerTargets:
     used: set[str] = field(default_factory=set)
     groups: list[GroupTargets] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls,
-        checkpoint: Checkpoint,
-        optimizer: torch.optim.Optimizer,
-        names: NamedTensors,
-        mismatched: list[str],
-        chosen: Callable[[str], bool],
-    ) -> OptimizerTargets:
-        """Match the states of `optimizer` with `checkpoint`, for parameters with a `chosen` name.
+    def match(self, checkpoint: Checkpoint, names: NamedTensors, chosen: Callable[[str], bool]) -> None:
+        """Match the states of the optimizer with `checkpoint`, for parameters with a `chosen` name.
 
         Mismatches are added to `mismatched`. Group options follow in `take_options`.
         """
-        self = cls(optimizer, mismatched)
-        info = checkpoint.manifest.optimizer
+        info, optimizer = checkpoint.manifest.optimizer, self.optimizer
         if info is None:
             self.missing.append(f"the optimizer ({checkpoint.no_optimizer_reason})")
-            return self
+            return
         # the DCP format has no class
         if info.cls and info.cls != type(optimizer).__qualname__:
-            mismatched.append(f"the optimizer: {info.cls} was saved, this is {type(optimizer).__qualname__}")
+            given = type(optimizer).__qualname__
+            self.mismatched.append(f"the optimizer: {info.cls} was saved, this is {given}")
             # do not report the states as unexpected too
             self.used.update(key for key in checkpoint.tensors if key.startswith(OPTIMIZER))
-            return self
+            return
         stored: dict[str, list[str]] = {}
         for key in checkpoint.tensors:
             if key.startswith(OPTIMIZER):
@@ -90,16 +84,10 @@ class OptimizerTargets:
                     entries[key] = decode(value, refuse_tensor)
                 self.states.append((parameter, entries))
             self.groups.append(GroupTargets(tuple(sorted(numbers)), not partial))
-        return self
 
     def _state(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        keys: list[str],
-        parameter: torch.Tensor,
-        group: dict[str, Any],
-    ) -> dict[str, Any]:
+        self, checkpoint: Checkpoint, name: str, keys: list[str], parameter: torch.Tensor, group: Options
+    ) -> Options:
         entries: dict[str, Any] = {}
         current = self.optimizer.state.get(parameter, {})
         for key in keys:
@@ -113,9 +101,8 @@ class OptimizerTargets:
             entries[key] = value
             part = local_shards(value, full, parameter)
             if part.shape != source.shape:
-                self.mismatched.append(
-                    f"{full}: shape {list(source.shape)} is stored, {list(part.shape)} is needed"
-                )
+                shapes = f"shape {list(source.shape)} is stored, {list(part.shape)} is needed"
+                self.mismatched.append(f"{full}: {shapes}")
                 continue
             self.wanted += [Wanted(full, box, slice_of(part.local, local)) for box, local in part.boxes]
         return entries
@@ -161,7 +148,7 @@ class OptimizerTargets:
 
 
 def empty_state(
-    shape: tuple[int, ...], dtype: torch.dtype, key: str, parameter: torch.Tensor, group: dict[str, Any]
+    shape: tuple[int, ...], dtype: torch.dtype, key: str, parameter: torch.Tensor, group: Options
 ) -> torch.Tensor:
     """An optimizer state of zeros, with the device and layout that the optimizer would use."""
     with torch.no_grad():

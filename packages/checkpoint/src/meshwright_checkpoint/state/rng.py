@@ -26,9 +26,8 @@ def state() -> dict[str, torch.Tensor]:
 
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         if kind == "MT19937":
-            streams["numpy"] = torch.tensor(
-                [*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64
-            )
+            words = [*np.asarray(keys).tolist(), position, has_gauss]
+            streams["numpy"] = torch.tensor(words, dtype=torch.int64)
             streams["numpy-gauss"] = torch.tensor([cached], dtype=torch.float64)
     return streams
 

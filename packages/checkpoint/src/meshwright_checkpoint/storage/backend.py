@@ -21,8 +21,8 @@ from meshwright_checkpoint.storage.filesystem import DirectoryStorage
 from meshwright_dtensor.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
+    from torch.optim import Optimizer
 
     from meshwright_checkpoint.rank_messages import Ranks
 
@@ -38,6 +38,7 @@ class WriteFile(Protocol):
 
 
 W = TypeVar("W", bound=WriteFile)
+StrPath = str | os.PathLike[str]
 
 
 @contextmanager
@@ -127,13 +128,11 @@ class ForeignStorage(ABC):
         """Open the checkpoint, with the names of `model`. Raises CheckpointError if there is none."""
 
     @abstractmethod
-    def write(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
-    ) -> None:
+    def write(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks) -> None:
         """Save (a collective call). The checkpoint appears as a whole or not at all."""
 
 
-def storage_of_path(path: str | os.PathLike[str]) -> CheckpointStorage:
+def storage_of_path(path: StrPath) -> CheckpointStorage:
     """Storage of the backend "safetensors": a directory, or a URL of fsspec."""
     text = os.fspath(path)
     if "://" not in text:
@@ -143,7 +142,7 @@ def storage_of_path(path: str | os.PathLike[str]) -> CheckpointStorage:
     return ObjectStorage(text)
 
 
-def storage_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> CheckpointStorage:
+def storage_of(path: StrPath, backend: str = DEFAULT) -> CheckpointStorage:
     """The storage of `path`, for backends with meshwright's format.
 
     Raises:
@@ -159,9 +158,7 @@ def storage_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> Checkpoi
     return storage
 
 
-def any_storage_of(
-    path: str | os.PathLike[str], backend: str = DEFAULT
-) -> CheckpointStorage | ForeignStorage:
+def any_storage_of(path: StrPath, backend: str = DEFAULT) -> CheckpointStorage | ForeignStorage:
     """The storage of `path` in any backend. Raises PluginError for a name that no plugin registers."""
     if backend == DEFAULT:
         return storage_of_path(path)

@@ -220,14 +220,12 @@ class DirectoryStorage:
                 f"{self.where} cannot be created: {why}; save to a path where a directory can be created"
             ) from error
         if not free:
-            raise CheckpointError(
-                f"another job is saving to {self.where} ({self._holder()}); save elsewhere, or wait for it"
-            )
+            text = f"another job is saving to {self.where} ({self._holder()}); save elsewhere, or wait for it"
+            raise CheckpointError(text)
         try:
             if self.path.exists():
-                raise CheckpointError(
-                    f"{self.where} exists already; save under another name, or remove it first"
-                )
+                text = f"{self.where} exists already; save under another name, or remove it first"
+                raise CheckpointError(text)
             self._lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "id": save_id}))
             for left in self.path.parent.glob(f".{self.name}{PARTIAL}*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -315,10 +313,9 @@ class DirectoryStorage:
             hint = f"; did you mean {near!r}?" if near else "; give the path of a checkpoint"
             raise CheckpointError(f"{self.where} does not exist{hint}")
         if not self.path.is_dir():
-            inside = (self.path.parent / NAME).exists()
-            hint = (
-                f"give {self.path.parent}" if inside else "pickles, as torch.save writes them, are never read"
-            )
+            hint = "pickles, as torch.save writes them, are never read"
+            if (self.path.parent / NAME).exists():
+                hint = f"give {self.path.parent}"
             raise CheckpointError(f"{self.where} is a file, and a checkpoint is a directory; {hint}")
         if not path.exists():
             raise CheckpointError(f"{self.where} is not a checkpoint: it has no {NAME}{self._content_hint()}")

@@ -141,9 +141,8 @@ class ObjectStorage:
         lock = self._child_path(f"{WORK}-lock")
         holder = lease_holder(self._fs, lock)
         if holder is not None:
-            raise CheckpointError(
-                f"another job is saving to {self.where} ({holder}); save elsewhere, or wait for it"
-            )
+            text = f"another job is saving to {self.where} ({holder}); save elsewhere, or wait for it"
+            raise CheckpointError(text)
         if self._fs.exists(self._child_path(NAME)):
             raise CheckpointError(f"{self.where} exists already; save under another name, or remove it first")
         if self._fs.exists(self._path):
@@ -152,9 +151,8 @@ class ObjectStorage:
         self._fs.makedirs(self._path, exist_ok=True)
         self._lock = Lease(self._fs, lock, save_id)
         if lease_holder(self._fs, lock) != save_id:
-            raise CheckpointError(
-                f"another job has begun to save to {self.where}; save elsewhere, or wait for it"
-            )
+            text = f"another job has begun to save to {self.where}; save elsewhere, or wait for it"
+            raise CheckpointError(text)
 
     def claim(self, save_id: str, rank: int) -> None:
         if lease_holder(self._fs, self._child_path(f"{WORK}-lock")) != save_id:
@@ -177,9 +175,8 @@ class ObjectStorage:
             return bytes(self._fs.cat_file(f"{self._work}-done-{rank}"))
         except FileNotFoundError:
             if alive is None:
-                raise CheckpointError(
-                    f"rank {rank} died, or could not write, while saving {self.where}"
-                ) from None
+                text = f"rank {rank} died, or could not write, while saving {self.where}"
+                raise CheckpointError(text) from None
             return None
 
     def commit(self, manifest: bytes) -> None:
