@@ -32,8 +32,8 @@ from meshwright_pipeline.pytrees import differing_dims, leaves_of, map_leaves, t
 from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.meta_model import meta_tensors
 from meshwright_pipeline.trace.microbatch import Call, microbatches, signature, snapshot
-from meshwright_pipeline.trace.profile import Key, Label, Profile, Result
-from meshwright_pipeline.trace.rng_replay import DrawRecorder
+from meshwright_pipeline.trace.profile import Key, Label, Labels, Profile, Result
+from meshwright_pipeline.trace.rng_replay import DrawLog
 from meshwright_pipeline.trace.state_writes import Place, modules_outside
 
 Tensor = torch.Tensor
@@ -137,9 +137,7 @@ class _BetweenUnits(RepeatedUnitProfiler):
         self._shapes: dict[Label, torch.Size] = {}
         self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(2))
 
-    def shape(
-        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
-    ) -> Result:
+    def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         """See Profiler."""
         # before the run changes its arguments
         called, arguments = signature(call), _copied(call)
@@ -236,9 +234,7 @@ class _Trial:
         return module_state(modules_outside(self.between.model, self.units))
 
     # ---- a unit
-    def _unit(
-        self, key: Key, entire: Call, halves: Sequence[Call], used: frozenset[Label]
-    ) -> CannotSplit | None:
+    def _unit(self, key: Key, entire: Call, halves: Sequence[Call], used: Labels) -> CannotSplit | None:
         """The reason that is found for a unit call."""
         unit = self.clean.get_submodule(key[0])
         if type(unit) in _BATCH_INDEPENDENT:

@@ -21,7 +21,7 @@ from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.microbatch import Call, signature, snapshot
 from meshwright_pipeline.trace.profile import Result
 from meshwright_pipeline.trace.profiler import Profiler
-from meshwright_pipeline.trace.rng_replay import DrawRecorder
+from meshwright_pipeline.trace.rng_replay import DrawLog
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Types of attributes that are compared by value. Others are compared by identity."""
@@ -70,9 +70,7 @@ class RepeatedUnitProfiler(Profiler):
         """See Profiler."""
         return self._built[unit]
 
-    def shape(
-        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
-    ) -> Result:
+    def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         """See Profiler."""
         called = signature(call)
         built = self._built[unit]
@@ -91,7 +89,7 @@ class RepeatedUnitProfiler(Profiler):
         return self._results[like]
 
     def _tried(
-        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
+        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog
     ) -> Result | None:
         """The result for all units of the group; None, with the unit unchanged, if their results may differ.
 

@@ -72,14 +72,11 @@ class RankActions:
         fullest = []
         for rank, place in enumerate(np.argmax(totals, axis=1)):
             at, at_end = divmod(int(place), 2)
-            if totals[rank, place] <= 0.0:
-                fullest.append(MemoryPeak())
-            elif at_end or kinds[rank, at] == FORWARD:
-                fullest.append(MemoryPeak(float(after[rank, at]), 0.0, float(ready[rank, at])))
-            else:
-                fullest.append(
-                    MemoryPeak(float(before[rank, at]), float(alive[rank, at]), float(ready[rank, at]))
-                )
+            held, working = before[rank, at], alive[rank, at]
+            if at_end or kinds[rank, at] == FORWARD:
+                held, working = after[rank, at], 0.0
+            peak = MemoryPeak(float(held), float(working), float(ready[rank, at]))
+            fullest.append(peak if totals[rank, place] > 0.0 else MemoryPeak())
         return tuple(most.tolist()), tuple(fullest)
 
     def _ends(self, split: bool) -> Any:

@@ -106,7 +106,8 @@ def _strategy_cost(
     if forecast is not None:
         rule["loss"] = "microbatches" if forecast.adds else "batch"
     whole = model.whole * shape.microbatches
-    sum_seconds, sums = case.tied(parts)
+    held = [names for _, names, _ in case.owned(parts)]
+    sum_seconds, sums = tied_sums(held, case.survey, request, case.link)
     times = list(zip(outcome.costs.forward, outcome.costs.backward, strict=True))
     return StrategyCost(
         exposed_seconds=max(0.0, step.seconds - step.silent) + sum_seconds,
@@ -117,10 +118,8 @@ def _strategy_cost(
         collectives=(*_messages(parts, schedule, shape), *sums),
         compute=(step.silent + STEP_CALLS * request.step.call_seconds) / whole,
         idle=max(0.0, step.silent - max(step.busy)) / whole,
-        stages=tuple((forward + backward) / model.whole for forward, backward in times),
-        forwards=tuple(
-            forward / (forward + backward) if forward + backward else 1 / 3 for forward, backward in times
-        ),
+        stages=tuple((f + b) / model.whole for f, b in times),
+        forwards=tuple(f / (f + b) if f + b else 1 / 3 for f, b in times),
         full_batch_share=0.0 if tail is None else tail.seconds * shape.microbatches / model.whole,
         model_share=case.operations(outcome),
         straggler_delay=straggler_delay(schedule, shape),
@@ -246,11 +245,6 @@ class _Case:
             return [(of_rank, n, self.survey.share(n)) for of_rank, n in zip(stages, names, strict=True)]
 
         return self.model.once(("owned", self.schedule.name, self.shape, parts.cuts), owned)
-
-    def tied(self, parts: StageDivision) -> tuple[float, tuple[CollectiveUse, ...]]:
-        """The cost of gradient sums of tied parameters, with these stages."""
-        held = [names for _, names, _ in self.owned(parts)]
-        return tied_sums(held, self.survey, self.request, self.link)
 
     def operations(self, outcome: _Outcome) -> float:
         """The fraction of model operations in the compute time of the busiest rank."""

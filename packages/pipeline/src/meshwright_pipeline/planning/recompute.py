@@ -57,22 +57,22 @@ class RunChoice(NamedTuple):
         return indices
 
 
+NO_UNITS = RunChoice(0.0, 0, 0, None)
+
+
 @dataclass(frozen=True)
 class Choices:
     """Choices of sequences of units. `kinds`: the options of each kind of unit, the first without recomputation."""
 
     kinds: Sequence[Sequence[UnitOption]]
-    cache: dict[tuple[int, ...], list[RunChoice]] = field(default_factory=dict)
+    cache: dict[tuple[int, ...], list[RunChoice]] = field(default_factory=lambda: {(): [NO_UNITS]})
 
     def of(self, row: Sequence[int]) -> list[RunChoice]:
         """The Pareto-optimal choices for a sequence of kinds, the fastest first."""
-        for start in range(len(row), -1, -1):
+        for start in reversed(range(len(row))):
             key = tuple(row[start:])
             if key not in self.cache:
-                following = self.cache[key[1:]] if key else []
-                self.cache[key] = (
-                    _extended(self.kinds[key[0]], following) if key else [RunChoice(0.0, 0, 0, None)]
-                )
+                self.cache[key] = _extended(self.kinds[key[0]], self.cache[key[1:]])
         return self.cache[tuple(row)]
 
 
@@ -103,10 +103,8 @@ def _extended(options: Sequence[UnitOption], following: Sequence[RunChoice]) -> 
         return best
     last = len(best) - 1
     spread = {round(n * last / (MOST_CHOICES - 1)) for n in range(MOST_CHOICES)}
-    spread |= {
-        best.index(min(best, key=lambda c: c.kept)),
-        best.index(min(best, key=lambda c: c.kept + c.over)),
-    }
+    smallest = min(best, key=lambda c: c.kept), min(best, key=lambda c: c.kept + c.over)
+    spread.update(map(best.index, smallest))
     return [best[place] for place in sorted(spread)]
 
 
@@ -194,9 +192,8 @@ def cheapest(
     # lower bounds for the following stages
     least, quickest = [[0.0] * len(free)], [0.0]
     for choices, sizes in zip(reversed(stages), reversed(bytes_of), strict=True):
-        least.append(
-            [after + min(column) for after, column in zip(least[-1], zip(*sizes, strict=True), strict=True)]
-        )
+        columns = zip(*sizes, strict=True)
+        least.append([after + min(column) for after, column in zip(least[-1], columns, strict=True)])
         quickest.append(quickest[-1] + min(choice.seconds for choice in choices))
     best: tuple[float, tuple[RunChoice, ...] | None] = (math.inf, None)
 

@@ -187,20 +187,18 @@ class _MemoryFit:
         gradients = [self.survey.share(names) * request.sizes.gradient_bytes for names in held]
         passing = max(crossing[a] + crossing[b] + max(crossing[a], crossing[b]) for a, b in stages)
         always = [self._shared(a, b) + crossing[b] for a, b in stages]
-        rank_moments = self.moments[rank]
+        peaks = self.moments[rank]
 
         def memory(stage: int, choice: RunChoice) -> list[float]:
             kept = choice.kept + always[stage]
-            return [
-                m.kept[stage] * kept + (choice.over if m.running == stage else 0) for m, _ in rank_moments
-            ]
+            return [m.kept[stage] * kept + (choice.over if m.running == stage else 0) for m, _ in peaks]
 
         left = self.limit - lasting + share * request.sizes.gradient_bytes - passing
         free = [
             left
             - constant
             - sum(size for made, size in zip(moment.has_gradients, gradients, strict=True) if made)
-            for moment, constant in rank_moments
+            for moment, constant in peaks
         ]
         choices = [self.options.choices.of(self.options.kinds[a:b]) for a, b in stages]
         return cheapest(choices, memory, free)
@@ -213,9 +211,7 @@ class _MemoryFit:
         """Bytes of the tensors that runs of a stage share, in any option."""
 
         def shared() -> float:
-            work = [
-                w for place in range(a, b) for w in (self.model.between[place], *self.options.runs[place])
-            ]
+            work = [w for run in range(a, b) for w in (self.model.between[run], *self.options.runs[run])]
             work += [self.model.tail] if b == len(self.model.runs) else []
             return shared_bytes(*(part.shared for part in work))
 

@@ -78,9 +78,8 @@ def predict(
         UsageError: the schedule refuses the pipeline, is incomplete, or would hang; `slowdown` has another length.
     """
     if slowdown and (len(slowdown) != shape.ranks or min(slowdown) <= 0):
-        raise UsageError(
-            f"slowdown={slowdown}: expected one positive number for each of the {shape.ranks} ranks"
-        )
+        text = f"slowdown={slowdown}: expected one positive number for each of the {shape.ranks} ranks"
+        raise UsageError(text)
     check_accepts(schedule, shape)
     shapes = simulated_shapes(shape)
     if len(shapes) == 1:
@@ -248,14 +247,8 @@ def steps_of(schedule: Schedule, shape: Shape) -> Steps:
     places = np.zeros(3 * shape.stages * shape.microbatches + 1, dtype=np.int64)
     places[slots] = np.arange(1, len(indices) + 1)
     after = np.where(np.array(cuts)[numbers] >= 0, places[waits], 0)
-    return Steps(
-        tuple(ranks.tolist()),
-        tuple(numbers.tolist()),
-        tuple(after.tolist()),
-        tuple(cuts),
-        by_rank,
-        RankActions(by_rank, shape.stages),
-    )
+    rank_of, number_of, after_of = (tuple(array.tolist()) for array in (ranks, numbers, after))
+    return Steps(rank_of, number_of, after_of, tuple(cuts), by_rank, RankActions(by_rank, shape.stages))
 
 
 # ---- ranks that share CPU cores (processor sharing): a rank that waits leaves its core to the others

@@ -95,9 +95,7 @@ def divide(model: ModelCosts, survey: ModelSurvey, cuts: Sequence[int]) -> Stage
     held = [parameters_of(stage, survey, shared) for stage in stages]
     loads, shares = [model.load(a, b) for a, b in ends], [survey.share(names) for names in held]
     sizes = [(len(stage), len(names)) for stage, names in zip(stages, held, strict=True)]
-    messages, returned = (
-        [bytes_of[place] for place in cuts] for bytes_of in (model.crossing, model.returning)
-    )
+    messages, returned = ([table[place] for place in cuts] for table in (model.crossing, model.returning))
     return StageDivision(tuple(cuts), stages, loads, held, shares, sizes, messages, returned)
 
 

@@ -240,9 +240,8 @@ class Flow:
     @property
     def final(self) -> frozenset[tuple[int, str, int]]:
         """(number, producing module, bytes) of the results that the code after the last unit uses."""
-        return frozenset(
-            (i, self.modules[i], self.sizes[i]) for i, run in self.last_user.items() if run == self.runs
-        )
+        used = [i for i, run in self.last_user.items() if run == self.runs]
+        return frozenset((i, self.modules[i], self.sizes[i]) for i in used)
 
     def crossing(self, gradients: bool) -> list[int]:
         """For each run, the bytes that cross a cut before it: values, or their `gradients`; 0 after the last run."""

@@ -33,7 +33,6 @@ class LoopedBFS(Schedule):
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
-        forwards = [
-            Action("F", stage, m) for stage in self.own(rank, shape) for m in range(shape.microbatches)
-        ]
+        stages, microbatches = self.own(rank, shape), range(shape.microbatches)
+        forwards = [Action("F", stage, m) for stage in stages for m in microbatches]
         return [*forwards, *(Action("B", action.stage, action.microbatch) for action in reversed(forwards))]

@@ -61,10 +61,8 @@ class Interleaved(Schedule):
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
         stages, total = self.own(rank, shape), shape.microbatches * shape.each
-        groups = range(0, shape.microbatches, shape.ranks)
-        order = [
-            (stage, m) for group in groups for stage in stages for m in range(group, group + shape.ranks)
-        ]
+        groups = (range(m, m + shape.ranks) for m in range(0, shape.microbatches, shape.ranks))
+        order = [(stage, m) for group in groups for stage in stages for m in group]
         mirror = dict(zip(stages, reversed(stages), strict=True))
         forwards = [Action("F", stage, m) for stage, m in order]
         backwards = [Action("B", mirror[stage], m) for stage, m in order]

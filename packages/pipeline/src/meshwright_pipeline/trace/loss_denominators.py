@@ -28,9 +28,7 @@ Site = tuple[str, str, int]
 """A line of code that calls a torch function: (function, file, line)."""
 Place = tuple[Site, int]
 """(site, index of the call from this line in one forward)."""
-SUMS: Mapping[Any, int] = MappingProxyType(
-    {torch.sum: 1, torch.Tensor.sum: 1, torch.mean: 0, torch.Tensor.mean: 0}
-)
+SUMS: Mapping[Any, int] = MappingProxyType({torch.sum: 1, Tensor.sum: 1, torch.mean: 0, Tensor.mean: 0})
 """Functions that may compute a number which only inputs determine: 1 if that of the batch is the sum over microbatches, 0
 if it is their mean."""
 _OF_TORCH = os.path.dirname(torch.__file__)
@@ -152,9 +150,7 @@ class BatchDenominatorMode(GlueMode):
         return func(*args, **kwargs) if total is None else total[0].clone()
 
 
-def sum_denominators(
-    parts: Sequence[Denominators], averaging: int, wanted: Collection[Place]
-) -> Denominators:
+def sum_denominators(parts: Sequence[Denominators], averaging: int, wanted: Sequence[Place]) -> Denominators:
     """The numbers of the batch, from those recorded in its microbatches. Counts are divided by the number of microbatches.
 
     `averaging`, `wanted`: in the profiled run, the number of losses that average over targets, and the places of the numbers that

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_pipeline.pytrees import expanded_zeros
 
-Attribute = tuple[nn.Module, str, torch.Tensor]
+Attribute = tuple[nn.Module, str, Tensor]
 """(submodule, attribute, tensor)."""
 
 LARGE = 1 << 20
@@ -30,7 +30,7 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
     cast = cast_buffers(model)
     memo: dict[int, Any] = {}
     # keeps the ids in memo valid
-    keep: list[torch.Tensor] = []
+    keep: list[Tensor] = []
     for unit in units:
         module = model.get_submodule(unit)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -51,9 +51,7 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
     return copied
 
 
-def move_to_meta(
-    module: nn.Module, replacement: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, t: t
-) -> None:
+def move_to_meta(module: nn.Module, replacement: Callable[[str, Tensor], Tensor] = lambda _, t: t) -> None:
     """Replace the parameters and buffers of a module and its submodules by attributes on the meta device.
 
     They are no longer part of `parameters()` or `state_dict()`, but code may still read their shape and dtype.
@@ -73,7 +71,7 @@ def _attributes(module: nn.Module) -> list[Attribute]:
         (part, name, value)
         for part in module.modules()
         for name, value in part.__dict__.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, Tensor)
     ]
 
 
@@ -82,7 +80,7 @@ def meta_tensors(module: nn.Module) -> list[Attribute]:
     return [attribute for attribute in _attributes(module) if attribute[2].is_meta]
 
 
-def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _zeros(like: Tensor, device: torch.device) -> Tensor:
     """Zeros. Pages of large tensors are allocated on first access: of many experts only a few are read."""
     nbytes = like.numel() * like.element_size()
     if device.type != "cpu" or nbytes < LARGE:
@@ -92,7 +90,7 @@ def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _replaced(held: Sequence[Attribute], change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def _replaced(held: Sequence[Attribute], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     for part, name, value in held:
         part.__dict__[name] = change(value)
     try:
@@ -119,6 +117,6 @@ def back_on_meta(module: nn.Module) -> AbstractContextManager[None]:
     return _replaced(held, lambda value: torch.empty(value.shape, dtype=value.dtype, device="meta"))
 
 
-def unit_tensors(module: nn.Module) -> list[torch.Tensor]:
+def unit_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors in the attributes of a module and its submodules."""
     return [tensor for *_, tensor in _attributes(module)]

@@ -39,7 +39,7 @@ from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
 from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
 from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label, Profile, Result
-from meshwright_pipeline.trace.rng_replay import DrawRecorder, check_generator
+from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
 from meshwright_pipeline.trace.row_tracer import RowTracer
 from meshwright_pipeline.trace.side_outputs import (
     attribute_leaves,
@@ -76,7 +76,7 @@ class _LabelMode(TorchDispatchMode):
         self.tracer = tracer
         self.labels = WeakTensorKeys()
         self.key = BETWEEN
-        self.draws = DrawRecorder()
+        self.draws = DrawLog()
         self.written: set[Label] = set()
         self._depth = 0
         # the tensors are kept, so that no other tensor gets their memory
@@ -164,9 +164,7 @@ class Profiler:
                     raise UnsupportedError(_DIFFERENTIATES.format(type(self.model).__name__)) from error
                 raise
 
-    def shape(
-        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
-    ) -> Result:
+    def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         """The result of a unit call, as zeros. `drawn` records its random operations."""
         module, kind = self.model.get_submodule(unit), self.kind(unit)
         if kind in self._no_meta:

@@ -30,7 +30,7 @@ _MARKS = 0x6D657368 << 31
 """Seeds from here on are markers."""
 
 
-class DrawRecorder:
+class DrawLog:
     """Records the random operations of a profiled run."""
 
     def __init__(self) -> None:
@@ -57,9 +57,8 @@ class DrawRecorder:
                 "rows of a microbatch. Use dropout and in-place random functions, or pp=1"
             )
         op, rest, named = fills
-        self.draws.append(
-            Draw(key, place, op, tuple(result.shape), result.stride(), result.dtype, rest, named)
-        )
+        draw = Draw(key, place, op, tuple(result.shape), result.stride(), result.dtype, rest, named)
+        self.draws.append(draw)
 
 
 def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> FillOp | None:

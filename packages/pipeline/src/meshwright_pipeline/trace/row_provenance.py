@@ -121,11 +121,12 @@ def combine_rows(operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor | N
     return combined.expand(tuple(shape))
 
 
-_MOVES = frozenset(
+MOVES = frozenset(
     "view _unsafe_view reshape _reshape_alias transpose permute t unsqueeze squeeze expand slice select split "
     "split_with_sizes unbind chunk alias detach flip roll repeat narrow movedim "
     "cat stack constant_pad_nd index_select".split()
 )
+"""Operations that only move elements."""
 _LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like clone _to_copy contiguous lift_fresh".split()
 )
@@ -138,13 +139,8 @@ _REDUCTIONS = (
 _ALONG_A_DIM = "softmax _softmax log_softmax _log_softmax cumsum sort".split()
 _LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy".split()
 _LAST_DIMS: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {
-        "tril": ("self", 2),
-        "triu": ("self", 2),
-        "mm": ("self", 1),
-        "addmm": ("mat1", 1),
-        "linear": ("input", 1),
-    }
+    dict.fromkeys(("tril", "triu"), ("self", 2))
+    | {"mm": ("self", 1), "addmm": ("mat1", 1), "linear": ("input", 1)}
 )
 """Operation -> the only argument that may have rows, and how many of its last dims belong to one row."""
 
@@ -320,11 +316,6 @@ def _constant_operands(op: Operation) -> list[str]:
 
 
 # ---- operations that move elements
-
-
-def only_moves_elements(name: str) -> bool:
-    """Whether an operation only moves elements."""
-    return name in _MOVES
 
 
 def moved_rows(

@@ -19,6 +19,7 @@ from meshwright_pipeline.trace.loss_denominators import SUMS, GlueMode, Place, m
 from meshwright_pipeline.trace.profile import Label, Profile
 from meshwright_pipeline.trace.row_provenance import (
     FIXED,
+    MOVES,
     UNKNOWN,
     Operation,
     Provenance,
@@ -26,13 +27,14 @@ from meshwright_pipeline.trace.row_provenance import (
     compact,
     growth_power,
     moved_rows,
-    only_moves_elements,
     result_provenance,
     rows_without,
     several_rows_along,
 )
 
 Tensor = torch.Tensor
+Inputs = dict[int, Provenance]
+"""Id of a tensor that an operation takes -> its provenance."""
 
 _SHAPES = frozenset("self size shape repeats".split())
 """Arguments of operations that move elements which may grow with the number of rows."""
@@ -106,9 +108,9 @@ class RowTracer(GlueMode):
         inputs = {id(t): value for t in operands if (value := self.provenance(t)) is not None}
         if not inputs:
             return func(*args, **kwargs)
-        live, written = any(value.live for value in inputs.values()), written_arguments(func)
-        if written:
-            return self._in_place(func, args, kwargs, inputs, live, written)
+        if written := written_arguments(func):
+            return self._in_place(func, args, kwargs, inputs, written)
+        live = any(value.live for value in inputs.values())
         out = _shape_only(func, args, kwargs, operands) if live else func(*args, **kwargs)
         results = self._results(func, args, kwargs, inputs, out)
         for tensor, value in zip(tensors_of(out), results, strict=True):
@@ -116,10 +118,8 @@ class RowTracer(GlueMode):
                 self.known[tensor] = value
         return out
 
-    def _in_place(
-        self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Provenance], live: bool, written: list[str]
-    ) -> Any:
-        arguments = named_arguments(func, args, kwargs)
+    def _in_place(self, func: Any, args: Any, kwargs: Any, inputs: Inputs, written: list[str]) -> Any:
+        arguments, live = named_arguments(func, args, kwargs), any(value.live for value in inputs.values())
         target = arguments["self"] if written == ["self"] else None
         if not isinstance(target, Tensor):
             for tensor in tensors_of([arguments[name] for name in written]):
@@ -135,9 +135,7 @@ class RowTracer(GlueMode):
         # expanded zeros cannot be written to
         return target if live else func(*args, **kwargs)
 
-    def _results(
-        self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Provenance], out: Any
-    ) -> list[Provenance]:
+    def _results(self, func: Any, args: Any, kwargs: Any, inputs: Inputs, out: Any) -> list[Provenance]:
         index, outs = len(self.tape), tensors_of(out)
         # clone() keeps the memory format, and one row alone may be contiguous when the batch is not: no tape entry
         if op_name(func) == "clone":
@@ -157,9 +155,7 @@ class RowTracer(GlueMode):
             for value, before, now in zip(results, sizes_before, self.sizes[-1], strict=True)
         ]
 
-    def _by_rule(
-        self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Provenance], out: Any
-    ) -> list[Provenance]:
+    def _by_rule(self, func: Any, args: Any, kwargs: Any, inputs: Inputs, out: Any) -> list[Provenance]:
         outs, name = tensors_of(out), op_name(func).removesuffix("_")
         arguments = named_arguments(func, args, kwargs)
         index = self._record(name, {arg: _constants(value, inputs) for arg, value in arguments.items()})
@@ -170,7 +166,7 @@ class RowTracer(GlueMode):
             raise ReadsValues(f"values decide a shape ({name})")
         if not all(value.known for value in inputs.values()):
             return [UNKNOWN] * len(outs)
-        if only_moves_elements(name) and all(value.rows is not None for value in inputs.values()):
+        if name in MOVES and all(value.rows is not None for value in inputs.values()):
             return self._moved(func, args, kwargs, inputs, out, index)
         named: dict[str, Provenance] = {}
         for arg, argument in arguments.items():
@@ -186,7 +182,7 @@ class RowTracer(GlueMode):
         ]
 
     def _moved(
-        self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Provenance], out: Any, index: int
+        self, func: Any, args: Any, kwargs: Any, inputs: Inputs, out: Any, index: int
     ) -> list[Provenance]:
         """The results of an operation that only moves elements of rows."""
         arguments, name = named_arguments(func, args, kwargs), op_name(func).removesuffix("_")
@@ -306,7 +302,7 @@ def _shape_only(func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -
     return map_leaves(lambda _, t: expanded_zeros(t, device), out)
 
 
-def _constants(value: Any, inputs: dict[int, Provenance]) -> Any:
+def _constants(value: Any, inputs: Inputs) -> Any:
     """An argument, with None in place of tensors that depend on rows."""
     if isinstance(value, Tensor):
         return None if id(value) in inputs else value

@@ -38,10 +38,7 @@ class WrittenState:
         """The values of `model`: unsharded buffers, then numbers."""
         buffers = [tensors_in(model.get_submodule(path))[1][name] for path, name in self.buffers]
         numbers = [model.get_submodule(path).__dict__.get(name) for path, name in self.numbers]
-        return [
-            *map(full_value, buffers),
-            *(_as_tensor(number) for number in numbers),
-        ]
+        return [*map(full_value, buffers), *map(_as_tensor, numbers)]
 
     def put(self, model: nn.Module, values: Sequence[Tensor | None]) -> None:
         """Set these values in `model`. A buffer keeps its memory if shape and dtype allow."""
@@ -97,10 +94,8 @@ class StateWrites:
 
     def numbers(self) -> tuple[Place, ...]:
         """The numbers of modules with a changed number. The others of these modules may change in a later forward."""
-        now = dict(self._present_numbers())
-        changed = {
-            at[0] for at, value in now.items() if self._numbers.get(at, value) != value and value == value
-        }
+        now, before = dict(self._present_numbers()), self._numbers
+        changed = {at[0] for at, value in now.items() if before.get(at, value) != value and value == value}
         return tuple(at for at in now if at[0] in changed)
 
     def _present_numbers(self) -> Iterator[tuple[Place, Any]]:
