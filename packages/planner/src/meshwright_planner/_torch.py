@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
     DataDependentOutputException,
@@ -33,7 +32,6 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 
 # private only by name
 pytree = _pytree
-DispatchMode = TorchDispatchMode
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Counting
 from planner_models import Transformer, eager, tokens
 
 from meshwright_dtensor.strategy import PlanRequest
-from meshwright_planner.calibration.live_bytes import Counting
 from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
 from meshwright_planner.cost.operations import COPIES, OPTIMIZERS
 from meshwright_planner.memory.peak import Moment, optimizer_moment

@@ -12,6 +12,7 @@ import planner_models
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Counting
 from counting import counted as of_a_step
 from planner_models import LAPTOP_CPU, DataLike, Transformer, eager, host_of, tokens
 from torch import nn
@@ -27,7 +28,6 @@ from meshwright_dtensor.strategy import (
     StrategyCost,
 )
 from meshwright_planner import EagerPlanner
-from meshwright_planner.calibration.live_bytes import Counting
 from meshwright_planner.cost.prices import AxisCosts
 from meshwright_planner.evaluation.placed_model import summed_units
 from meshwright_planner.memory.peak import Moment, Replay, at_peak, moments
