@@ -12,7 +12,7 @@ from torch import nn
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.cost.prices import AxisCosts
-from meshwright_planner.memory.liveness import LiveRanges
+from meshwright_planner.memory.liveness import live_ranges
 from meshwright_planner.memory.module_work import module_work
 from meshwright_planner.memory.peak import Replay
 from meshwright_planner.placement.legal_rows import Legality
@@ -89,7 +89,7 @@ def test_saved_tensors_are_not_counted_as_live() -> None:
     logits = 8 * 32 * 512 * 4
     assert max(replay.forward_alive) <= logits + 3 * 8 * 32 * 64 * 4
     tape, quotient_ = problem.tape, problem.quotient
-    spans = {(k, slot): (begin, end) for k, slot, begin, end in LiveRanges.of(problem).spans}
+    spans = {(k, slot): (begin, end) for k, slot, begin, end in live_ranges(problem)}
     for item in tape.saved:
         if item.output and item.value is not None and quotient_.node(item.node) == item.node:
             slot = [ref.i for ref in tape.nodes[item.node].outs].index(item.value)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.propagate.predict import PredictedMove
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.rules.node import NodeView
 from meshwright_dtensor.sharding.states import parse_state
-from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
-from meshwright_planner.cost.attention import attention_uses
+from meshwright_dtensor.strategy import AttentionUse, CollectiveUse, ModuleWork, ParameterSize
+from meshwright_planner.cost.prices import work_of
 from meshwright_planner.evaluation.context import Basis, placements
-from meshwright_planner.memory.module_work import module_runs, module_work, parameter_sizes
+from meshwright_planner.memory.module_work import module_work, parameter_sizes
 from meshwright_planner.memory.parts import copied_bytes, memory_parts, parameter_bytes, trained_sizes
 from meshwright_planner.memory.peak import Moment, Replay, moments, optimizer_moment
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.recompute.effect import alive_again, checkpoint_dropped, recomputed
-from meshwright_planner.trace.flops import backward_flops
+from meshwright_planner.recompute.region import recomputed_blocks
+from meshwright_planner.trace.flops import backward_flops, by_name
 from meshwright_planner.trace.tape import Tape
 
 T = TypeVar("T")
@@ -95,9 +98,34 @@ class Placed:
 
     @cached_property
     def attention(self) -> tuple[AttentionUse, ...]:
-        """The attention calls."""
-        problem = self.problem
-        return attention_uses(problem.tape, problem.quotient, problem.costs, self.rules.composites.values())
+        """The attention calls, equal ones counted together; the searched axis shards heads if it can, as placements do."""
+        attention = by_name(self.rules.composites).get("sdpa")
+        if attention is None:
+            return ()
+        tape, quotient, costs = self.problem.tape, self.problem.quotient, self.problem.costs
+        uses: Counter[AttentionUse] = Counter()
+        for k in quotient.nodes:
+            node = tape.nodes[k]
+            if node.name != attention.name:
+                continue
+            q, key, v = (tape.values[ref.i] for ref in node.ins[:3])
+            heads, key_heads = (t.shape[-3] if len(t.shape) > 2 else 1 for t in (q, key))
+            split = costs.degree if heads % costs.degree == 0 else 1
+            by_key = split if key_heads % split == 0 else 1
+            states = [("I",) * len(refs) for refs in (node.ins, node.outs)]
+            flops = attention.flops(NodeView.of(node, tape.values, 1))
+            work = work_of(node, tape.values, tape.flows[k], flops, again=tape.again[k])
+            use = AttentionUse(
+                query_bytes=q.nbytes // split,
+                key_value_bytes=(key.nbytes + v.nbytes) // by_key,
+                output_bytes=tape.values[node.outs[0].i].nbytes // split,
+                heads=heads // split,
+                key_heads=key_heads // by_key,
+                causal=bool(node.args[5]),
+                seconds=costs.compute(work, node, tape.values, *states) / split,
+            )
+            uses[use] += quotient.node_count[k]
+        return tuple(replace(use, count=count) for use, count in uses.items())
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
@@ -187,9 +215,41 @@ class Placed:
     @cached_property
     def work(self) -> tuple[ModuleWork, ...]:
         """The work of each module in a microbatch."""
-        problem = self.problem
-        runs = problem.quotient.once("runs", lambda: module_runs(problem))
-        return module_work(self.replay, runs, self.recompute)
+        return module_work(self.replay)
+
+    def row_collectives(
+        self, microbatches: int, degrees: Mapping[str, int]
+    ) -> Iterator[tuple[str, CollectiveUse, float]]:
+        """(axis, collectives of one step, seconds of one of them) of operations that combine batch rows of several ranks.
+
+        A recomputed operation communicates again.
+        """
+        problem, tape = self.problem, self.problem.tape
+        if tape.division is None:
+            return
+        recomputed = tuple(f"{name}." for name in recomputed_blocks(tape, self.recompute))
+        states = {
+            problem.quotient.value(ref.i): state
+            for k, option in self.placement.options.items()
+            for ref, state in zip(tape.nodes[k].outs, option.outs)
+        }
+        counted: Counter[PredictedMove] = Counter()
+        for moved, count in tape.division.moved:
+            twice = (
+                moved.phase == "forward" and bool(recomputed) and f"{moved.module}.".startswith(recomputed)
+            )
+            share = 1.0
+            if moved.value is not None:
+                # of a value that a searched axis shards, each rank of that axis moves its part
+                share = problem.costs.share(states.get(problem.quotient.value(moved.value), "I"))
+            part = replace(moved, nbytes=round(moved.nbytes * share), value=None)
+            counted[part] += count * microbatches * (1 + twice)
+        for moved, count in counted.items():
+            link, why = self.basis.link(degrees, moved.axis), moved.why
+            if not why.startswith("inside "):
+                why = f"{why} for {moved.function}, which combines rows of several ranks"
+            use = CollectiveUse(moved.kind, moved.nbytes, count, moved.phase, why, moved.module)
+            yield moved.axis, use, link.seconds(moved.kind, moved.nbytes, degrees[moved.axis])
 
     def at(self, tape: Tape) -> Placed:
         """The same placement on a tape with another number of rows."""

@@ -27,7 +27,6 @@ from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import SHARED, placements
 from meshwright_planner.evaluation.placed_model import Placed
-from meshwright_planner.evaluation.row_collectives import row_collectives
 from meshwright_planner.evaluation.stage_recompute import RecomputeVariants
 from meshwright_planner.memory.peak import Moment, at_peak
 from meshwright_planner.placement.problem import Placement
@@ -199,10 +198,7 @@ class _Step:
         return costs
 
     def _axis_request(self, axis: str, link: Link, shared: tuple[Link, float] | None) -> SearchRequest:
-        """The request to the strategy of one axis.
-
-        `shared`: the link over which ranks share training state, and for how long in the backward pass.
-        """
+        """The request to the strategy of one axis; `shared`: as in `strategy_costs`."""
         request, survey, holds = self.request, self.basis.surveys.get(axis), self.divided.held_parameters
         # gradients that ranks share are summed over the replicas of each shard
         parts = 1 if self.setting.strategies[axis].gathers else self.shards
@@ -252,7 +248,7 @@ class _Step:
         inside = self.placement.communication_seconds * self.divided.model_share
         for axis, share in zip(searched, self.placed.shares):
             exposed[axis] = exposed.get(axis, 0.0) + inside * share * busy
-        for axis, use, each in row_collectives(self.placed, self.point.microbatches, self.degrees):
+        for axis, use, each in self.placed.row_collectives(self.point.microbatches, self.degrees):
             exposed[axis] = exposed.get(axis, 0.0) + use.count * each * busy
             uses.append((axis, use))
         return exposed, hidden, uses

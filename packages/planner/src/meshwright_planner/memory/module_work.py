@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,23 +93,11 @@ class SavedByRun:
         return alone, common
 
 
-@dataclass(frozen=True)
-class ModuleRuns:
-    """The operations of a tape in the order of execution, consecutive ones of one module together.
+def _module_runs(problem: PlacementProblem) -> tuple[list[ModuleRun], list[int]]:
+    """The runs of a problem's tape, one after the other, and the number of the run of each node.
 
-    Args:
-        runs: one after the other.
-        run_of: node -> number of its run.
-        kept: recomputation -> tensors saved by each run; a cache.
+    The outputs of the model enter a last run without operations.
     """
-
-    runs: tuple[ModuleRun, ...]
-    run_of: tuple[int, ...]
-    kept: dict[Hashable, SavedByRun]
-
-
-def module_runs(problem: PlacementProblem) -> ModuleRuns:
-    """The runs of a problem's tape; the outputs of the model enter a last run without operations."""
     tape, quotient = problem.tape, problem.quotient
     makers: dict[int, str] = {}
 
@@ -153,22 +141,16 @@ def module_runs(problem: PlacementProblem) -> ModuleRuns:
         replace(run, outputs=tuple((v, of, tape.grad[v]) for v, of in made.items() if v in consumed))
         for run, made in zip(runs_found, [*made_of, {}], strict=True)
     ]
-    return ModuleRuns(tuple(runs), tuple(run_of), {})
+    return runs, run_of
 
 
-def module_work(
-    replay: Replay, runs: ModuleRuns | None = None, recompute: Hashable = ()
-) -> tuple[ModuleWork, ...]:
-    """The work of one rank in the order of execution.
-
-    `runs`: the runs of the problem, if known; `recompute`: the recompute rules applied to its saved tensors.
-    """
+def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
+    """The work of one rank in the order of execution."""
     problem, placement = replay.problem, replay.placement
     tape, quotient, share = problem.tape, problem.quotient, problem.costs.share
-    runs = module_runs(problem) if runs is None else runs
-    if recompute not in runs.kept:
-        runs.kept[recompute] = SavedByRun.of(problem, runs.run_of)
-    alone, common = runs.kept[recompute].bytes(problem, placement, len(runs.runs))
+    runs, run_of = quotient.once("runs", lambda: _module_runs(problem))
+    kept = quotient.once(("saved by run", tape.recompute), lambda: SavedByRun.of(problem, run_of))
+    alone, common = kept.bytes(problem, placement, len(runs))
     seconds = {k: option.seconds for k, option in placement.options.items()}
     forward = {k: option.seconds * option.forward for k, option in placement.options.items()}
     temporary = {
@@ -183,7 +165,7 @@ def module_work(
     # copies of a block have equal work
     by_kinds: dict[tuple[int, ...], tuple[float, float, float, float]] = {}
     work = []
-    for number, run in enumerate(runs.runs):
+    for number, run in enumerate(runs):
         same = by_kinds.get(run.kinds)
         if same is None:
             whole = sum(seconds[k] for k in run.kinds)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import COPIES
-from meshwright_planner.memory.liveness import LiveRanges
+from meshwright_planner.memory.liveness import forward_alive
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.trace.op_kinds import VIEWS, base_name
 from meshwright_planner.trace.tape import Tape
@@ -218,7 +218,7 @@ class Replay:
     @cached_property
     def forward_alive(self) -> list[float]:
         """Per node, the bytes that are alive while it runs forward, in addition to saved tensors."""
-        return LiveRanges.of(self.problem).bytes(self.problem, self.placement)
+        return forward_alive(self.problem, self.placement)
 
     @cached_property
     def backward_alive(self) -> list[float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.cost.prices import more_forward
-from meshwright_planner.memory.liveness import LiveRanges
+from meshwright_planner.memory.liveness import forward_alive
 from meshwright_planner.placement.ilp import Conversion
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.recompute.region import Region
@@ -132,7 +132,7 @@ def alive_again(
     `again`: representative node -> the part of its copies that run twice.
     """
     quotient = problem.quotient
-    forward = dict(zip(quotient.nodes, LiveRanges.of(problem).bytes(problem, placement), strict=True))
+    forward = dict(zip(quotient.nodes, forward_alive(problem, placement), strict=True))
     alive: dict[int, float] = {}
     for block in blocks:
         saved = problem.tape.dropped if block.by_model else problem.tape.saved
