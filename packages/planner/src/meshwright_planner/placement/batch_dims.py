@@ -9,56 +9,42 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.rules.node import NodeView
 from meshwright_dtensor.sharding.states import is_shard
+from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.tape import Tape
 
 BatchDims = dict[int, set[int]]
 """Value -> its batch dims."""
 
 
-def batch_dims(
-    tape: Tape, nodes: Iterable[int], rows_of: Callable[[NodeView], list[Strategy]], degree: int, rows: int
-) -> BatchDims:
-    """The batch dims of the values of `nodes` (in order), if `degree` ranks can shard `rows` rows.
+def batch_dims(tape: Tape, nodes: Iterable[int], rules: RuleBook, degree: int, rows: int) -> BatchDims:
+    """The batch dims of the values of representative `nodes` (in order), if `degree` ranks can shard `rows` rows.
 
-    Args:
-        tape: the recorded run.
-        nodes: representative nodes in order.
-        rows_of: the raw rows of a node.
-        degree: ranks of the searched axis.
-        rows: size of the batch that the tape was recorded with; a batch that does not divide has no dims.
+    `rows`: size of the batch that the tape was recorded with; a batch that does not divide has no dims.
     """
     if rows < 2 or rows % degree:
         return {}
-    seeds = [i for i, v in enumerate(tape.values) if _is_input(v.name) and v.shape[:1] == (rows,)]
-    return _pushed(tape, nodes, rows_of, degree, dict.fromkeys(seeds, 0), lambda value: value)
+    seeds = [i for i in _inputs(tape) if tape.values[i].shape[:1] == (rows,)]
+    return _pushed(tape, nodes, rules, degree, dict.fromkeys(seeds, 0), lambda value: value)
 
 
-def sequence_dims(
-    tape: Tape,
-    nodes: Iterable[int],
-    rows_of: Callable[[NodeView], list[Strategy]],
-    degree: int,
-    canon: Callable[[int], int],
-) -> BatchDims:
-    """The dims that follow from sharding dim 1 of the inputs over `degree` ranks, by representative value (`canon`)."""
-    seeds = [
-        i
-        for i, v in enumerate(tape.values)
-        if _is_input(v.name) and len(v.shape) > 1 and v.shape[0] == tape.rows and v.shape[1] % degree == 0
-    ]
-    return _pushed(tape, nodes, rows_of, degree, dict.fromkeys(seeds, 1), canon)
+def sequence_dims(tape: Tape, quotient: Quotient, rules: RuleBook, degree: int) -> BatchDims:
+    """The dims that follow from sharding dim 1 of the inputs over `degree` ranks, by representative value."""
+    shapes = {i: tape.values[i].shape for i in _inputs(tape)}
+    seeds = [i for i, s in shapes.items() if len(s) > 1 and s[0] == tape.rows and s[1] % degree == 0]
+    return _pushed(tape, quotient.nodes, rules, degree, dict.fromkeys(seeds, 1), quotient.value)
 
 
-def _is_input(name: str | None) -> bool:
-    return (name or "").startswith("input:")
+def _inputs(tape: Tape) -> list[int]:
+    return [i for i, value in enumerate(tape.values) if (value.name or "").startswith("input:")]
 
 
 def _pushed(
     tape: Tape,
     nodes: Iterable[int],
-    rows_of: Callable[[NodeView], list[Strategy]],
+    rules: RuleBook,
     degree: int,
     seeds: dict[int, int],
     canon: Callable[[int], int],
@@ -71,7 +57,7 @@ def _pushed(
         dims_in = [dims.get(canon(ref.i), set()) for ref in node.ins]
         if not any(dims_in):
             continue
-        for row in rows_of(NodeView.of(node, tape.values, degree)):
+        for row in rules.strategies(NodeView.of(node, tape.values, degree)):
             shards = [(s, k) for s, k in zip(row.ins, dims_in) if is_shard(s)]
             if any(k for _, k in shards) and all(not k or s in k for s, k in shards):
                 for ref, state in zip(node.outs, row.outs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -37,7 +37,7 @@ class Conversion:
     """A collective between a producer and its consumers.
 
     Args:
-        value: representative value that is converted.
+        value: representative value.
         source, target: states; several targets of one forward kind share a collective, the first is named.
         phase: pass in which it happens.
         collective: kind and bytes of the full tensor.
@@ -72,23 +72,17 @@ class Placement:
     """
 
     options: dict[int, Option]
-    stored: dict[int, State]
-    conversions: list[Conversion]
-    compute_seconds: float
-    forward_seconds: float
-    communication_seconds: float
-    saved_bytes: float
-    status: str
+    stored: dict[int, State] = field(default_factory=dict)
+    conversions: list[Conversion] = field(default_factory=list)
+    compute_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    saved_bytes: float = 0.0
+    status: str = "optimal"
     objective: float = 0.0
     times: int = 1
     again: Mapping[int, float] = field(default_factory=dict)
     bound: float | None = None
-
-
-def seconds_of(options: Mapping[int, Option], counts: Mapping[int, int]) -> tuple[float, float]:
-    """Seconds of these options with these counts, in all and of the forward pass."""
-    parts = [(option.seconds * counts[k], option.forward) for k, option in options.items()]
-    return sum(seconds for seconds, _ in parts), sum(seconds * forward for seconds, forward in parts)
 
 
 @dataclass(frozen=True)
@@ -181,7 +175,6 @@ class ConversionStep:
     """Collectives that are always performed together when a value goes from one state to another.
 
     Args:
-        moves: the collectives.
         seconds: of one occurrence.
         key: equal for the steps of one value that its consumers share; None where each consumer does its own.
         repeated: whether the seconds are paid again when the consumer is recomputed.
@@ -212,7 +205,6 @@ class Event:
 
     Args:
         value: representative value that is converted.
-        step: its collectives.
         count: occurrences in one training step.
         users: consumers that may need it.
         column: its variable. None: the step happens whenever a user's edge is chosen.
@@ -223,15 +215,3 @@ class Event:
     count: int
     users: list[User] = field(default_factory=list)
     column: int | None = None
-
-    def conversions(self, x: Any, times_run: Callable[[Sequence[User]], int]) -> Iterator[Conversion]:
-        """Its collectives in the solution `x`. `times_run(users)`: forward passes of consumers in one training step."""
-        users = [u for u in self.users if x[u.edge] > 0.5]
-        # a column that costs nothing may be 1 without a user
-        if not users or (self.column is not None and x[self.column] <= 0.5):
-            return
-        consumers = tuple((u.node, u.position) for u in users)
-        for source, target, phase, collective in self.step.moves:
-            count = self.count * (times_run(users) if phase == "forward" else 1)
-            target = users[0].target if target is None else target
-            yield Conversion(self.value, source, target, phase, collective, count, consumers)

@@ -19,7 +19,7 @@ another (`PlacementProblem.route`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -30,6 +30,7 @@ from meshwright_dtensor.sharding.states import State
 from meshwright_planner.cost.prices import along
 from meshwright_planner.placement.ilp import (
     RESULT,
+    Conversion,
     ConversionStep,
     Event,
     MemoryTerms,
@@ -37,7 +38,6 @@ from meshwright_planner.placement.ilp import (
     Program,
     Route,
     User,
-    seconds_of,
 )
 from meshwright_planner.placement.problem import PlacementProblem
 
@@ -234,6 +234,18 @@ class Build:
         """How often the inputs of these consumers are converted forward in a training step, recomputation included."""
         return 1 + max((self.tape.again[user.node] for user in users if user.node != RESULT), default=0)
 
+    def _performed(self, event: Event, x: Any) -> Iterator[Conversion]:
+        """The collectives of a step in the solution `x`."""
+        users = [u for u in event.users if x[u.edge] > 0.5]
+        # a column that costs nothing may be 1 without a user
+        if not users or (event.column is not None and x[event.column] <= 0.5):
+            return
+        consumers = tuple((u.node, u.position) for u in users)
+        for source, target, phase, collective in event.step.moves:
+            count = event.count * (self.times_run(users) if phase == "forward" else 1)
+            target = users[0].target if target is None else target
+            yield Conversion(event.value, source, target, phase, collective, count, consumers)
+
     def read(self, answer: Any) -> Placement:
         """The placement of a solution."""
         x = answer.x
@@ -243,23 +255,20 @@ class Build:
 
         options = {k: self.problem.options[k][best(columns)] for k, columns in self.x.items()}
         stored = {v: states[best(columns)] for v, (states, columns) in self.stored.items()}
-        conversions = [c for event in self.events for c in event.conversions(x, self.times_run)]
-        counts = self.quotient.node_count
-        inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
-        between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
+        conversions = [c for event in self.events for c in self._performed(event, x)]
         objective = float(np.dot(self.program.cost, x))
-        compute, forward = seconds_of(options, counts)
         # the solver stopped at a known distance from the optimum
         early = answer.status != 0
-        return Placement(
-            options=options,
-            stored=stored,
-            conversions=conversions,
-            compute_seconds=compute,
-            forward_seconds=forward,
-            communication_seconds=between + inner,
+        placement = Placement(
+            options,
+            stored,
+            conversions,
             saved_bytes=float(sum(b for column, b in self.kept.items() if x[column] > 0.5)),
             status="optimal" if answer.status == 0 else str(answer.message),
             objective=objective,
             bound=objective * (1.0 - min(1.0, answer.mip_gap)) if early else None,
         )
+        compute, forward, communication = self.problem.seconds(placement)
+        placement.compute_seconds, placement.forward_seconds = compute, forward
+        placement.communication_seconds = communication
+        return placement

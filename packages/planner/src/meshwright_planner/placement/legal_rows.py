@@ -69,13 +69,13 @@ class Legality:
         between blocks.
         """
         self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
-        self._batch = batch_dims(tape, quotient.nodes, rules.strategies, costs.degree, rows)
+        self._batch = batch_dims(tape, quotient.nodes, rules, costs.degree, rows)
         pinned = {
             quotient.value(tape.parameters[name]): state
             for name, state in (pins or {}).items()
             if isinstance(state, IntervalShard) and name in tape.parameters
         }
-        self._sequence = sequence_dims(tape, quotient.nodes, rules.strategies, costs.degree, quotient.value)
+        self._sequence = sequence_dims(tape, quotient, rules, costs.degree)
         self._wants = sequence
         self._carried = set(carried(tape, quotient)) if sequence and costs.degree > 1 else set()
         self._domains = Domains(tape, quotient, rules, costs.degree, pinned)

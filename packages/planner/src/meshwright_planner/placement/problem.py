@@ -17,7 +17,6 @@ from meshwright_planner.placement.ilp import (
     Phase,
     Placement,
     Route,
-    seconds_of,
 )
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.pinned import pinned
@@ -86,22 +85,23 @@ class PlacementProblem:
 
     def again(self, placement: Placement) -> Placement:
         """A placement of a problem of other sizes, with its costs for this one."""
-        counts, values = self.quotient.node_count, self.tape.values
+        values = self.tape.values
         options = {k: self.legality.option(k, o.ins, o.outs) for k, o in placement.options.items()}
         conversions = [
             replace(c, collective=c.collective.resized(values[c.value].nbytes)) for c in placement.conversions
         ]
-        between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
-        compute, forward = seconds_of(options, counts)
-        placed = replace(
-            placement,
-            options=options,
-            conversions=conversions,
-            compute_seconds=compute,
-            forward_seconds=forward,
-            communication_seconds=between + sum(o.inner_seconds * counts[k] for k, o in options.items()),
-        )
-        return replace(placed, saved_bytes=self.saved.total(placed))
+        placed = replace(placement, options=options, conversions=conversions)
+        placed.compute_seconds, placed.forward_seconds, placed.communication_seconds = self.seconds(placed)
+        placed.saved_bytes = self.saved.total(placed)
+        return placed
+
+    def seconds(self, placement: Placement) -> tuple[float, float, float]:
+        """Seconds of compute, of its forward pass, and of communication, by the options and conversions of a placement."""
+        counts, options = self.quotient.node_count, placement.options
+        parts = [(option.seconds * counts[k], option.forward) for k, option in options.items()]
+        between = sum(self.costs.collective(c.collective) * c.count for c in placement.conversions)
+        inner = sum(option.inner_seconds * counts[k] for k, option in options.items())
+        return sum(s for s, _ in parts), sum(s * forward for s, forward in parts), between + inner
 
     def shares(self, placement: Placement) -> tuple[float, ...]:
         """The fraction of the communication of a placement (of one microbatch) that each searched axis has."""
@@ -201,20 +201,11 @@ class PlacementProblem:
     def replicated(self) -> Placement:
         """The placement with everything replicated."""
         options = {k: self.options[k][0] for k in self.quotient.nodes}
-        counts = self.quotient.node_count
         saved: dict[object, float] = {}
         for number, item in enumerate(self.tape.saved):
             if item.root is None or not self.tape.lasts(item.root):
                 key = item.root if item.root is not None else ("inner", number)
                 saved[key] = max(saved.get(key, 0.0), float(self.saved.nbytes(item)))
-        compute, forward = seconds_of(options, counts)
-        return Placement(
-            options=options,
-            stored={},
-            conversions=[],
-            compute_seconds=compute,
-            forward_seconds=forward,
-            communication_seconds=0.0,
-            saved_bytes=sum(saved.values()),
-            status="replicated",
-        )
+        placement = Placement(options, saved_bytes=sum(saved.values()), status="replicated")
+        placement.compute_seconds, placement.forward_seconds, _ = self.seconds(placement)
+        return placement
