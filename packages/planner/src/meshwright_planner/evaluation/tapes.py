@@ -39,7 +39,7 @@ class Tapes:
         self._tapes: dict[object, Tape] = {}
         self._larger: dict[object, Tape | None] = {}
         self._families: dict[object, TapeFamily | None] = {}
-        self._data_ranks = DataRankTapes(self.quotient)
+        self._data_ranks = DataRankTapes(self.quotient, rules)
         # the tape is kept too, so that its id stays unique
         self._quotients: dict[int, tuple[Tape, Quotient]] = {}
         self._failed: dict[object, NoRunError] = {}
@@ -75,7 +75,7 @@ class Tapes:
             shapes_of_pair, modules = _pair(basis, shapes), basis.strategy_modules()
             few, more = (self._find(basis, s) for s in shapes_of_pair)
             pair = (basis.setting.dtype, *shapes_of_pair[0].values(), modules)
-            coupling = self._data_ranks.meet(pair, few, more, counted, self._rules, modules)
+            coupling = self._data_ranks.meet(pair, few, more, counted, modules)
             if coupling == "never" or (coupling == "little" and rough and large):
                 return local
         together = _shapes(basis, {a: 1 if a in axes else d for a, d in degrees.items()}, microbatches)
@@ -89,7 +89,6 @@ class Tapes:
             local,
             lambda: self._find(basis, together),
             grid,
-            self._rules,
             states,
             basis.strategy_modules(),
         )

@@ -175,7 +175,7 @@ class DataRank:
     def _kept(self, items: Sequence[Saved], rank_items: Sequence[Saved], values: list[Value]) -> list[Saved]:
         """Saved tensors with the sizes in which the nodes that save them read them."""
         of_rank = rank_items if self.same else itertools.repeat(None)
-        return [self._saved(item, rank_item, values) for item, rank_item in zip(items, of_rank)]
+        return [self._saved(*both, values) for both in zip(items, of_rank)]
 
     def _saved(self, item: Saved, rank_item: Saved | None, values: list[Value]) -> Saved:
         part = self._part(item.by)

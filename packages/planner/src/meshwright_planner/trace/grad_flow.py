@@ -62,8 +62,13 @@ def find_function_gradients(
 
     def note_call(function: object, last: int) -> None:
         """Note the inputs of the nodes of one call; `last`: the node of its result."""
+        inside, pending = {last}, [last]
+        while pending:
+            new = {node for _, node, _ in between(pending.pop()) if node is not None} - inside
+            inside |= new
+            pending += new
         reached: set[int] = set()
-        for k in _before(last, lambda k: (node for _, node, _ in between(k) if node is not None)):
+        for k in sorted(inside):
             receives = []
             for value, before, requirement in between(k):
                 if before is not None or not requirement:
@@ -81,16 +86,6 @@ def find_function_gradients(
         function = None if made is None or not made.requires_grad else _torch.function_of(made)
         if function is not None:
             note_call(function, last)
-
-
-def _before(last: int, makers: Callable[[int], Iterable[int]]) -> list[int]:
-    """A node and all nodes that it depends on, in order; `makers`: node -> the nodes of its inputs."""
-    inside, pending = {last}, [last]
-    while pending:
-        new = set(makers(pending.pop())) - inside
-        inside |= new
-        pending += new
-    return sorted(inside)
 
 
 class Flows(NamedTuple):

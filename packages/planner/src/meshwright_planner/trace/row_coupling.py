@@ -40,9 +40,9 @@ NOT_PREDICTED_EXPERTS = (
 class DataRankTapes:
     """The tapes of one model's data ranks, shared by the variants of a search."""
 
-    def __init__(self, merged: Callable[[Tape], Quotient]) -> None:
+    def __init__(self, merged: Callable[[Tape], Quotient], book: RuleBook) -> None:
         """`merged`: tape -> its quotient."""
-        self._merged = merged
+        self._merged, self._book, self._composites = merged, book, by_name(book.composites)
         self._couplings: dict[object, Coupling] = {}
         self._tapes: dict[object, Tape] = {}
 
@@ -52,7 +52,6 @@ class DataRankTapes:
         few: Tape,
         more: Tape,
         counted: Mapping[str, bool],
-        book: RuleBook,
         modules: Sequence[str],
     ) -> Coupling:
         """How much the rows of a model interact, by two tapes; one has twice the rows of the other.
@@ -64,7 +63,7 @@ class DataRankTapes:
             same = same_program(few, more)
             states: dict[str, States] = {name: (0 if rows else "I",) for name, rows in counted.items()}
             grid, prefixes = MeshShape(("rows",), (2,)), _prefixes(modules) if same else ()
-            rank = self._rank((few, more, same), grid, book, states, prefixes)
+            rank = self._rank((few, more, same), grid, states, prefixes)
             if rank.is_batch_independent():
                 self._couplings[key] = "never"
             else:
@@ -79,7 +78,6 @@ class DataRankTapes:
         rank_tape: Tape,
         global_tape: Callable[[], Tape],
         grid: MeshShape,
-        book: RuleBook,
         states: Mapping[str, States],
         modules: Sequence[str],
     ) -> Tape:
@@ -97,13 +95,13 @@ class DataRankTapes:
             PlanError: the model writes to rows of other ranks through views.
         """
         if key not in self._tapes:
-            composites = by_name(book.composites)
-            work = sum(forward_flops(node, rank_tape.values, composites) for node in rank_tape.nodes)
+            values, composites = rank_tape.values, self._composites
+            work = sum(forward_flops(node, values, composites) for node in rank_tape.nodes)
             if rank_tape.real and math.prod(grid.sizes) * work > REAL_WORK:
                 division = Division(notes=(NOT_PREDICTED_COST,))
                 self._tapes[key] = replace(rank_tape, origin=None, division=division)
             else:
-                self._tapes[key] = self._made(rank_tape, global_tape(), grid, book, states, modules)
+                self._tapes[key] = self._made(rank_tape, global_tape(), grid, states, _prefixes(modules))
         return self._tapes[key]
 
     def _made(
@@ -111,14 +109,13 @@ class DataRankTapes:
         rank_tape: Tape,
         global_tape: Tape,
         grid: MeshShape,
-        book: RuleBook,
         states: Mapping[str, States],
-        modules: Sequence[str],
+        prefixes: tuple[str, ...],
     ) -> Tape:
-        same, prefixes = same_program(rank_tape, global_tape), _prefixes(modules)
+        same = same_program(rank_tape, global_tape)
         if not same and prefixes and any(f"{n.module}.".startswith(prefixes) for n in global_tape.nodes):
             return replace(rank_tape, origin=None, division=Division(notes=(NOT_PREDICTED_EXPERTS,)))
-        rank = self._rank((rank_tape, global_tape, same), grid, book, states, prefixes)
+        rank = self._rank((rank_tape, global_tape, same), grid, states, prefixes)
         if same and rank.is_batch_independent():
             return rank_tape
         view = rank.lost_write()
@@ -138,15 +135,10 @@ class DataRankTapes:
         self,
         run: tuple[Tape, Tape, bool],
         grid: MeshShape,
-        book: RuleBook,
         states: Mapping[str, States],
         prefixes: tuple[str, ...],
     ) -> DataRank:
-        """The data rank with the prediction of the core.
-
-        `run`: rank tape, global tape, and whether both are of the same operations; `prefixes`: of the names of modules that
-        strategies run on each rank's rows.
-        """
+        """The data rank with the prediction of the core; `run`: rank tape, global tape, and whether they are of one program."""
         rank_tape, global_tape, same = run
         values, nodes = global_tape.values, global_tape.nodes
         weights: set[int] = set()
@@ -167,9 +159,18 @@ class DataRankTapes:
 
         node_of, results = self._merged(global_tape).node, global_tape.results
         prediction = Predictor(
-            grid, book, nodes, values, global_tape.grad, initial, weights, strategy_states, node_of, results
+            grid,
+            self._book,
+            nodes,
+            values,
+            global_tape.grad,
+            initial,
+            weights,
+            strategy_states,
+            node_of,
+            results,
         ).run()
-        return DataRank(global_tape, rank_tape, same, initial, prediction, grid, by_name(book.composites))
+        return DataRank(global_tape, rank_tape, same, initial, prediction, grid, self._composites)
 
 
 def _prefixes(modules: Sequence[str]) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class Tape:
     """The operations of one run, without dead code.
 
     Args:
-        values: all values; `values[i].name` names a parameter, buffer or input.
+        values: `values[i].name` names a parameter, buffer or input.
         nodes: the operations that the results depend on, in order.
         results: the loss, else all floating-point outputs.
         grad: per value, whether it receives a gradient.
@@ -78,14 +78,11 @@ class Tape:
         saved: what autograd saves.
         dropped: tensors that the model's own checkpoints drop, and have again during recomputation.
         inside: per node, numbers of the checkpoints that it runs in.
-        modules: every module by its fully qualified name.
         recorded: number of operations before dead code was removed.
         unused: the dead code, which runs all the same: each operation, and how often it is recomputed (see `again`).
         real: the run was on real tensors because the model reads data.
-        seconds: duration of the recording.
         scalar: the result is a scalar loss.
         parameters: name -> value of every distinct parameter.
-        rows: size of the batch.
         copied: module that was not run -> the module of the same family that was.
         recompute: recompute rules that are applied to `saved`.
         tied: first name -> other names of every parameter that has several.

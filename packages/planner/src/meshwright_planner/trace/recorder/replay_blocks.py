@@ -33,7 +33,6 @@ class _BlockRun:
     """The recording of one block.
 
     Args:
-        module: its name.
         nodes, values, packed: (first, one past the last).
         inputs: value of each tensor among the arguments, in order.
         roots: first value of the storage of each of them.
@@ -189,10 +188,7 @@ class BlockReplayer:
     def _outputs(
         self, out: Any, tensors: list[torch.Tensor], first: int
     ) -> tuple[list[Any], Any, list[list[int]]] | None:
-        """Outputs, spec and storages of a block as in `_BlockRun`; None if a tensor is neither an input nor a new fake one.
-
-        `first`: the first value of the block.
-        """
+        """Outputs, spec and storages as in `_BlockRun`; None if one is neither an input nor a new fake (from value `first` on)."""
         recorder = self.recorder
         leaves, spec = pytree.tree_flatten(out)
         place = {id(t): k for k, t in enumerate(tensors)}
