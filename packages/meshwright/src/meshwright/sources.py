@@ -38,13 +38,22 @@ class Source:
 
     Args:
         name: shown to people.
-        build: makes the model and its batch.
+        produce: makes the model and its batch.
         example: the batch, where it does not need the model; None takes the batch of the first model.
+        seed: of the default generator whenever a model is built, so that ranks start alike.
     """
 
     name: str
-    build: Callable[[], tuple[nn.Module, Any]]
+    produce: Callable[[], tuple[nn.Module, Any]]
     example: Any = field(default=None, repr=False)
+    seed: int = 0
+
+    def build(self) -> tuple[nn.Module, Any]:
+        """A new model, with the same values every time, and its batch."""
+        import torch
+
+        torch.manual_seed(self.seed)
+        return self.produce()
 
     def make(self) -> nn.Module:
         """A new model, with the same values every time."""
@@ -139,20 +148,13 @@ def check_tokens(name: str, sequence_length: int | None) -> None:
 
 
 def _demo(name: str, rows: int, tokens: int, seed: int) -> Source:
-    import torch
-
     from meshwright.demo.models import RECIPES
     from meshwright.demo.tasks import batches, read_text
 
     recipe = RECIPES[name]
     text = read_text(at_least=recipe.rows.bytes_per_row(tokens))
     batch = next(batches(recipe.data(text, tokens, rows, seed), rows))
-
-    def build() -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
-        return recipe.make(tokens), batch
-
-    return Source(name, build, batch)
+    return Source(name, lambda: (recipe.make(tokens), batch), batch, seed)
 
 
 def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Source:
@@ -173,16 +175,10 @@ def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Sou
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (batch_size, sequence_length), generator=generator)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
-
-    def build() -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config), batch
-
-    return Source(path.stem, build, batch)
+    return Source(path.stem, lambda: (AutoModelForCausalLM.from_config(config), batch), batch, seed)
 
 
 def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: Mapping[str, int]) -> Source:
-    import torch
     from torch import nn
 
     file, _, attribute = name.rpartition(":")
@@ -200,8 +196,7 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: M
         )
     keywords = _size_keywords(name, function, sizes, defaults)
 
-    def build() -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
+    def produce() -> tuple[nn.Module, Any]:
         try:
             result = function(**keywords)
         except MeshwrightError:
@@ -216,7 +211,7 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: M
             )
         return result
 
-    return Source(attribute, build)
+    return Source(attribute, produce, seed=seed)
 
 
 def _size_keywords(

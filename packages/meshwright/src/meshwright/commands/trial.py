@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,9 +17,6 @@ from meshwright.trial import STEPS, measure
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy.plan_request import unknown
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @click.command("trial")
@@ -71,7 +68,8 @@ def command(
     mw.init()
     torch.set_num_threads(1)
     if saved is not None:
-        source = _saved_source(saved)
+        instance, batch = torch.load(saved, weights_only=False)
+        source = Source(str(saved), lambda: (copy.deepcopy(instance), batch), batch)
     else:
         assert model is not None
         source = ModelChoice(model, batch_size, sequence_length, seed or 0).source()
@@ -90,18 +88,3 @@ def command(
                 click.echo(line)
     dist.destroy_process_group()
     return 0
-
-
-def _saved_source(saved: Path) -> Source:
-    import copy
-
-    import torch
-
-    model, batch = torch.load(saved, weights_only=False)
-
-    def build() -> tuple[nn.Module, Any]:
-        # ranks start alike, whatever was drawn before on one of them
-        torch.manual_seed(0)
-        return copy.deepcopy(model), batch
-
-    return Source(str(saved), build, batch)

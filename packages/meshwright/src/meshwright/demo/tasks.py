@@ -27,18 +27,25 @@ LIMIT = 8 << 20
 
 
 def read_text(path: str | Path | None = None, *, at_least: int = 1) -> Tensor:
-    """The bytes of `path`, or of the standard library's sources, as a uint8 tensor of at most `LIMIT` elements.
+    """The bytes of `path`, or of the standard library's top-level modules, as a uint8 tensor of at most `LIMIT` elements.
 
     at_least: how many bytes the caller needs.
     Raises:
         UsageError: the file is missing, unreadable or too short.
     """
     if path is None:
-        data = _standard_library()
+        folder, data = Path(sysconfig.get_path("stdlib")), b""
+        for file in sorted(folder.glob("*.py")):
+            data += file.read_bytes()
+            if len(data) >= LIMIT:
+                break
+        if not data:
+            raise UsageError(f"there are no sources in {folder}; give a file with --text")
+        data = data[:LIMIT]
     else:
         try:
-            with open(path, "rb") as file:
-                data = file.read(LIMIT)
+            with open(path, "rb") as source:
+                data = source.read(LIMIT)
         except OSError as error:
             raise UsageError(
                 f"--text {path} cannot be read ({error.strerror}); give a readable text file"
@@ -49,19 +56,6 @@ def read_text(path: str | Path | None = None, *, at_least: int = 1) -> Tensor:
             "give a longer file or a smaller --sequence-length"
         )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _standard_library() -> bytes:
-    """The top-level modules of the standard library, in order of their names."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    data = bytearray()
-    for file in sorted(folder.glob("*.py")):
-        data += file.read_bytes()
-        if len(data) >= LIMIT:
-            break
-    if not data:
-        raise UsageError(f"there are no sources in {folder}; give a file with --text")
-    return bytes(data[:LIMIT])
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
