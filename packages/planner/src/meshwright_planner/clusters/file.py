@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -221,22 +221,14 @@ def read(path: str | Path) -> Cluster:
 
 def write(cluster: Cluster, path: str | Path) -> None:
     """Save a cluster, so that `read` gives an equal one."""
-    data: dict[str, Any] = {"format": FORMAT}
-    data |= {f.name: _plain(getattr(cluster, f.name)) for f in fields(Cluster) if f.name != "ranks"}
+    data: dict[str, Any] = {"format": FORMAT, **asdict(cluster)}
+    del data["ranks"]
     lines = []
     for name, value in data.items():
         text = json.dumps(value)
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        if isinstance(value, tuple) and value and isinstance(value[0], dict):
             # one line per record
             text = "[\n" + ",\n".join(f"    {json.dumps(item)}" for item in value) + "\n  ]"
         if value is not None:
             lines.append(f"  {json.dumps(name)}: {text}")
     Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (LinkLevel, MeasuredWork, MeasuredCollective, SlowNode)):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, dict) else value

@@ -29,7 +29,6 @@ class Candidate:
         bubble_seconds: time that a rank of a pipeline waits for others.
         exposed: mesh axes -> seconds of communication that add to the step.
         hidden: mesh axes -> seconds of communication that overlap with compute.
-        optimizer_seconds: of the optimizer's step.
         memory: bytes by part on one rank.
         limit: bytes that may be predicted for one rank.
         allowed: bytes that one rank has.
@@ -41,7 +40,6 @@ class Candidate:
         stages: per stage (one without a pipeline), its forward and its backward pass as parts of the compute time of the
             whole model.
         between: what runs once between all forwards and all backwards, as part of the same time.
-        point: the configuration.
         recompute: rules of the modules that run again in the backward pass.
     """
 

@@ -49,12 +49,10 @@ class Setting:
     """The search problem: the model, its batch, the cluster, and what the user pinned.
 
     Args:
-        model, batch: the model and its example batch, of the global size.
-        cluster: the cluster to plan for.
+        batch: an example, of the global size.
         strategies: axis -> strategy, outermost axis first.
         optimizer: name in OPTIMIZERS.
         pins: degrees fixed by the user.
-        world_size: number of ranks.
         limit: bytes that may be predicted for one rank.
         allowed: bytes that one rank has. The difference to `limit` covers errors of predictions.
         stored: searched axis -> parameter name -> state, pinned by the user.

@@ -157,9 +157,15 @@ class Search:
             PlanError: a strategy does not support the configuration.
         """
         axes = self._searched(point)
-        far = self._far(point, axes, beyond) if math.isfinite(beyond) else None
-        if far is not None:
-            return far
+        larger = None
+        if math.isfinite(beyond):
+            # tapes of more rows may show that it is far beyond, so that no tape of one row is recorded
+            larger = self.shared.tapes.for_more_rows(self.basis, dict(point.degrees), point.microbatches)
+        model = None if larger is None else self._models.get(self._family(point, larger, axes))
+        if larger is not None and model is not None:
+            far = self._costed(point, model.at(larger), axes, True, beyond)
+            if far.step_seconds >= FAR * beyond:
+                return far
         tape = self._tape(point, rough=True)
         exact = self._placed.get(self._key(point, tape, axes))
         if exact is not None:
@@ -173,15 +179,6 @@ class Search:
             self.shared.models[family] = model.problem, model.placement
         placed = model if model.problem.tape is tape else model.at(tape)
         return self._costed(point, placed, axes, True, beyond)
-
-    def _far(self, point: Point, axes: Axes, beyond: float) -> Candidate | None:
-        """The estimate by tapes of more rows where it is far beyond the bound, so that no tape of one row is recorded."""
-        larger = self.shared.tapes.for_more_rows(self.basis, dict(point.degrees), point.microbatches)
-        model = None if larger is None else self._models.get(self._family(point, larger, axes))
-        if larger is None or model is None:
-            return None
-        estimate = self._costed(point, model.at(larger), axes, True, beyond)
-        return estimate if estimate.step_seconds >= FAR * beyond else None
 
     def _family(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
         """The key of configurations that can use the same placements."""

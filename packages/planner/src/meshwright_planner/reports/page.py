@@ -20,8 +20,7 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
     """One HTML page of a plan: parts of time and memory, mesh, timeline, model tree with placements. It loads no other file.
 
     Args:
-        plan: the plan.
-        cluster: the cluster that it runs on; None leaves out the timeline and upgrades.
+        cluster: the cluster that the plan runs on; None leaves out the timeline and upgrades.
         host: where schedules are found; None discovers what is installed.
     """
     view = view_of(plan, None if cluster is None else cluster.running(plan.world_size), host)

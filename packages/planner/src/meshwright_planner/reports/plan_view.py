@@ -71,8 +71,7 @@ class PlanView:
     """One plan of a report.
 
     Args:
-        plan: the plan.
-        name: its degrees in words.
+        name: the degrees of the plan in words.
         seconds: part of the step ("compute", "bubble", "optimizer", and one for each axis that communicates) -> seconds.
         memory: part -> bytes of one rank.
         bound: the largest part of the step, as the planner noted it.

@@ -68,17 +68,13 @@ class _Explorer:
     """Estimates of configurations, by combination of degrees.
 
     Args:
-        search: makes the estimates.
-        wanted: the number of plans requested.
         explored: combination of degrees -> estimates of its configurations.
         estimates: how many were made.
-        refused: refusals of strategies.
         seconds: step times of estimates that fit, ascending.
         by_point: configuration -> its estimate, None where a strategy refuses it; filled where `keeps`.
         keeps: all combinations are tried, so that estimates are worth keeping for the proof.
         without_recompute: (degrees, way) -> ZeRO stage -> seconds of the step without recompute, and of its sharing.
         tried: (degrees, way) -> its best estimate, None where there is none.
-        ended: the time budget ended the search.
     """
 
     search: Search

@@ -40,22 +40,11 @@ def narrowed(search: Search, combinations: Sequence[dict[str, int]]) -> list[dic
 def next_combinations(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """The same number of ranks with one prime factor moved from one axis to another."""
     for source, degree in degrees.items():
-        for prime in _primes(degree):
+        divisors = [n for n in range(2, degree + 1) if degree % n == 0]
+        for prime in (n for n in divisors if all(n % other for other in divisors if other < n)):
             for target in degrees:
                 if target != source:
                     yield {**degrees, source: degree // prime, target: degrees[target] * prime}
-
-
-def _primes(number: int) -> list[int]:
-    """The prime factors, each once."""
-    primes, divisor = [], 2
-    while number > 1:
-        if number % divisor == 0:
-            primes.append(divisor)
-            while number % divisor == 0:
-                number //= divisor
-        divisor = divisor + 1 if divisor * divisor <= number else max(number, divisor + 1)
-    return primes
 
 
 def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:

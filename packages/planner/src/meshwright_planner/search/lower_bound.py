@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright_dtensor.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.cluster.links import Points
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import BACKWARD, OPTIMIZERS
@@ -69,8 +69,8 @@ class Floor:
             times = float(long in (rows, tokens))
             if other is not None and others.get(k, 0) * rows == long * other.rows:
                 times *= by_rows
-            product = _product(cluster, work, flops * times)
-            self._least.append((count * product, count * _issued(cluster, work)))
+            product, issued = _least(cluster, work, flops * times)
+            self._least.append((count * product, count * issued))
 
     def seconds(self, stages: int) -> float:
         """The least seconds with the modules divided over `stages` ranks (1: not divided)."""
@@ -155,36 +155,29 @@ def _length(node: Node, tape: Tape, flows: set[int], sequence: bool) -> int:
     return 0
 
 
-def _measured(cluster: Cluster, work: Work) -> MeasuredWork | None:
-    return cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
+def _least(cluster: Cluster, work: Work, flops: float) -> tuple[float, float]:
+    """Seconds of this many FLOPs of a product at the best rate, and of issuing one occurrence, forward and backward.
 
-
-def _product(cluster: Cluster, work: Work, flops: float) -> float:
-    """Seconds of this many FLOPs at the best rate, forward and backward."""
-    if work.kind != "matmul":
-        return 0.0
-    operands = min(work.inputs_back, 2) / 2
-    measured = _measured(cluster, work)
+    Issuing counts however small the tensors are.
+    """
+    launches = cluster.launch_s + (cluster.backward_launch_s if work.grad else 0.0) + cluster.host_s
+    is_product = work.kind == "matmul"
+    operands = min(work.inputs_back, 2) / 2 if is_product else 1.0
+    measured = cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
     if measured is None:
-        return flops / cluster.rate(work.dtype) * (1.0 + (BACKWARD * operands if work.grad else 0.0))
-    backward = flops * _least_rate(measured.backward) * operands if work.grad else 0.0
-    return flops * _least_rate(measured.forward) + backward
+        product = flops / cluster.rate(work.dtype) * (1.0 + (BACKWARD * operands if work.grad else 0.0))
+        return product if is_product else 0.0, launches
+    product = flops * _least_rate(measured.forward)
+    product += flops * _least_rate(measured.backward) * operands if work.grad else 0.0
+    least = min((s for _, s in measured.forward), default=0.0)
+    least += min((s for _, s in measured.backward), default=0.0) * operands if work.grad else 0.0
+    if work.kind == "view" or not cluster.hides_launch:
+        issued = least + cluster.host_s
+    else:
+        issued = max(least, launches)
+    return product if is_product else 0.0, issued
 
 
 def _least_rate(points: Points) -> float:
     """Seconds of one unit at the best measured rate. Between and beyond the points no rate is better."""
     return min((seconds / size for size, seconds in points), default=0.0)
-
-
-def _issued(cluster: Cluster, work: Work) -> float:
-    """The least seconds of one occurrence, however small its tensors are."""
-    launches = cluster.launch_s + (cluster.backward_launch_s if work.grad else 0.0) + cluster.host_s
-    measured = _measured(cluster, work)
-    if measured is None:
-        return launches
-    least = min((s for _, s in measured.forward), default=0.0)
-    operands = min(work.inputs_back, 2) / 2 if work.kind == "matmul" else 1.0
-    least += min((s for _, s in measured.backward), default=0.0) * operands if work.grad else 0.0
-    if work.kind == "view":
-        return least + cluster.host_s
-    return max(least, launches) if cluster.hides_launch else least + cluster.host_s

@@ -218,10 +218,7 @@ def _cost(
     best: float,
     estimates: dict[Point, Candidate | None],
 ) -> list[Point]:
-    """Add estimates of configurations that may be faster than the best and need no placements, if they are few.
-
-    Returns those that are not settled.
-    """
+    """Estimate configurations that may be faster than the best and need no placements, if they are few; returns the unsettled."""
     placed = {axis for axis, s in search.setting.strategies.items() if s.placement_search}
     plain = [
         point

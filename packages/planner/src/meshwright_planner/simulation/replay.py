@@ -58,11 +58,10 @@ class Simulation:
     """The result of a simulation.
 
     Args:
-        world_size, cluster: what was simulated.
         predicted_seconds: of the plan.
         sound_seconds: simulated without faults.
         seconds: simulated with faults.
-        faults: the faults, in words.
+        faults: in words.
         busy: how ranks spend the step, by rank.
         waiting: ranks that wait longer than without faults, longest first.
         chain: (ranks, kind, seconds) of the critical path, merged.

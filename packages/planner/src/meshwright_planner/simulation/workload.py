@@ -81,10 +81,7 @@ def elsewhere(plan: ParallelPlan, cluster: Cluster) -> str | None:
 class Workload:
     """One step of a plan as operations of its ranks.
 
-    Args:
-        plan, cluster: what is simulated.
-        faults: of ranks.
-        host: where schedules are found; None: the installed plugins.
+    `host`: where schedules are found; None: the installed plugins.
     """
 
     plan: ParallelPlan
@@ -301,14 +298,9 @@ class Workload:
         phase = "forward" if step.kind == "F" else "backward"
         cut = step.stage if step.kind == "F" else step.stage - 1
         messages = [c for c in self.plan.collectives if c.axis == "pp" and c.phase == phase and c.why != TIED]
-        candidates = [c for c in messages if _cut(c) == cut] or messages
+        # by the text of a message in the plan: "from stage 1 to 2", "gradients to stage 1"
+        candidates = [c for c in messages if re.findall(r"stage (\d+)", c.why)[:1] == [str(cut)]] or messages
         if not candidates:
             return 0.0
         largest = max(candidates, key=lambda c: c.nbytes)
         return self._seconds(largest, ["pp"], set(ranks))
-
-
-def _cut(message: PlannedCollective) -> int | None:
-    """The cut that a message crosses, by its text in the plan: "from stage 1 to 2", "gradients to stage 1"."""
-    match = re.search(r"stage (\d+)", message.why)
-    return int(match[1]) if match else None
