@@ -289,13 +289,9 @@ def work_of(
     back: BackwardTraffic | None = None,
     again: int = 0,
 ) -> Work:
-    """The work of a recorded node.
+    """The work of a recorded node; `flows` and `again`: its entries of Tape.flows and Tape.again.
 
-    Args:
-        flows: per tensor input, whether it hands a gradient back, as in Tape.flows.
-        flops: its forward count.
-        back: what its backward pass moves, where that is known.
-        again: how often its forward runs once more, as in Tape.again.
+    `flops`: its forward count; `back`: what its backward pass moves, where that is known.
     """
     floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
     first = values[node.ins[0].i].shape if node.ins else ()

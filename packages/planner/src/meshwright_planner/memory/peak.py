@@ -56,10 +56,7 @@ class Moment:
 def optimizer_moment(sizes: Sequence[float], optimizer: str, together: bool) -> Moment:
     """The moment of the optimizer step.
 
-    Args:
-        sizes: bytes of the trained parameters, in order.
-        optimizer: name in COPIES.
-        together: a foreach step over all parameters is possible, as on accelerators.
+    `sizes`: bytes of the trained parameters, in order; `together`: a foreach step over all is possible, as on accelerators.
     """
     made = COPIES[optimizer]
     pairs = itertools.pairwise((0.0, *sizes))

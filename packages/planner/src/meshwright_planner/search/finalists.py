@@ -36,10 +36,8 @@ def exactly(
     """The best of the estimates, evaluated exactly.
 
     Args:
-        search: made the estimates.
         estimates: best first, at least one.
         evaluate: the exact answer for a configuration; None where a strategy refuses.
-        wanted: the number of plans requested.
         each: also evaluate the best of every combination of degrees.
         late: the time budget is spent. No more than `wanted` are evaluated, if one of them fits.
     """

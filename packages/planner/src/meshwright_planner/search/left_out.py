@@ -18,15 +18,9 @@ def left_out(
     climbed: bool,
     ended: bool,
 ) -> str:
-    """Why not every combination of degrees was tried.
+    """Why not every legal combination of degrees was tried; `default`: those that a search tries by default.
 
-    Args:
-        setting: the search problem.
-        legal: legal combinations of degrees.
-        default: those that a search tries by default.
-        extra: combinations that were tried in addition to the default ones.
-        climbed: hill climbing chose among the default combinations.
-        ended: the time budget was spent before the end.
+    `extra`: those tried in addition; `climbed`: hill climbing chose among the default ones; `ended`: the time budget was spent.
     """
     axes = []
     for axis, strategy in setting.strategies.items():

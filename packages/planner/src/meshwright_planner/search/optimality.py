@@ -85,9 +85,7 @@ def prove(
     """The proof for a finished search.
 
     Args:
-        search: evaluates configurations.
         exact: candidates that were evaluated exactly, at least one.
-        legal: legal combinations of degrees.
         by_point: configuration -> its estimate, None where a strategy refuses it; None where not all combinations of degrees
             were tried, so that configurations are not considered one by one.
     """

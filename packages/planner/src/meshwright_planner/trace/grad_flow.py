@@ -105,9 +105,7 @@ def flows(
 ) -> Flows:
     """The gradients from `results`, the values among the results that require one.
 
-    Args:
-        values: number of values.
-        roots: value -> the first value of its storage, if that is another.
+    `values`: how many there are; `roots`: value -> the first value of its storage, if that is another.
     """
     maker = {ref.i: note for node, note in zip(nodes, notes, strict=True) for ref in node.outs}
     grad = [False] * values

@@ -163,15 +163,9 @@ class Tape:
     @property
     def activation_bytes(self) -> int:
         """Bytes that autograd saves, parameters and buffers excluded, each storage counted once."""
-        seen: set[int] = set()
-        total = 0
-        for item in self.saved:
-            if item.root is not None:
-                if item.root in seen or self.lasts(item.root):
-                    continue
-                seen.add(item.root)
-            total += item.nbytes
-        return total
+        hidden = sum(item.nbytes for item in self.saved if item.root is None)
+        storages = {item.root: item.nbytes for item in reversed(self.saved) if item.root is not None}
+        return hidden + sum(nbytes for root, nbytes in storages.items() if not self.lasts(root))
 
     def entering(self, module: str) -> tuple[tuple[tuple[int, ...], int], ...]:
         """(shape, bytes) of every floating-point input of a module that is no parameter, in order."""
@@ -190,10 +184,8 @@ def finish(
 ) -> dict[int, int]:
     """Drop dead code and find where gradients flow; returns old node index -> new index of the nodes kept.
 
-    Args:
-        notes: how each node was run.
-        roots: value -> the first value of its storage, if that is another.
-        asking: the results that require a gradient.
+    `notes`: how each node was run; `roots`: value -> the first value of its storage, if that is another; `asking`: the results
+    that require a gradient.
     """
     recorded_nodes = tape.nodes
     kept = _remove_dead_code(tape, roots)
