@@ -149,8 +149,7 @@ def derive(
         raise
     except Exception as e:
         raise Underivable(f"does not run on fake tensors: {type(e).__name__}: {_first_line(e)}") from e
-    if traced.unreturned_write:
-        raise Underivable(f"{traced.unreturned_write} writes to an argument and returns nothing")
+    _check_recorded(traced, len(layouts))
     context, tensors = call.context, call.tensors
     start = [tuple(planned or m.states) for m, planned in zip(layouts, forced, strict=True)]
     start_states = dict(enumerate(start))
@@ -160,9 +159,6 @@ def derive(
         chooser = Chooser(context, book, traced.nodes, traced.values, call.weights, plain)
         choice = choose_with_rewrites(chooser, start_states, goal)
     results = refs_in(traced.out)
-    made = {r.i for node in traced.nodes for r in node.outs}
-    if any(r.i >= len(layouts) and r.i not in made for r in results):
-        raise Underivable("returns a tensor that no recorded op has made")
     produced, wanted, hoisted = hoist(traced.nodes, results, choice, start_states)
     copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}
     stored = {i: m.states for i, m in enumerate(layouts)}
@@ -188,16 +184,24 @@ def derive(
     return derived
 
 
+def _check_recorded(traced: Traced, inputs: int) -> None:
+    """Refuse a call that does more than the recorded ops tell."""
+    if traced.unreturned_write:
+        raise Underivable(f"{traced.unreturned_write} writes to an argument and returns nothing")
+    made = {r.i for n in traced.nodes for r in n.outs} | set(range(inputs))
+    if any(r.i not in made for r in refs_in(traced.out)):
+        raise Underivable("returns a tensor that no recorded op has made")
+    for index in {r.i for n in traced.nodes for r in n.ins} - made:
+        if traced.values[index].dtype == torch.bool and traced.values[index].shape:
+            raise Underivable("takes a mask that is no tensor, for the global shape")
+
+
 def _as_one_call(
     call: TensorCall, layouts: Sequence[Layout], derived: Derivation, first: list[States]
 ) -> str:
     """Make the derivation one of tier 1, with all conversions before the call; else return why that is not possible."""
     context, traced, choice, out = call.context, derived.traced, derived.choice, derived.out
     results, nodes = refs_in(traced.out), traced.nodes
-    made = {r.i for node in nodes for r in node.outs} | set(range(len(layouts)))
-    for index in {r.i for node in nodes for r in node.ins} - made:
-        if traced.values[index].dtype == torch.bool and traced.values[index].shape:
-            return "takes a mask that is no tensor, for the global shape"
     is_output = bool(nodes) and results == nodes[0].outs and (isinstance(out, Layout) or len(results) > 1)
     if len(nodes) == 1 and nodes[0].op is None and is_output:
         derived.composite = local_context(context, traced, choice, 0)

@@ -138,17 +138,7 @@ def optimizer_call(func: Function, args: Args, kwargs: Kwargs | None) -> Any:
     if name.startswith("_fused") or (name == "__setitem__" and assigns_under_mask(*args)):
         return _on_locals(func, name, args, kwargs)
     if any(permuted_layout(x) is not None for x in _operands(args)):
-        result = elementwise(func, args, kwargs)
-        if result is NotImplemented and (
-            (name.endswith("_") and not name.endswith("__")) or name.startswith("_f")
-        ):
-            return one_by_one(func, args, kwargs) if writes_lists(name) else write(func, args, kwargs)
-        if result is NotImplemented:
-            return run_by_rules(func, args, kwargs)
-        if type(result) is DTensor:
-            with stock_call():
-                return mesh_value(settled(_complete(result)))
-        return result
+        return _on_permuted(func, name, args, kwargs)
     with stock_call():
         # the norms of many gradients are stacked first, and completed together
         if name != "stack":
@@ -158,13 +148,28 @@ def optimizer_call(func: Function, args: Args, kwargs: Kwargs | None) -> Any:
         if kwargs.get("out") is not None:
             return write_out(func, args, kwargs)
         result = _by_stock(func, args, kwargs)
-    if isinstance(result, DTensor):
-        with stock_call():
-            return mesh_value(settled(_complete(result)))
     if isinstance(result, (list, tuple)) and name.startswith("_foreach"):
         for tensor in result:
             mesh_value(settled(tensor) if isinstance(tensor, DTensor) else tensor)
-    return result
+    return _shown(result)
+
+
+def _on_permuted(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
+    result = elementwise(func, args, kwargs)
+    if result is not NotImplemented:
+        return result if isinstance(result, PermutedDTensor) else _shown(result)
+    if writes_lists(name):
+        return one_by_one(func, args, kwargs)
+    writes = name.endswith("_") and not name.endswith("__")
+    return write(func, args, kwargs) if writes else run_by_rules(func, args, kwargs)
+
+
+def _shown(result: Any) -> Any:
+    """A result of stock DTensor, complete and of our class."""
+    if not isinstance(result, DTensor):
+        return result
+    with stock_call():
+        return mesh_value(settled(_complete(result)))
 
 
 def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
