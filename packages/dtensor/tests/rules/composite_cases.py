@@ -92,6 +92,10 @@ CASES: dict[str, tuple[Call, Make]] = {
         lambda: [torch.randint(0, 8, (4, 6)), *floats((8, 12))],
     ),
     "embedding bag mean": (F.embedding_bag, lambda: [torch.randint(0, 11, (4, 3)), *floats((11, 6))]),
+    "embedding bag max": (
+        lambda i, w: F.embedding_bag(i, w, mode="max"),
+        lambda: [torch.randint(0, 8, (8, 3)), *floats((8, 6))],
+    ),
     "embedding padding": (
         lambda i, w: F.embedding(i, w, padding_idx=-1),
         lambda: [torch.randint(4, 8, (4, 6)), *floats((8, 12))],

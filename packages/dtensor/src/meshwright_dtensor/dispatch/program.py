@@ -28,6 +28,10 @@ from meshwright_dtensor.trace.graph import Ref, is_ref
 
 Tensor = torch.Tensor
 MAX_PROGRAMS = 16384
+# a call is traced without gradients, where torch takes an op that has none
+_DIFFERENTIABLE: dict[Any, Any] = {
+    torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +176,7 @@ class _Steps:
         if is_random(node):
             return _random_step(context, d, k)
         op, op_args, op_kwargs = localised(context, d.traced, d.choice, k)
+        op = _DIFFERENTIABLE.get(op, op)
         leaves, spec = pytree.tree_flatten((op_args, op_kwargs), is_leaf=is_ref)
         order = {r.i: j for j, r in enumerate(node.ins)}
 

@@ -10,7 +10,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_pipeline.install.division import checked_timetable
-from meshwright_pipeline.partition.units import batch_norm_module, ownership
+from meshwright_pipeline.partition.units import ownership, whole_batch_module
 
 
 def check_division(model: nn.Module, plan: ParallelPlan) -> None:
@@ -29,10 +29,9 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
     if plan.precision is not None and plan.precision.parameters == "fp16":
         text = "a step runs its backward passes before a gradient scaler can scale the loss, so small gradients would be lost"
         raise PlanError("precision.parameters", "fp16", f"{text}; take bf16", "bf16")
-    norm = batch_norm_module(model) if rule.microbatches > 1 else None
-    if norm is not None:
-        fix = "take 1, or eval() if it keeps running statistics"
-        text = f"module {norm!r} normalises by the whole batch, which microbatches would change; {fix}"
+    reason = whole_batch_module(model) if rule.microbatches > 1 else None
+    if reason is not None:
+        text = f"{reason}; take 1, or eval() if it keeps running statistics"
         raise PlanError("pipeline.microbatches", rule.microbatches, text, "1")
     for index, recomputed in enumerate(plan.recompute):
         for name, module in model.named_modules():

@@ -91,9 +91,14 @@ def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def batch_norm_module(model: nn.Module) -> str | None:
-    """The first module that normalises with batch statistics; None if there is none."""
-    return next((name for name, module in model.named_modules() if normalises_by_batch(module)), None)
+def whole_batch_module(model: nn.Module) -> str | None:
+    """The first module that needs the whole batch at once, and why; None if there is none."""
+    for name, module in model.named_modules():
+        if normalises_by_batch(module):
+            return f"module {name!r} normalises by the whole batch, which microbatches would change"
+        if getattr(module, "scale_grad_by_freq", False) and module.weight.requires_grad:
+            return f"module {name!r} (scale_grad_by_freq) divides gradients by counts of the whole batch, which microbatches change"
+    return None
 
 
 @dataclass(frozen=True)

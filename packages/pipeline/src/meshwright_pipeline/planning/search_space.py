@@ -78,13 +78,10 @@ def _cannot_split(request: SearchRequest) -> CannotSplit | None:
             "computed from microbatches"
         )
         return CannotSplit(why, "compute it outside of the module, or use one microbatch")
-    norm = survey.batch_norm
-    if norm is None:
+    why = survey.whole_batch
+    if why is None:
         return survey.row_mixing(request.pipeline.example)
-    return CannotSplit(
-        f"module {norm!r} normalises by the whole batch, which microbatches would change",
-        "use one microbatch, or eval() if it keeps running statistics",
-    )
+    return CannotSplit(why, "use one microbatch, or eval() if it keeps running statistics")
 
 
 def single_microbatch_note(request: SearchRequest) -> str | None:

@@ -16,7 +16,7 @@ from meshwright_dtensor.schedule.schedule import Schedule
 from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_pipeline.analysis.loss_preview import LossChecker, LossForecast
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
-from meshwright_pipeline.partition.units import batch_norm_module, called_in_parts, find_units
+from meshwright_pipeline.partition.units import called_in_parts, find_units, whole_batch_module
 from meshwright_pipeline.planning.unit_costs import ModelCosts, model_costs
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
@@ -177,9 +177,9 @@ class ModelSurvey:
         return bool(self._forecasts or self._cannot)
 
     @cached_property
-    def batch_norm(self) -> str | None:
-        """A module that normalises with batch statistics; None if there is none."""
-        return None if self.model is None else batch_norm_module(self.model)
+    def whole_batch(self) -> str | None:
+        """Why a module needs the whole batch at once; None if none does."""
+        return None if self.model is None else whole_batch_module(self.model)
 
     def row_mixing(self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> CannotSplit | None:
         """Why the batch cannot be split, cached; None without an example batch, and for large models."""

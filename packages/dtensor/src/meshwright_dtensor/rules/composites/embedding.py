@@ -96,9 +96,9 @@ class Embedding(Lookup):
 
 
 class EmbeddingBag(Lookup):
-    """ids [n, l], weight [v, h] -> [n, h], the sum or mean of each row's l embeddings.
+    """ids [n, l], weight [v, h] -> [n, h], the sum, mean or maximum of each row's l embeddings.
 
-    As for embeddings, ids of other ranks give zero, so a sharded vocabulary gives a partial sum.
+    As for embeddings, ids of other ranks give zero, so a sharded vocabulary gives a partial sum; a maximum needs all of it.
     """
 
     name: ClassVar[str] = "embedding_bag"
@@ -119,8 +119,8 @@ class EmbeddingBag(Lookup):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> Bound | None:
-        """(ids, weight, "sum" or "mean"); bags with offsets, weights or padding, and what Embedding leaves, are not handled."""
-        if mode not in ("sum", "mean") or input.dim() != 2 or weight.dim() != 2 or not input.numel():
+        """(ids, weight, mode); bags with offsets, weights or padding, and what Embedding leaves, are not handled."""
+        if mode not in ("sum", "mean", "max") or input.dim() != 2 or weight.dim() != 2 or not input.numel():
             return None
         if max_norm is not None or scale_grad_by_freq or sparse or padding_idx is not None:
             return None
@@ -130,7 +130,9 @@ class EmbeddingBag(Lookup):
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Bags; features; vocabulary (partial); a partial weight."""
-        rows: list[Row] = [((0, R), (0,)), ((R, 1), (1,)), ((R, 0), (P,)), ((R, P), (P,))]
+        rows: list[Row] = [((0, R), (0,)), ((R, 1), (1,))]
+        if view.node.args[2] != "max":
+            rows += [((R, 0), (P,)), ((R, P), (P,))]
         return finish(view, rows, "hand")
 
     def local(self, ctx: LocalContext) -> LocalFunction:
