@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
@@ -120,3 +122,117 @@ def test_compiled_and_scripted_modules_are_refused_in_one_line(rank_pool: RankPo
         for words, error in errors:
             assert error.startswith("UnsupportedError: ") and words in error and "\n" not in error
             assert "use the ordinary module, without torch.compile and torch.jit" in error
+
+
+class Bag(Small):
+    """Bags of embeddings in place of single ones."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.emb: nn.Module = nn.EmbeddingBag(VOCABULARY, WIDTH, **options)
+
+
+BAGS: dict[str, dict[str, Any]] = {
+    "max": {"mode": "max"},
+    "padded sum": {"mode": "sum", "padding_idx": 1},
+    "padded max": {"mode": "max", "padding_idx": 1},
+    "by frequency": {"mode": "sum", "scale_grad_by_freq": True},
+}
+
+
+def losses(model: nn.Module) -> list[Tensor]:
+    """Two steps: loss, and the values of the trained parameters that are here."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    results: list[Any] = []
+    for _ in range(2):
+        loss = model(ids()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(loss.detach())
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in results]
+
+
+def same_losses(built: Callable[[], nn.Module], name: str, **options: Any) -> None:
+    """The steps of a parallel model are those of one device."""
+    single, other = losses(built()), losses(parallel(built(), name, **options))
+    torch.testing.assert_close(other, single, rtol=1e-5, atol=1e-7)
+
+
+def seeded(kind: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(**options)
+
+
+def bags(rank: int, size: int, name: str) -> str:
+    for kind, options in BAGS.items():
+        if name != "pp" or kind != "by frequency":
+            same_losses(functools.partial(seeded, Bag, **options), name)
+    return told(lambda: parallel(seeded(Bag, **BAGS["by frequency"]), name))
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_bags_of_embeddings_train(rank_pool: RankPool, name: str) -> None:
+    for error in rank_pool.run(2, bags, name):
+        if name == "pp":
+            assert "'emb' (scale_grad_by_freq) divides gradients by counts of the whole batch" in error
+        else:
+            assert error == "nothing"
+
+
+class Int8(nn.Module):
+    """A linear layer with an int8 weight and a scale for each row, both parameters without gradients."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((weight / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def with_int8() -> nn.Module:
+    model = small()
+    model.a, model.b = Int8(model.a), Int8(model.b)  # type: ignore[assignment]
+    return model
+
+
+def with_quantized_buffer() -> nn.Module:
+    model = small()
+    model.register_buffer("codes", torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8))
+    return model
+
+
+def quantized(rank: int, size: int, name: str) -> str:
+    rules = {"a.weight": "S(0)", "a.scale": "S(0)", "a.bias": "S(0)", "b.weight": "S(1)"}
+    same_losses(with_int8, name, rules=rules)
+    return told(lambda: parallel(with_quantized_buffer(), name))
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_integer_weights_train_and_quantized_tensors_are_refused(rank_pool: RankPool, name: str) -> None:
+    for error in rank_pool.run(2, quantized, name):
+        assert error.startswith("UnsupportedError: buffer 'codes' is torch.qint8") and "dequantize()" in error
+
+
+class Selective(Small):
+    """Recomputes its layers, except for the operations that torch's selective checkpointing keeps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.relu.default]
+        contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+        h = checkpoint(self.a, self.emb(x), use_reentrant=False, context_fn=contexts)
+        return checkpoint(self.b, torch.relu(h), use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+
+def selective(rank: int, size: int, name: str) -> None:
+    same_losses(functools.partial(seeded, Selective), name)
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_selective_checkpointing_of_torch_trains(rank_pool: RankPool, name: str) -> None:
+    rank_pool.run(2, selective, name)

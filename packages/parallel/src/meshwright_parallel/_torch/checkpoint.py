@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    _checkpoint_without_reentrant_generator,
+    noop_context_fn,
+)
 from torch.utils.flop_counter import flop_registry
 
 Region = Generator[None, None, None]
+without_modes = _disable_current_modes
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 def recomputed_region(run: Callable[[], Any], device: torch.device, policy: str) -> Region:
@@ -39,6 +46,12 @@ def recomputed_region(run: Callable[[], Any], device: torch.device, policy: str)
         again, True, keep, "default", False, True, argument
     )
     return region
+
+
+def selective_checkpointing() -> bool:
+    """Whether torch's selective checkpointing counts the ops that run here: it requires the same ops in both runs."""
+    modes = range(torch._C._len_torch_dispatch_stack())
+    return any(isinstance(torch._C._get_dispatch_stack_at(i), _SELECTIVE) for i in modes)
 
 
 class _Choice:

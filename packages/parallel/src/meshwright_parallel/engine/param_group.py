@@ -28,6 +28,7 @@ from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy, mark_as_copy
+from meshwright_parallel._torch.checkpoint import selective_checkpointing, without_modes
 from meshwright_parallel._torch.core import copy_all, count_write, local_of, storage_key, versions
 from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 
@@ -92,8 +93,9 @@ class UnshardedParameter(ComputeCopy):
             and stored.dtype == layout.dtype
             and stored.numel() * stored.element_size() >= single_bytes(stored.device)
         )
-        # while resharded: the right shape, no memory, and values that nobody takes for real ones
-        filler = stored.new_full((1,), math.nan, dtype=layout.dtype).detach()
+        # while resharded: the right shape, no memory, and values that nobody takes for real ones; integers have none
+        fill = math.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
+        filler = stored.new_full((1,), fill, dtype=layout.dtype).detach()
         self._placeholder = filler.expand(layout.local_shape)
         self._leaf = torch.empty(0, dtype=layout.dtype, device=self._placeholder.device)
         self._leaf.data = self._placeholder
@@ -124,6 +126,13 @@ class UnshardedParameter(ComputeCopy):
         return dense_strides(local.shape, dim_order_of(local))
 
     def take(self) -> torch.Tensor:
+        # whether a parameter is gathered may differ between the two runs of a checkpointed region
+        if selective_checkpointing():
+            with without_modes():
+                return self._take()
+        return self._take()
+
+    def _take(self) -> torch.Tensor:
         group = self.group
         engine = group.engine
         if group.state is not UnshardState.READY:

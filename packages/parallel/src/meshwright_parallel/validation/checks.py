@@ -109,7 +109,12 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_filled(kind: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor of `deferred_init(values=False)`."""
+    """Refuse a tensor of `deferred_init(values=False)`, and one of a quantized dtype."""
+    if tensor.is_quantized:
+        raise UnsupportedError(
+            f"{kind} {name!r} is {tensor.dtype}, and such tensors cannot be sharded; keep its integers and its scales as two "
+            "ordinary tensors, or dequantize() it"
+        )
     if not tensor.is_meta and not has_values(tensor):
         raise UnsupportedError(
             f"{kind} {name!r} was never given values, since deferred_init(values=False) builds models to plan for; "
