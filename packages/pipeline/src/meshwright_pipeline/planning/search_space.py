@@ -78,10 +78,10 @@ def _cannot_split(request: SearchRequest) -> CannotSplit | None:
             "computed from microbatches"
         )
         return CannotSplit(why, "compute it outside of the module, or use one microbatch")
-    why = survey.whole_batch
-    if why is None:
+    reason = survey.whole_batch
+    if reason is None:
         return survey.row_mixing(request.pipeline.example)
-    return CannotSplit(why, "use one microbatch, or eval() if it keeps running statistics")
+    return CannotSplit(reason, "use one microbatch, or eval() if it keeps running statistics")
 
 
 def single_microbatch_note(request: SearchRequest) -> str | None:
