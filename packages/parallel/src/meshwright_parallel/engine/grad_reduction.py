@@ -84,11 +84,6 @@ class DataReduction:
         copied = [(name, copy.deepcopy(p, memo), partial) for name, p, partial in self._parameters]
         return DataReduction(self.mesh, copied, self.bucket_sizes)
 
-    @property
-    def needed(self) -> bool:
-        """Whether any gradient has to be reduced or moved to its stored parameter."""
-        return bool(self._parameters)
-
     def refresh(self) -> None:
         """Follow changes of `requires_grad` and of storage; called before every forward, it takes microseconds.
 
@@ -327,7 +322,8 @@ def install_reduction(model: nn.Module, mesh: DeviceMesh, sizes: BucketSizes | i
         if isinstance(p, MeshParameter)
     ]
     engine = DataReduction(mesh, partial, sizes)
-    if not engine.needed:
+    # no gradient has to be reduced or moved to its stored parameter
+    if not engine._parameters:
         return
     earlier = reduction_of(model)
     if earlier is not None:

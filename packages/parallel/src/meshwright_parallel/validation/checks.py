@@ -191,7 +191,8 @@ def _stored_states(model: nn.Module, plan: ParallelPlan, strategies: Sequence[St
                     f"but {first!r} is {_show(by_name[first])}"
                 )
                 raise PlanError("parameters", f"{name}: {_show(states)}", rule)
-        _check_shape(aliases, first, shape, plan, by_name[first], gathered)
+        shown = with_ties(first, {aliases[0]: aliases[1:]})
+        _check_shape(shown, first, shape, plan, by_name[first], gathered)
         stored.update(dict.fromkeys(aliases, by_name[first]))
     return stored
 
@@ -240,18 +241,12 @@ def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any)
 
 
 def _check_shape(
-    aliases: Sequence[str],
-    fqn: str,
-    shape: tuple[int, ...],
-    plan: ParallelPlan,
-    states: States,
-    gathered: frozenset[str],
+    shown: str, fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: States, gathered: frozenset[str]
 ) -> None:
     """Check that sharded dims exist and that every rank has at least one row (with the chunks of torch.chunk).
 
     On `gathered` axes, whose shards are gathered for use, some ranks may have no row.
     """
-    shown = with_ties(fqn, {aliases[0]: aliases[1:]})
     rule = plan.parameter_rule(fqn)
     where = "parameters" if rule is None else f"parameters[{plan.parameters.index(rule)}].placement"
     local = list(shape)

@@ -121,15 +121,6 @@ def one_rounding_away(parameters: Iterable[torch.Tensor], dtype: torch.dtype | N
             parameter.mul_(1 + eps * (2 * up - 1).to(parameter.dtype))
 
 
-def largest_change(before: Tensors, after: Tensors) -> dict[str, float]:
-    """Name -> largest change of any element."""
-    return {
-        name: magnitude(new - old)
-        for name, old in before.items()
-        if old is not None and (new := after[name]) is not None
-    }
-
-
 def merge_ranks(local: list[Comparison], is_staged: bool = False) -> list[Comparison]:
     """The same comparisons with the largest difference of any rank, on every rank.
 
@@ -150,15 +141,6 @@ def merge_ranks(local: list[Comparison], is_staged: bool = False) -> list[Compar
             difference, shown = math.inf, f"missing on rank {missing}"
         results.append(replace(entries[0][1], difference=difference, note=shown))
     return results
-
-
-def uncompared(
-    comparisons: Iterable[Comparison], step: int, kind: Kind, expected: Iterable[str], dtype: str
-) -> list[Comparison]:
-    """A failure for every name of `expected` that no rank has compared."""
-    names = {c.name for c in comparisons if c.step == step and c.kind == kind}
-    missing = (name for name in expected if name not in names)
-    return [Comparison(step, kind, name, dtype, math.inf, 0.0, 0.0, "on no rank", None) for name in missing]
 
 
 def _key(comparison: Comparison) -> Key:

@@ -14,6 +14,7 @@ to its own largest value. Two kinds of tensors cannot be compared this way, and 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,10 +39,9 @@ from meshwright_parallel.verification.compare import (
     TOLERANCES,
     Tensors,
     compare,
-    largest_change,
+    magnitude,
     merge_ranks,
     one_rounding_away,
-    uncompared,
     whole,
 )
 from meshwright_parallel.verification.locate import locate
@@ -273,24 +273,21 @@ class _Runs:
         before = {name: p.detach().clone() for name, p in self.one_device.model.named_parameters()}
         for run in runs:
             run.optimizer.step()
-        for name, change in largest_change(before, self.one_device.named).items():
+        for name, old in before.items():
             # the two runs may step in opposite directions, and further where the gradient is noise
             factor = NOISE_REACH if name in noise else 2.0
+            change = magnitude(self.one_device.named[name] - old)
             self.reach[name] = self.reach.get(name, 0.0) + factor * change
         self._compare(step, "parameter", self.reach if adaptive else {})
         self._compare(step, "buffer")
         self._compare(step, "state")
 
     def _compare(self, step: int, kind: Kind, reach: Mapping[str, float] | None = None) -> list[Comparison]:
+        runs = (self.one_device, self.parallel, self.perturbed)
+        want, got, near = (run.tensors(kind) for run in runs)
+        staged, limit = self.is_staged, self.tolerance
         comparisons = compare(
-            step,
-            kind,
-            self.one_device.tensors(kind),
-            self.parallel.tensors(kind),
-            self.tolerance,
-            perturbed=self.perturbed.tensors(kind),
-            reach=reach or {},
-            actual_only=self.is_staged,
+            step, kind, want, got, limit, perturbed=near, reach=reach or {}, actual_only=staged
         )
         self.comparisons += comparisons
         return comparisons
@@ -299,7 +296,10 @@ class _Runs:
         """The comparisons of all ranks, with a failure for each parameter that no rank holds."""
         merged = merge_ranks(self.comparisons, self.is_staged)
         if self.is_staged:
-            merged += uncompared(merged, -1, "parameter", self.one_device.named, "float32")
+            held = {c.name for c in merged if c.step == -1 and c.kind == "parameter"}
+            lost = [name for name in self.one_device.named if name not in held]
+            note = "on no rank"
+            merged += [Comparison(-1, "parameter", n, "float32", math.inf, 0.0, 0.0, note) for n in lost]
         return merged
 
 
