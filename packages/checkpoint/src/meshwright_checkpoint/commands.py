@@ -133,11 +133,7 @@ def export(path: str, target: str, backend: str, as_json: bool) -> None:
 @click.argument("target")
 @click.option("--ranks", type=click.IntRange(1, 1 << 20), default=None, help="Number of ranks to load it.")
 @click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Plan of the ranks that will load it.",
+    "--plan", "plan_file", type=click.Path(path_type=Path), help="Plan of the ranks that will load it."
 )
 @_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

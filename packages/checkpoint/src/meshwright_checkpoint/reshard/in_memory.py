@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from meshwright_checkpoint._torch import local_of, plain_name, unwrapped
 from meshwright_checkpoint.format.json_values import decode
@@ -54,7 +55,7 @@ class LiveState:
     trained: dict[str, bool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> LiveState:
+    def of(cls, model: nn.Module, optimizer: Optimizer | None) -> LiveState:
         """The state of a model and its optimizer on this rank. Nothing is copied.
 
         Raises:
@@ -84,12 +85,7 @@ class LiveState:
         return self
 
     def check(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        ranks: Ranks | None = None,
-        here: bool = True,
+        self, model: nn.Module, optimizer: Optimizer | None, *, ranks: Ranks | None = None, here: bool = True
     ) -> PlannedReshard:
         """Plan the reshard and raise all errors, before anything changes (a collective call).
 
@@ -113,7 +109,7 @@ class LiveState:
         return PlannedReshard(self, optimizer, ranks, names, want, new_optimizer, plan)
 
     def _offer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, here: bool
+        self, model: nn.Module, optimizer: Optimizer | None, here: bool
     ) -> tuple[NamedTensors, CollectedState, list[Any]]:
         """Names and wanted tensors of this rank, and its description for the other ranks."""
         inner = unwrapped(model)
@@ -130,7 +126,7 @@ class PlannedReshard:
     """A reshard that all ranks have checked."""
 
     state: LiveState
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizer | None
     ranks: Ranks
     names: NamedTensors
     want: CollectedState
@@ -167,7 +163,7 @@ class _NewOptimizer:
 
     @classmethod
     def of(
-        cls, gathered: list[Any], optimizer: torch.optim.Optimizer, names: NamedTensors, want: CollectedState
+        cls, gathered: list[Any], optimizer: Optimizer, names: NamedTensors, want: CollectedState
     ) -> _NewOptimizer:
         """New states, also added to `want`. Raises UsageError if ranks have different optimizers."""
         states, shards_of_ranks, kinds = zip(*gathered, strict=True)
@@ -218,7 +214,7 @@ class _NewOptimizer:
                 self.states.append((parameter, entries))
         return self
 
-    def install(self, optimizer: torch.optim.Optimizer) -> None:
+    def install(self, optimizer: Optimizer) -> None:
         """Point the optimizer to the new parameters. It stays the same object, so schedulers go on."""
         for group, parameters, options in zip(optimizer.param_groups, self.groups, self.options, strict=True):
             group["params"] = list(parameters)

@@ -178,9 +178,5 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _check_pattern(field: str, pattern: str, names: tuple[str, ...] | list[str]) -> None:
     if not any(_matches(pattern, name) for name in names):
-        raise PlanError(
-            field,
-            pattern,
-            f"it matches none of the modules that can be placed on a stage: {listing(names, 6)}",
-            did_you_mean(pattern, names),
-        )
+        text = f"it matches none of the modules that can be placed on a stage: {listing(names, 6)}"
+        raise PlanError(field, pattern, text, did_you_mean(pattern, names))

@@ -68,11 +68,8 @@ def new_side_outputs(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any
     changed, grown = dict[str, Any](), set[str]()
     for place, (value, now) in attribute_leaves(unit).items():
         old, leaves = before.get(place), [leaf() for leaf in now]
-        same = (
-            old is not None
-            and len(old[1]) == len(now)
-            and all(map(operator.is_, (f() for f in old[1]), leaves))
-        )
+        earlier = None if old is None else [leaf() for leaf in old[1]]
+        same = earlier is not None and len(earlier) == len(leaves) and all(map(operator.is_, earlier, leaves))
         if not same and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             changed[place] = value
             if old is not None and old[0] is value:
