@@ -47,13 +47,13 @@ def check(rank: int, size: int, pins: dict[str, Any]) -> list[str]:
         if abs(losses[0] - losses[1]) > LIMIT:
             wrong.append(f"loss of step {step}: {losses}")
         for name, parameter in models[1].named_parameters():
-            one, many = references[name].grad, parameter.grad
-            if one is None or many is None:
-                if one is not many:
-                    wrong.append(f"gradient of {name} in step {step}: {one is None} {many is None}")
+            expected, many = references[name].grad, parameter.grad
+            if expected is None or many is None:
+                if expected is not many:
+                    wrong.append(f"gradient of {name} in step {step}: {expected is None} {many is None}")
                 continue
-            distance = float((whole(many) - one).abs().max())
-            if distance > LIMIT * float(one.abs().max()):
+            distance = float((whole(many) - expected).abs().max())
+            if distance > LIMIT * float(expected.abs().max()):
                 wrong.append(f"gradient of {name} in step {step}: {distance}")
         for optimizer in optimizers:
             optimizer.step()

@@ -135,7 +135,9 @@ def train_half(rank: int, size: int, kind: str) -> float:
         assert rank or not parallel or not any(group["params"] for group in optimizer.param_groups)
         reference = reference or model
         worst = max(worst, distance(model, reference, gradients=False))
-    return max(worst, *(abs(one - many) for one, many in zip(results[:2], results[2:], strict=True)))
+    return max(
+        worst, *(abs(expected - many) for expected, many in zip(results[:2], results[2:], strict=True))
+    )
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])

@@ -112,6 +112,7 @@ NO_LOSS = Reason("the model returns no loss, so it is computed outside")
 INPUT_GRADIENT = Reason(
     "an input of the model requires a gradient, which is complete only at the end of the step"
 )
+ROWS_LEFT = Reason("the microbatches cannot share the rows of this batch equally")
 OUTPUTS_UNPROVEN = Reason('other outputs, which pipeline.outputs "all" asks for, are not proven additive')
 
 

@@ -23,6 +23,7 @@ from meshwright_pipeline._torch import hooks_of, pytree
 from meshwright_pipeline.analysis.loss_additivity import (
     INPUT_GRADIENT,
     OUTPUTS_UNPROVEN,
+    ROWS_LEFT,
     Leaf,
     Reason,
     join_leaves,
@@ -41,7 +42,7 @@ from meshwright_pipeline.runtime.step_end import StepEnd
 from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum
 from meshwright_pipeline.trace.loss import check_loss_path, loss_of, need_loss, with_loss
 from meshwright_pipeline.trace.loss_denominators import Denominators
-from meshwright_pipeline.trace.microbatch import Call, microbatches
+from meshwright_pipeline.trace.microbatch import Call, microbatches, padded
 from meshwright_pipeline.trace.rng_replay import RngReplay, StepDraws
 from meshwright_pipeline.trace.state_writes import WrittenState
 
@@ -216,13 +217,15 @@ class PipelinedCall:
         if training and InputGradients.wanted(batch):
             inputs = InputGradients(batch, count, self.context.group)
             batch = inputs.whole
-        calls = microbatches(*batch, count) if inputs is None else inputs.calls
-        prepared = self.preparation.prepared(self.model, calls[0], batch, training)
+        full = padded(batch, count) if inputs is None else batch
+        calls = microbatches(*full, count) if inputs is None else inputs.calls
+        prepared = self.preparation.prepared(self.model, calls[0], batch, full, training)
         has_loss = loss_of(prepared.profile.output) is not None
         returns: Literal["loss", "all"] = "loss" if training and has_loss and not self.keep_outputs else "all"
         plan = StepPlan(calls, batch, text, prepared, training, "full_batch", returns, inputs=inputs)
         if training:
-            additivity = self.preparation.additivity(prepared, batch)
+            ragged = full is not batch and loss_of(prepared.profile.output) is not None
+            additivity = ROWS_LEFT if ragged else self.preparation.additivity(prepared, batch)
             if isinstance(additivity, Reason):
                 reason = additivity
             elif inputs is not None:
@@ -235,7 +238,7 @@ class PipelinedCall:
                 plan = replace(plan, weight=weight, leaves=leaves, numbers=numbers)
                 return replace(plan, loss_mode="per_microbatch")
             self.warning.warn(reason)
-        self.preparation.tail(self.model, prepared, batch)
+        self.preparation.tail(self.model, prepared, batch, full)
         return plan
 
     # ---- execute
@@ -272,7 +275,8 @@ class PipelinedCall:
                     else:
                         # the tail writes again what the forwards wrote
                         state.put(self.model, before)
-                        tail = self.preparation.tail(self.model, plan.prepared, plan.whole)
+                        # made when the step was prepared
+                        tail = self.preparation.tail(self.model, plan.prepared, plan.whole, plan.whole)
                         step.tail, result = tail.run(plan.whole, self.last)
                         returned = need_loss(result) if plan.returns == "loss" else result
                         step.outputs = [full_value(leaf) for leaf in leaves_of(returned)]

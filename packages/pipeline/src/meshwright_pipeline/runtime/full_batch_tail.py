@@ -77,9 +77,12 @@ class Tail:
         for label, spec, dim, parts in joined:
             values = [spec.value(writable(p) if p.requires_grad else p, self.mesh) for p in parts]
             # not the part itself: the code may write to it in place, and autograd may have saved it
-            received[label] = (
-                values[-1].clone() if dim is None or len(values) == 1 else torch.cat(values, dim)
-            )
+            if dim is None or len(values) == 1:
+                received[label] = values[-1].clone()
+                continue
+            value, rows = torch.cat(values, dim), self.stage.profile.leaf(label).shape[dim]
+            # the last microbatches may have rows that are not in the batch
+            received[label] = value if value.shape[dim] == rows else value.narrow(dim, 0, rows).clone()
         _, result = self.stage.run(*whole, received)
         return leaves, result
 

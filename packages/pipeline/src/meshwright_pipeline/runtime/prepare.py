@@ -25,7 +25,7 @@ from meshwright_pipeline.runtime.p2p_step import Peers
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss import LossPath, loss_of
 from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
-from meshwright_pipeline.trace.microbatch import Call, outline, signature
+from meshwright_pipeline.trace.microbatch import Call, outline, rows_of, signature
 from meshwright_pipeline.trace.profile import Profile
 from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.rng_replay import RngReplay
@@ -92,29 +92,31 @@ class Preparation:
         """These stages with their peers."""
         return RankStages(stages, Peers(self.transport, self.table), self.mesh, self.split)
 
-    def prepared(self, model: nn.Module, call: Call, whole: Call, training: bool) -> Prepared:
-        """For a batch `whole`, of which `call` is a microbatch."""
-        key = (signature(call), training, tuple(map(_mode, model.modules())))
+    def prepared(self, model: nn.Module, call: Call, whole: Call, full: Call, training: bool) -> Prepared:
+        """For a batch `whole`, of which `call` is a microbatch. `full`: the batch with the rows of all microbatches."""
+        rows = None if full is whole else rows_of(*whole)
+        key = (signature(call), rows, training, tuple(map(_mode, model.modules())))
         prepared = self._prepared.get(key)
         if prepared is None:
             if len(self._prepared) >= MAX_SIGNATURES:
                 self._prepared.pop(next(iter(self._prepared)))
-            prepared = self._prepared[key] = self._prepare(model, call, whole)
+            prepared = self._prepared[key] = self._prepare(model, call, whole, full)
         return prepared
 
-    def _prepare(self, model: nn.Module, call: Call, whole: Call) -> Prepared:
+    def _prepare(self, model: nn.Module, call: Call, whole: Call, full: Call) -> Prepared:
         for module, meta in zip(model.modules(), self.skeleton.modules(), strict=True):
             meta.training = module.training
             if isinstance(module, DROPOUTS):
                 meta.__dict__["p"] = module.p
-        self.check_rows(whole)
+        self.check_rows(full)
         profiler = Profiler(self.skeleton, self.owned.units)
         profile = profiler.run(*self._plain(call))
         streams, batch_profile = None, None
         if profile.draws:
             if self.microbatches > 1:
                 batch_profile = profiler.run(*self._plain(whole))
-            streams = RngReplay((batch_profile or profile).draws, self.microbatches)
+            rows = (rows_of(*whole) or 1, rows_of(*full) or 1)
+            streams = RngReplay((batch_profile or profile).draws, self.microbatches, rows)
         boundaries = cut(profile, self.owned)
         stages = {
             index: Stage(model, self.owned.units, index, boundaries, profile, self.own_hooks, streams)
@@ -165,8 +167,8 @@ class Preparation:
         parts = [last.count(*call, additivity.fixed) for call in calls]
         return sum_denominators(parts, additivity.averaging, additivity.fixed)
 
-    def tail(self, model: nn.Module, prepared: Prepared, whole: Call) -> Tail:
-        """The code after the last unit, to run on the batch `whole`.
+    def tail(self, model: nn.Module, prepared: Prepared, whole: Call, full: Call) -> Tail:
+        """The code after the last unit, to run on the batch `whole`. `full`: see `prepared`.
 
         Raises:
             UnsupportedError: its inputs for the whole batch do not follow from those of microbatches.
@@ -177,7 +179,8 @@ class Preparation:
             elif prepared.batch_profile is None:
                 prepared.batch_profile = prepared.profiler.run(*self._plain(whole))
             profile, boundaries = prepared.batch_profile, prepared.cut
-            dims = row_dims(boundaries.final, prepared.profile, profile, self.microbatches)
+            of_all = profile if full is whole else prepared.profiler.run(*self._plain(full))
+            dims = row_dims(boundaries.final, prepared.profile, of_all, self.microbatches)
             units, index = self.owned.units, len(self.owned.stages)
             stage = Stage(model, units, index, boundaries, profile, self.own_hooks, prepared.streams)
             prepared.tail = Tail(stage, dims, self.mesh)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from meshwright_dtensor.plan import PipelineRule, Prediction
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, NO_LOSS, Reason
+from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, NO_LOSS, ROWS_LEFT, Reason
 
 
 @dataclass
@@ -70,6 +70,8 @@ def _cause(why: Reason) -> str:
         )
     if why == NO_LOSS:
         return f"{why}. Return the loss from the model, so that backwards start earlier"
+    if why == ROWS_LEFT:
+        return f"{why}. Batches whose rows they share equally keep the schedule (drop_last=True of a loader leaves the rest out)"
     if why == INPUT_GRADIENT:
         return f"{why}. Where it is not needed, give the model tensors without one (x.detach())"
     return (

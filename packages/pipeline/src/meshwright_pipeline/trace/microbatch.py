@@ -24,6 +24,20 @@ def rows_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     return BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((tuple(args), kwargs))).rows
 
 
+def padded(call: Call, count: int) -> Call:
+    """A call whose rows `count` microbatches share equally: `call` itself, or with copies of its last row appended."""
+    rows = rows_of(*call)
+    missing = 0 if rows is None else -rows % count
+    if not missing:
+        return call
+
+    def longer(leaf: torch.Tensor) -> torch.Tensor:
+        return torch.cat([leaf, *[leaf[-1:]] * missing]) if leaf.dim() and leaf.shape[0] == rows else leaf
+
+    changed: Call = pytree.tree_map_only(torch.Tensor, longer, call)
+    return changed
+
+
 def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[Call]:
     """The arguments of `count` calls with equally many rows each. Leaves without batch rows are passed unchanged.
 
@@ -38,7 +52,7 @@ def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> l
     for leaf in pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence)):
         _check_splittable(leaf, rows, count)
     if rows is None or rows % count:
-        what = "the batch has no rows" if rows is None else f"a batch of {count_of(rows, 'row')}"
+        what = "a batch without rows" if rows is None else f"a batch of {count_of(rows, 'row')}"
         fix = "pad the batch, drop its rest, or change pipeline.microbatches"
         raise UsageError(f"{what} cannot be split into {count} equal microbatches; {fix}")
     step = rows // count

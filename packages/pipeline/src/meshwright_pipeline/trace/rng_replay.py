@@ -109,11 +109,12 @@ class StepDraws:
 class RngReplay:
     """Replays random numbers in steps of `count` microbatches whose batches have one signature.
 
-    `recorded`: the random operations on the whole batch, in order.
+    `recorded`: the random operations on the whole batch, in order. `rows`: of the batch, and of all microbatches together, of
+    which the last may be padded.
     """
 
-    def __init__(self, recorded: Sequence[Draw], count: int) -> None:
-        self.draws, self.count = tuple(recorded), count
+    def __init__(self, recorded: Sequence[Draw], count: int, rows: tuple[int, int] = (1, 1)) -> None:
+        self.draws, self.count, self.rows = tuple(recorded), count, rows
         self._by_name = {draw.name: draw for draw in self.draws}
         self._expected = Counter(draw.key for draw in self.draws)
         self._short: dict[Any, bool] = {}
@@ -210,8 +211,14 @@ class RngReplay:
         same = fill is not None and fill[0] is draw.op
         full, shape = draw.run(None, fill if same else None), tuple(like.shape)
         for dim, size in enumerate(shape if len(shape) == full.dim() else ()):
-            if full.shape[dim] == size * self.count and self.count > 1:
-                full = full.narrow(dim, microbatch * size, size)
+            rows = full.shape[dim]
+            # of one row, the first microbatch takes all numbers, and the others have none in the batch
+            if rows != size and rows * self.rows[1] == size * self.count * self.rows[0]:
+                start = min(microbatch * size, rows)
+                full = full.narrow(dim, start, min(size, rows - start))
+                if full.shape[dim] < size:
+                    rest = [*shape[:dim], size - full.shape[dim], *full.shape[dim + 1 :]]
+                    full = torch.cat([full, full.new_zeros(rest)], dim)
         if tuple(full.shape) != shape:
             raise UnsupportedError(
                 f"a random operation of {draw.key[0] or 'the model'!r} fills {list(draw.shape)} for the whole batch and "
