@@ -32,7 +32,7 @@ from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.gather import stored_layout
-from meshwright_dtensor.stored.mesh_value import WholeMemory, mesh_value
+from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import (
     as_permuted,
     is_permuted,
@@ -41,6 +41,7 @@ from meshwright_dtensor.stored.permuted import (
     redistributed,
     with_order_of,
 )
+from meshwright_dtensor.stored.serialization import WholeMemory
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap

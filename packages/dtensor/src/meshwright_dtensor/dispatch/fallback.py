@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from meshwright_dtensor._torch.core import dtensor_local, pytree, storage_key
 from meshwright_dtensor.comm.log import Site, current_site
-from meshwright_dtensor.dispatch.autograd_function import runs_on_shards
+from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
 from meshwright_dtensor.dispatch.gathered_views import gathered_view
 from meshwright_dtensor.dispatch.whole import whole
 from meshwright_dtensor.errors import UnsupportedError

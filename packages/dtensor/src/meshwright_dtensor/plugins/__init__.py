@@ -3,7 +3,6 @@
 Write a plugin with `hookimpl` and the records; use plugins with `discover()`, which returns a `PluginHost`.
 """
 
-from meshwright_dtensor.plugins.discovery import DISABLE as DISABLE
 from meshwright_dtensor.plugins.hookspec import GROUP as GROUP
 from meshwright_dtensor.plugins.hookspec import RECORD_TYPES as RECORD_TYPES
 from meshwright_dtensor.plugins.hookspec import HookSpecs as HookSpecs
@@ -24,3 +23,4 @@ from meshwright_dtensor.plugins.records import Record as Record
 from meshwright_dtensor.plugins.records import Registered as Registered
 from meshwright_dtensor.plugins.records import ScheduleSpec as ScheduleSpec
 from meshwright_dtensor.plugins.records import StrategySpec as StrategySpec
+from meshwright_dtensor.plugins.registration import DISABLE as DISABLE

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from meshwright_dtensor.errors import PluginError
 from meshwright_dtensor.plugins import records as specs
-from meshwright_dtensor.plugins.discovery import DISABLE, Collector, search_one_by_one
 from meshwright_dtensor.plugins.hookspec import GROUP, RECORD_TYPES
 from meshwright_dtensor.plugins.records import Problem, R, Record, Registered
+from meshwright_dtensor.plugins.registration import DISABLE, Collector, search_one_by_one
 from meshwright_dtensor.utils.names import did_you_mean, listing
 
 

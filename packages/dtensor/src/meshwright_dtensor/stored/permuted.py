@@ -23,7 +23,8 @@ from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.elementwise import on_local_parts
-from meshwright_dtensor.stored.mesh_value import WholeMemory, mesh_value
+from meshwright_dtensor.stored.mesh_value import mesh_value
+from meshwright_dtensor.stored.serialization import WholeMemory
 from meshwright_dtensor.trace.function_kinds import Args, Function
 
 Tensor = torch.Tensor
