@@ -236,3 +236,81 @@ def selective(rank: int, size: int, name: str) -> None:
 @pytest.mark.parametrize("name", list(PLANS))
 def test_selective_checkpointing_of_torch_trains(rank_pool: RankPool, name: str) -> None:
     rank_pool.run(2, selective, name)
+
+
+class Lora(nn.Module):
+    """A layer with a low-rank addition."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.base(x) + self.up(self.down(x))
+        return h
+
+
+def adapted(rank: int, size: int, name: str) -> list[str]:
+    """Losses with adapters that were added before and afterwards; the errors of additions under a pipeline."""
+
+    def add(model: Any) -> Any:
+        model.a = Lora(model.a)
+        return model
+
+    rules = {"a.base.weight": "S(0)", "a.base.bias": "S(0)", "b.weight": "S(1)"}
+    same_losses(lambda: add(small()), name, rules=rules)
+    model: Any = parallel(small(), name)
+    if name != "pp":
+        torch.testing.assert_close(losses(add(model)), losses(add(small())), rtol=1e-5, atol=1e-7)
+        return []
+    errors = [
+        told(lambda: add(model)),
+        told(lambda: setattr(model.b, "bias", nn.Parameter(torch.zeros(WIDTH)))),
+        told(lambda: model.b.register_parameter("more", nn.Parameter(torch.zeros(WIDTH)))),
+        told(lambda: model.add_module("criterion", nn.MSELoss())),
+    ]
+    # nothing changes
+    model.a = model.a
+    torch.testing.assert_close(model(ids()).full_tensor(), small()(ids()))
+    return errors
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_adapters_train_and_are_refused_after_a_division_into_stages(rank_pool: RankPool, name: str) -> None:
+    for errors in rank_pool.run(2, adapted, name):
+        assert len(errors) == (4 if name == "pp" else 0)
+        for error in errors:
+            assert error.startswith("UsageError: ") and error.endswith("new heads) before parallelize()")
+
+
+class Resizable(Small):
+    """With the methods that transformers has for the size of the vocabulary."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.emb
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None) -> nn.Module:
+        raise AssertionError("a parallel model calls its own")
+
+
+def resized(rank: int, size: int, name: str) -> list[str]:
+    model: Any = parallel(seeded(Resizable), name)
+    assert model.resize_token_embeddings() is model.resize_token_embeddings(VOCABULARY) is model.emb
+    assert model.resize_token_embeddings(pad_to_multiple_of=4) is model.emb
+    return [
+        told(lambda: model.resize_token_embeddings(16)),
+        told(lambda: model.resize_token_embeddings(None, 8)),
+    ]
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_resizing_the_vocabulary_afterwards_says_resize_before(rank_pool: RankPool, name: str) -> None:
+    for errors in rank_pool.run(2, resized, name):
+        for error in errors:
+            assert error.startswith(
+                "UsageError: resize_token_embeddings(16) of a parallel model with 12 token embeddings"
+            )
+            assert error.endswith("resize before parallelize()")

@@ -39,6 +39,7 @@ from meshwright_parallel.engine.unshard import install_compute_copies
 from meshwright_parallel.moe.local_tokens import install_local_tokens, local_token_modules
 from meshwright_parallel.optim.optimizer_steps import refuse_assigned_state, watch_optimizer_steps
 from meshwright_parallel.placement.inputs import LIVE, ModelPlacement, install_inputs
+from meshwright_parallel.placement.resizing import refuse_resizing
 from meshwright_parallel.placement.stage_plan import link_stages
 from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
 from meshwright_parallel.ranks import check_ranks_agree, install_batch_check, same_plugins
@@ -83,6 +84,8 @@ def parallelize(
     if world_size > 1:
         check_ranks_agree(model, plan, device, values=not blank)
     undo = PlanUndo(model, live_process_groups())
+    # before the embeddings may move to another stage
+    refuse_resizing(model)
     all_axes = build_mesh(whole)
     mesh = all_axes if outer is None else all_axes[inner.axes]
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])

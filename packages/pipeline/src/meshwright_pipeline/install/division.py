@@ -19,6 +19,7 @@ from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable, timetable
 from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, replace_call
+from meshwright_pipeline.install.fixed_modules import refuse_additions
 from meshwright_pipeline.install.optimizer_guard import watch_steps
 from meshwright_pipeline.install.placeholders import replace_unit
 from meshwright_pipeline.partition.units import Ownership, ownership
@@ -107,6 +108,7 @@ class StageDivision(Division):
         model.register_load_state_dict_pre_hook(_IgnoreKeys(self.elsewhere))
         watch_steps(model.parameters(), self.group, device)
         replace_call(model, call)
+        refuse_additions(model)
 
 
 @dataclass(frozen=True)
