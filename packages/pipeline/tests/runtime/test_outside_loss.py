@@ -172,3 +172,39 @@ def test_recomputation_without_rng_state_is_refused(rank_pool: RankPool) -> None
     """The negative control: without the generator's state the masks cannot be reproduced."""
     for told in rank_pool.run(2, recompute, False, "1f1b", timeout=150):
         assert "Recompute with preserve_rng_state=True" in told
+
+
+def backward_twice(rank: int, size: int, outside: bool) -> tuple[float, str]:
+    """(largest distance of a gradient of the step after the refusal, error of a second backward)."""
+    models, batch = [], chain_batch()
+
+    def loss_of(model: nn.Module) -> Tensor:
+        loss: Tensor = model(**batch)["loss"]
+        if outside:
+            logits = model(ids=batch["ids"])["logits"]
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return loss
+
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        models.append(pipeline(Chain(), chain_plan()) if parallel else Chain())
+    loss = loss_of(models[1])
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError) as error:
+        loss.backward()
+    models[1].zero_grad()
+    for model in models:
+        loss_of(model).backward(retain_graph=True)
+    expected, worst = dict(models[0].named_parameters(remove_duplicate=False)), 0.0
+    for name, parameter in models[1].named_parameters():
+        gradient = expected[name].grad
+        assert gradient is not None and parameter.grad is not None
+        worst = max(worst, float((parameter.grad - gradient).abs().max() / gradient.abs().max()))
+    return worst, str(error.value)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_second_backward_is_refused_and_the_next_step_is_right(rank_pool: RankPool, outside: bool) -> None:
+    for worst, told in rank_pool.run(2, backward_twice, outside):
+        assert worst < 1e-5
+        assert "add the losses up and call backward() once" in told

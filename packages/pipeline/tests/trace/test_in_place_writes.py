@@ -236,3 +236,59 @@ def test_buffers_between_units_match_one_device_on_every_rank(rank_pool: RankPoo
         assert set(result) == {"early", "late", "last"} and max(result.values()) < LIMIT
     first, second = rank_pool.run(2, averages, inside, False)  # the negative control
     assert first["last"] > 100 * LIMIT and max(second.values()) < LIMIT
+
+
+class Masked(nn.Module):
+    """Writes to the results of its modules in place after they return, as XLM multiplies by the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        mask = (ids > 2).unsqueeze(-1).float()
+        first = x = self.embed(ids)
+        x *= mask
+        for layer in self.layers:
+            x = layer(x)
+            x *= mask
+            x[:, :1] += 0.1
+        logits = self.head(x + first)
+        logits.mul_(0.5)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def write_in_place(rank: int, size: int, schedule: str, outside: bool) -> float:
+    """The largest distance of a gradient from one device."""
+    stages = [["embed", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3", "head"]]
+    if schedule == "1f1b":
+        stages = [[*stages[0], *stages[1]], [*stages[2], *stages[3]]]
+    rule = PipelineRule(stages=stages, microbatches=4, schedule=schedule)
+    plan = ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=rule)
+    models, batch = [], chain_batch()
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        models.append(pipeline(Masked(), plan) if parallel else Masked())
+        if outside:
+            logits = models[-1](batch["ids"])
+            F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        else:
+            models[-1](**batch).backward()
+    worst = 0.0
+    for name, parameter in models[1].named_parameters():
+        expected = models[0].get_parameter(name).grad
+        assert expected is not None and parameter.grad is not None
+        worst = max(worst, float((parameter.grad - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_results_written_in_place_after_their_module(
+    rank_pool: RankPool, schedule: str, outside: bool
+) -> None:
+    assert max(rank_pool.run(2, write_in_place, schedule, outside)) < LIMIT

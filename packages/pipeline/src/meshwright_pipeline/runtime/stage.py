@@ -142,8 +142,10 @@ class _StageForward:
         self.wanted = frozenset(cut.final if stop else cut.sent(stage.index))
         # the model returns its result here
         self.is_end = stage.index >= len(cut.last) - 1 and not stop
-        self.values = {label: received[label] for label in self.wanted if label in received}
-        self.versions = {label: _version(value) for label, value in self.values.items()}
+        self.values: dict[Label, torch.Tensor] = {}
+        self.versions: dict[Label, int] = {}
+        for label in self.wanted.intersection(received):
+            self._keep(label, received[label])
 
     def call_unit(
         self, key: Key, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -173,10 +175,15 @@ class _StageForward:
                 if is_attribute(label[2]):
                     module, name = part_of(stage.model.get_submodule(key[0]), label[2])
                     self.values[label] = leaves_of(getattr(module, name))[label[3]]
-                self.versions[label] = _version(self.values[label])
+                self._keep(label, self.values[label])
         if self.stop and key == stage.cut.last[-1]:
             raise _EndOfStage
         return output
+
+    def _keep(self, label: Label, value: torch.Tensor) -> None:
+        """Keep a value that has to be sent. Every stage runs the code that writes to it, on the value from before."""
+        self.values[label] = value.clone() if label in self.stage.profile.written else value
+        self.versions[label] = _version(self.values[label])
 
     def checked_values(self, ended: bool) -> dict[Label, torch.Tensor]:
         """The values to send, once the forward has ended.
