@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fused_saving import fused_saving
 from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.clusters.registry import named
-from meshwright_planner.cost.fusion import fused_saving
 from meshwright_planner.trace.batch import Batch
 
 TITAN = (  # GPUs, compiled, published tokens per second and GPU (FACTS.md; torchtitan, docs/performance.md)

@@ -58,8 +58,7 @@ class LiveState:
     def of(cls, model: nn.Module, optimizer: Optimizer | None) -> LiveState:
         """The state of a model and its optimizer on this rank. Nothing is copied.
 
-        Raises:
-            UsageError: the optimizer has a parameter that the model does not have, or a parameter has a gradient.
+        Raises UsageError: the optimizer has a parameter that the model does not have, or a parameter has a gradient.
         """
         self = cls()
         inner = unwrapped(model)

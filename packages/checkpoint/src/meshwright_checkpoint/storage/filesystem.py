@@ -207,8 +207,7 @@ class DirectoryStorage:
     def begin(self, save_id: str) -> None:
         """Rank 0: take the lock, remove leftovers of killed saves, create the staging directory.
 
-        Raises:
-            CheckpointError: another job saves here, or the path exists.
+        Raises CheckpointError: another job saves here, or the path exists.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

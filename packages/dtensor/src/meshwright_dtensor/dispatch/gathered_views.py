@@ -79,8 +79,7 @@ class ViewWrite:
     def run(self, args: Args, kwargs: Kwargs, site: Site) -> Any:
         """Write, on every rank (a collective call).
 
-        Raises:
-            UnsupportedError: the view is stale, or it is not known how it was taken.
+        Raises UnsupportedError: the view is stale, or it is not known how it was taken.
         """
         view = args[0]
         if view._origin is None:

@@ -137,7 +137,8 @@ def optimizer_call(func: Function, args: Args, kwargs: Kwargs | None) -> Any:
     kwargs = kwargs or {}
     if name.startswith("_fused") or (name == "__setitem__" and assigns_under_mask(*args)):
         return _on_locals(func, name, args, kwargs)
-    if any(permuted_layout(x) is not None for x in _operands(args)):
+    operands = (x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)))
+    if any(permuted_layout(x) is not None for x in operands):
         return _on_permuted(func, name, args, kwargs)
     with stock_call():
         # the norms of many gradients are stacked first, and completed together
@@ -194,10 +195,6 @@ def _is_for_stock(name: str, args: Args, kwargs: Kwargs) -> bool:
     if name in _STOCK or (name.endswith("_") and not name.endswith("__")):
         return True
     return name in ("max", "min") and len(args) == 1 and not kwargs
-
-
-def _operands(args: Args) -> Iterable[Any]:
-    return (x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)))
 
 
 def _completed(x: MeshValue) -> MeshValue:

@@ -121,10 +121,6 @@ def elementwise(func: Function, args: Args, kwargs: Mapping[str, Any]) -> Any:
     return result
 
 
-def _stored(layout: Layout) -> tuple[Placement, ...]:
-    return tuple(stored_placement(s) for s in layout.states)
-
-
 def _goes_with(x: DTensor, layout: Layout) -> bool:
     other = permuted_layout(x)
     if other is not None:
@@ -177,7 +173,7 @@ def _converted(x: DTensor, layout: Layout, states: States) -> DTensor:
 
 def stock_dtensor(local: Tensor, layout: Layout, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
     """A stock DTensor of this global ``shape`` over ``local``, with the mesh and the states of ``layout``."""
-    placements = list(_stored(layout))
+    placements = [stored_placement(s) for s in layout.states]
     return DTensor.from_local(local, layout.mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

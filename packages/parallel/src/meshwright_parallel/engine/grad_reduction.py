@@ -87,8 +87,7 @@ class DataReduction:
     def refresh(self) -> None:
         """Follow changes of `requires_grad` and of storage; called before every forward, it takes microseconds.
 
-        Raises:
-            UnsupportedError: a gradient has a user's hook, which would get one rank's part of it.
+        Raises UnsupportedError: a gradient has a user's hook, which would get one rank's part of it.
         """
         for (previous, required), (name, parameter, _) in zip(self._leaves, self._parameters, strict=True):
             leaf = leaf_of(parameter)

@@ -48,11 +48,7 @@ class SavedTensors:
         return SavedView(parameter, parameter.version, tensor.shape, tensor.stride(), offset)
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The tensor that was saved.
-
-        Raises:
-            RuntimeError: it was written to since, as autograd raises without hooks.
-        """
+        """The tensor that was saved. Raises RuntimeError: it was written to since, as autograd raises without hooks."""
         if type(saved) is tuple:
             tensor, version = saved
             if version is not None and tensor._version != version:

@@ -47,11 +47,7 @@ class ArgumentCopies:
     """The arguments of one call of a module, as they were when it began."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy the arguments.
-
-        Raises:
-            UnsupportedError: one is an iterator, which the first run exhausts.
-        """
+        """Copy the arguments. Raises UnsupportedError: one is an iterator, which the first run exhausts."""
         copier = _Copier(lambda tensor: tensor)
         self._arguments = copier.copied((args, kwargs))
         self._tensors, self._attributes = copier.tensors, copier.attributes
@@ -65,8 +61,7 @@ class ArgumentCopies:
     def once_more(self, module: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """New copies of the arguments for another run of `module` (a class name).
 
-        Raises:
-            UnsupportedError: a tensor among them was written to in place since, so its value is lost.
+        Raises UnsupportedError: a tensor among them was written to in place since, so its value is lost.
         """
         self._check(module)
         copier = _Copier(_rewrapped, shared=[x for x, _ in self._attributes])

@@ -72,8 +72,7 @@ class Context(Strategy):
         The planner's tape has attention of a rank's own chunk only. The rest of the work, `degree` - 1 times as much, is added
         here, for the rank that has most of it.
 
-        Raises:
-            UsageError: the pinned form needs a number of heads that the degree divides.
+        Raises UsageError: the pinned form needs a number of heads that the degree divides.
         """
         if degree <= 1:
             return StrategyCost()
@@ -126,8 +125,7 @@ class Context(Strategy):
     ) -> State:
         """S(1), in chunks or zig-zag, where dim 1 is the sequence; else replicated.
 
-        Raises:
-            UsageError: the batch has no sequence, or one that the degree does not divide.
+        Raises UsageError: the batch has no sequence, or one that the degree does not divide.
         """
         length = size.tokens
         if len(shape) < 2:

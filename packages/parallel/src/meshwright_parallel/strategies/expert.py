@@ -120,8 +120,7 @@ class Expert(RowStrategy):
     def parameter_state(self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int) -> State:
         """The plan's placement. One rank owns a container's child; a parameter without a placement is X.
 
-        Raises:
-            PlanError: the degree does not divide the rows.
+        Raises PlanError: the degree does not divide the rows.
         """
         if plan.experts and degree > 1 and shape:
             from meshwright_parallel.moe.plan_rules import owner_of

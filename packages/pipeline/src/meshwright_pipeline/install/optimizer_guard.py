@@ -41,8 +41,7 @@ class StageMark:
     def agree(self, kind: type, calls: bool) -> None:
         """Check that all ranks call the closure now, or all end the step (collective).
 
-        Raises:
-            UnsupportedError: ranks differ; on every rank.
+        Raises UnsupportedError: ranks differ; on every rank.
         """
         group = self._group()
         # destroyed, and the model with it

@@ -41,8 +41,7 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         """Run on the meta device. An error there says where the value is.
 
-        Raises:
-            UnsupportedError: the value is needed.
+        Raises UnsupportedError: the value is needed.
         """
         if any(not issubclass(cls, kind) for kind in types):
             # tensors over a mesh have their own dispatcher
@@ -76,17 +75,17 @@ def replace_unit(model: nn.Module, unit: str, rank: int, holders: Mapping[str, t
     def placeholder(name: str, meta: torch.Tensor) -> torch.Tensor:
         return Placeholder.of(meta, f"{unit}.{name} is what {where}")
 
-    guarded = {path: part for path, part in module.named_modules() if _has_parameters(part) or part is module}
+    guarded = {
+        path: part
+        for path, part in module.named_modules()
+        if part is module or any(True for _ in part.parameters(recurse=False))
+    }
     move_to_meta(module, placeholder)
     if not ranks:
         return
     for path, part in guarded.items():
         name = f"{unit}.{path}" if path else unit
         part.__dict__["forward"] = _refusing(name, where, part.forward)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def _refusing(name: str, where: str, forward: Callable[..., Any]) -> Callable[..., Any]:

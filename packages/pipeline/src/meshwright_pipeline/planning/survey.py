@@ -154,8 +154,7 @@ class ModelSurvey:
 
         `single`: see LossChecker. `estimate`: a forecast for the other value of `single` will do.
 
-        Raises:
-            CannotBeCut: the model cannot run as a pipeline.
+        Raises CannotBeCut: the model cannot run as a pipeline.
         """
         if example is None or self.model is None:
             return None

@@ -189,8 +189,7 @@ class Broadcast:
     def send(self, header: Any, tensors: Sequence[Tensor]) -> None:
         """Send `header`, which is pickled, and dense tensors.
 
-        Raises:
-            RankLost: a rank has not received them; all others have.
+        Raises RankLost: a rank has not received them; all others have.
         """
         others = [rank for rank in range(self.size) if rank != self.rank]
         content = packets(pickle.dumps(header), _BROADCAST, self.device)
@@ -202,8 +201,7 @@ class Broadcast:
     def receive(self, source: int, buffers: Callable[[Any], list[Tensor]]) -> tuple[Any, list[Tensor]]:
         """(header, tensors). `buffers`: header -> empty tensors for those that follow.
 
-        Raises:
-            RankLost: the source is gone.
+        Raises RankLost: the source is gone.
         """
         try:
             header = pickle.loads(receive_bytes(self.group, source, _BROADCAST, self.device)())

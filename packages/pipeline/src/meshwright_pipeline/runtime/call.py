@@ -190,8 +190,7 @@ class PipelinedCall:
         """Only exchange messages in this step, since this rank cannot begin. `report`: tell the other ranks about `error`; False
         where a rank of the stage does.
 
-        Raises:
-            StageError: the first failure, on whichever rank.
+        Raises StageError: the first failure, on whichever rank.
         """
         failure = Failure(self.table.ranks[self.rank][0], error)
         if isinstance(error, RankLost):

@@ -58,8 +58,7 @@ class InputGradients:
     def gradients(self) -> list[Tensor | None]:
         """The gradients of `given` (collective along the axis); None where no stage has used one.
 
-        Raises:
-            RankLost: a rank of the axis is gone.
+        Raises RankLost: a rank of the axis is gone.
         """
         gradients: dict[str, Tensor | None] = {}
         for place, (name, given) in enumerate(zip(self._names, self.given, strict=True)):

@@ -143,11 +143,7 @@ class Transport:
             self._isend(packet, peer, tag, place)
 
     def receive_header(self, peer: int, cut: int) -> bytes:
-        """The header of a cut.
-
-        Raises:
-            NothingComes: nothing will come over it.
-        """
+        """The header of a cut. Raises NothingComes: nothing will come over it."""
         content = receive_bytes(self.group, peer, _HEADERS + 2 * cut, self.device)()
         if not content:
             raise NothingComes

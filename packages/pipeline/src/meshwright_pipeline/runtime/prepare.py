@@ -127,8 +127,7 @@ class Preparation:
     def check_rows(self, whole: Call) -> None:
         """Check, once for each way to call the model, that its results are the same in microbatches.
 
-        Raises:
-            PlanError: rows of the batch interact, or a forward writes state that depends on its rows.
+        Raises PlanError: rows of the batch interact, or a forward writes state that depends on its rows.
         """
         if self.microbatches == 1:
             return
@@ -170,8 +169,7 @@ class Preparation:
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call, full: Call) -> Tail:
         """The code after the last unit, to run on the batch `whole`. `full`: see `prepared`.
 
-        Raises:
-            UnsupportedError: its inputs for the whole batch do not follow from those of microbatches.
+        Raises UnsupportedError: its inputs for the whole batch do not follow from those of microbatches.
         """
         if prepared.tail is None:
             if self.microbatches == 1:

@@ -186,11 +186,7 @@ class _StageForward:
         self.versions[label] = _version(self.values[label])
 
     def checked_values(self, ended: bool) -> dict[Label, torch.Tensor]:
-        """The values to send, once the forward has ended.
-
-        Raises:
-            UnsupportedError: see Stage.run.
-        """
+        """The values to send, once the forward has ended. Raises UnsupportedError: see Stage.run."""
         missing = [label for label in self.wanted if label not in self.values]
         if not ended or missing:
             caught = "code of the model catches every Exception"

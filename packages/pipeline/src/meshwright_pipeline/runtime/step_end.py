@@ -49,8 +49,7 @@ class StepEnd:
 
         `failure`: of this rank. `loss`: on a rank of the last stage; None where there is none. `batch`: what this rank was given.
 
-        Raises:
-            StageError: a rank failed; on every rank.
+        Raises StageError: a rank failed; on every rank.
         """
         report, value = None, (0.0, 0.0)
         if failure is not None:
@@ -157,8 +156,7 @@ class StepEnd:
         `expected`: values of the same structure, from the profile. `values`: on the rank of the last stage, ordinary tensors, which
         require a gradient where they have one. Returns None where the last stage has other values than expected.
 
-        Raises:
-            RankLost: a rank of the axis is gone.
+        Raises RankLost: a rank of the axis is gone.
         """
         if self.rank == self.last_stage_rank:
             given, header = list(values or ()), None

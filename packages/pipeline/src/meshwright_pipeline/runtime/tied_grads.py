@@ -195,8 +195,7 @@ class TiedSum:
     def equalize(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Copy the gradient of the first rank to the others: reductions over other axes may have rounded differently.
 
-        Raises:
-            RankLost: a rank that holds one is gone.
+        Raises RankLost: a rank that holds one is gone.
         """
         for place, tie in self.ties:
             name = self._local_name(tie, parameters)
@@ -242,8 +241,7 @@ class TiedFlags:
     def agree(self, model: nn.Module) -> None:
         """Exchange the changes since the last call, and make them here (collective among the ranks that share weights).
 
-        Raises:
-            RankLost: a rank that holds one is gone.
+        Raises RankLost: a rank that holds one is gone.
         """
         parameters = {place: model.get_parameter(name) for place, name in self.names.items()}
         changed = torch.zeros(self.count, dtype=torch.uint8)

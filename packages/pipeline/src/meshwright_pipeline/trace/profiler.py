@@ -141,8 +141,7 @@ class Profiler:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tracer: RowTracer | None = None) -> Profile:
         """Profile one call. No random number is consumed. `tracer` follows the rows of the batch between units.
 
-        Raises:
-            UnsupportedError: the model cannot be run with its units skipped.
+        Raises UnsupportedError: the model cannot be run with its units skipped.
         """
         device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
         devices = [device] if device.type == "cuda" else []

@@ -190,8 +190,7 @@ class RngReplay:
     def take(self, op: Any, like: torch.Tensor, fill: FillOp | None) -> torch.Tensor:
         """The numbers of the next random operation, for a tensor with the shape of `like`. `fill`: see Draw.run.
 
-        Raises:
-            UnsupportedError: the operation was not recorded, or runs in a backward pass.
+        Raises UnsupportedError: the operation was not recorded, or runs in a backward pass.
         """
         following = self._next()
         if following is None:

@@ -78,19 +78,11 @@ class CheckedModel:
         self._seconds: dict[Operation | Communication, float] = {}
 
     def operation(self, operation: Operation) -> float:
-        """See CostModel.
-
-        Raises:
-            PluginError: the model fails, or its answer is no time.
-        """
+        """See CostModel. Raises PluginError: the model fails, or its answer is no time."""
         return self._checked(self._model.operation, operation)
 
     def collective(self, communication: Communication) -> float:
-        """See CostModel.
-
-        Raises:
-            PluginError: as of `operation`.
-        """
+        """See CostModel. Raises PluginError: as of `operation`."""
         return self._checked(self._model.collective, communication)
 
     def _checked(self, ask: Callable[[Any], Any], question: Operation | Communication) -> float:

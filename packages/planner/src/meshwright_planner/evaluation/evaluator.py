@@ -122,8 +122,7 @@ class Search:
 
         `point`: or degrees, with `stage` as ZeRO stage; None takes that of the setting.
 
-        Raises:
-            PlanError: a strategy does not support the configuration.
+        Raises PlanError: a strategy does not support the configuration.
         """
         if not isinstance(point, Point):
             point = self.point(point, stage)
@@ -153,8 +152,7 @@ class Search:
 
         `beyond`: seconds of a step from which the estimate may be too low.
 
-        Raises:
-            PlanError: a strategy does not support the configuration.
+        Raises PlanError: a strategy does not support the configuration.
         """
         axes = self._searched(point)
         larger = None

@@ -45,8 +45,7 @@ class RecomputeVariants:
     def rules(self, chosen: Mapping[str, str]) -> tuple[RecomputeRule, ...]:
         """Rules for the choice of a strategy: module -> policy by which the blocks in it are recomputed.
 
-        Raises:
-            PlanError: it chose a part of a block.
+        Raises PlanError: it chose a part of a block.
         """
         policies: dict[str, str] = {}
         for module, policy in chosen.items():

@@ -28,8 +28,7 @@ class Batch:
     def of(cls, batch: Any) -> Batch:
         """From a user's batch: a mapping (keywords), a tuple or list (positions), or one tensor.
 
-        Raises:
-            UsageError: it is none of these, holds no tensor, or has no rows.
+        Raises UsageError: it is none of these, holds no tensor, or has no rows.
         """
         if isinstance(batch, Mapping):
             bad = [key for key in batch if not isinstance(key, str)]

@@ -34,8 +34,7 @@ class TapeFamily:
     def __init__(self, first: Tape, second: Tape) -> None:
         """`first` and `second` were recorded with different numbers of rows.
 
-        Raises:
-            ValueError: they are of different programs, or a size is not linear in the rows.
+        Raises ValueError: they are of different programs, or a size is not linear in the rows.
         """
         self.first, self._rows, self.proportional = first, (first.rows, second.rows), True
         a, b = first, second
