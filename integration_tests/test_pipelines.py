@@ -140,7 +140,10 @@ def differ(rank: int, size: int, rows: int, length: int, pins: dict[str, Any]) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "length", "says", "pins"),
-    [(3, 100, "cannot be split", {"tp": 2}), (4, 5, "give every rank the same", {"dp": 2, "zero": 3})],
+    [
+        (3, 100, "give every rank the same", {"tp": 2}),
+        (4, 5, "give every rank the same", {"dp": 2, "zero": 3}),
+    ],
     ids=["tp", "zero3"],
 )
 def test_peers_in_a_stage_do_not_wait_for_a_rank_that_has_another_batch(

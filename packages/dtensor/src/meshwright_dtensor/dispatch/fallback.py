@@ -13,8 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from meshwright_dtensor._torch.core import dtensor_local, pytree, storage_key
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
-from meshwright_dtensor.dispatch.gathered_views import gathered_view
-from meshwright_dtensor.dispatch.whole import whole
+from meshwright_dtensor.dispatch.gathered_views import gathered_view, whole
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import replicated_layout
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local

@@ -1,4 +1,4 @@
-"""Views whose base had to be gathered: made with the call that took them, so that a write reaches the base."""
+"""Gathered values, and views of them: a view is made with the call that took it, so that a write reaches the base."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import pytree
-from meshwright_dtensor.comm.log import Site
-from meshwright_dtensor.dispatch.whole import whole
+from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import (
     DetachedView,
@@ -26,6 +27,17 @@ from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 from meshwright_dtensor.trace.graph import function_name
 
 Tensor = torch.Tensor
+
+
+def whole(x: Any, site: Site = NOWHERE) -> Any:
+    """The gathered value of a global tensor or mesh parameter, recorded by autograd; anything else as it is."""
+    if isinstance(x, GlobalTensor):
+        if isinstance(x, DetachedView):
+            x.check_fresh()
+        return local_in(x, x._layout.context.replicated, site)
+    if isinstance(x, DTensor):
+        return parameter_local(x, layout_of_dtensor(x).context.replicated, site)
+    return x
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.stage_info import stage_link
 
 Tensor = torch.Tensor
+
+
+def _of_whole(name: str) -> Callable[[Any], Any]:
+    return lambda tensor: getattr(whole_local(tensor, name), name)()
 
 
 class WholeMemory:
@@ -26,13 +31,10 @@ class WholeMemory:
         )
         return self._plain.__reduce_ex__(protocol)
 
-    def data_ptr(self) -> int:
-        """The address of the value, where every rank has the whole of it."""
-        return whole_local(self, "data_ptr").data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory of the value, where every rank has the whole of it."""
-        return whole_local(self, "untyped_storage").untyped_storage()
+    # the memory of the value, where every rank has the whole of it
+    data_ptr = _of_whole("data_ptr")
+    storage = _of_whole("storage")
+    untyped_storage = _of_whole("untyped_storage")
 
 
 def whole_local(tensor: Any, action: str) -> Tensor:

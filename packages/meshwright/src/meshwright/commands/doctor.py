@@ -1,4 +1,4 @@
-"""`meshwright doctor`: what is installed, what this machine offers, and where a model loses sharding.
+"""`meshwright doctor`: what is installed, what this machine offers, and the calls of a model that have no local form.
 
 With --model, the model is planned, takes one training step on ranks of this machine, and every call that could not run as
 itself on the local tensors is named: tier 2 runs operation by operation, tier 3 gathers its inputs and runs replicated.
@@ -51,7 +51,7 @@ def command(
 ) -> int:
     """Report the environment: versions, devices, backends, threads, ranks, and the problems of plugins.
 
-    With --model, also every call of that model which loses sharding, with the reason.
+    With --model, also every call of that model that has no local form (it runs op by op, or on gathered values), with the reason.
     """
     pins = parse_degrees(degrees, state.host)
     sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length}

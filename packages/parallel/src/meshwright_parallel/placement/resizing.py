@@ -36,5 +36,9 @@ def refuse_resizing(model: nn.Module) -> None:
     """Make `resize_token_embeddings` raise UsageError; of every module of `model` that has it."""
     for module in model.modules():
         if callable(getattr(module, _NAME, None)):
-            embeddings = module.get_input_embeddings()  # type: ignore[operator]
-            module.__dict__[_NAME] = _FixedEmbeddings(module, int(embeddings.weight.shape[0]))
+            try:
+                size = int(module.get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
+            except (AttributeError, NotImplementedError):
+                # patches, pixels: nothing that transformers could resize
+                continue
+            module.__dict__[_NAME] = _FixedEmbeddings(module, size)

@@ -35,7 +35,7 @@ from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
 from meshwright_pipeline.runtime.full_batch_tail import TailLeaves, tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
 from meshwright_pipeline.runtime.input_grads import InputGradients
-from meshwright_pipeline.runtime.p2p_step import Failure
+from meshwright_pipeline.runtime.p2p_step import Failure, StepMessages
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.step_end import StepEnd
@@ -249,7 +249,7 @@ class PipelinedCall:
         def start_backward(microbatch: int, result: Any) -> list[Tensor]:
             loss = need_loss(result)
             if microbatch == 0 and len(plan.calls) > 1:
-                check_loss_path(plan.prepared.loss_paths, self._trained(run), loss)
+                check_loss_path(plan.prepared.loss_paths, self._trained(messages()), loss)
             weighted: Tensor = full_value(loss) * plan.weight
             losses[microbatch] = weighted.detach()
             if plan.returns == "all":
@@ -259,6 +259,8 @@ class PipelinedCall:
         per_microbatch = plan.loss_mode == "per_microbatch"
         start = start_backward if per_microbatch else None
         run = StepRun(plan.prepared.stages, plan.calls, start, plan.numbers, plan.batch)
+        # the run holds the function that starts its backwards
+        messages = weakref.ref(run.messages)
         step, state = StepResult(plan, run), plan.prepared.profile.kept
         before = [] if per_microbatch else [x if x is None else x.clone() for x in state.held(self.model)]
         sinks = self.sinks.active() if plan.training else contextlib.nullcontext()
@@ -286,9 +288,10 @@ class PipelinedCall:
         step.failure = self.last.failure
         return step
 
-    def _trained(self, run: StepRun) -> list[bool]:
+    def _trained(self, messages: StepMessages | None) -> list[bool]:
         """Which values that the last stage received, and which of its parameters, require a gradient."""
-        received = run.messages.specs.get(self.table.shape.stages - 2, ())
+        assert messages is not None
+        received = messages.specs.get(self.table.shape.stages - 2, ())
         return [
             *(spec.differentiable for spec in received),
             *(p.requires_grad for p in self.model.parameters()),
