@@ -15,7 +15,9 @@ from meshwright_planner.clusters.registry import DGX_H100
 from meshwright_planner.trace.batch import Batch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "packages" / "planner" / "tests"))
 from fused_saving import fused_saving
+from planner_models import Attention
 
 FREE = replace(DGX_H100, launch_s=0.0, launch_backward_s=0.0, host_s=0.0)
 ROWS, WIDTH = 4096, 4096
@@ -25,22 +27,6 @@ ONCE = 4 * ROWS * WIDTH / FREE.streams
 
 def saved(model: nn.Module) -> float:
     return fused_saving(model, Batch.of(torch.empty(ROWS, WIDTH, device="meta")), FREE)
-
-
-class Attention(nn.Module):
-    """Self-attention with four projections."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        for name in ("q", "k", "v", "o"):
-            self.add_module(name, nn.Linear(hidden, hidden, bias=False))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, h = x.shape
-        q, k, v = (f(x).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(y.transpose(1, 2).reshape(b, s, h))
 
 
 class Chain(nn.Module):

@@ -30,7 +30,7 @@ from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of, stored_placement
 from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import read_region
-from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.sharding.states import States, complete
 from meshwright_dtensor.stored.gather import stored_layout
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import (
@@ -128,8 +128,7 @@ class MeshParameter(WholeMemory, DTensor):
         """This rank's part of a gradient: of a plain one, which is the whole, or of one in any layout (a collective call)."""
         value = value.current() if isinstance(value, MeshView) else value
         if isinstance(value, GlobalTensor):
-            states = tuple("I" if s in ("P", "X") else s for s in self._layout.states)
-            return local_in(value, states)
+            return local_in(value, complete(self._layout.states))
         if not isinstance(value, DTensor):
             return read_region(value.detach(), self._layout.region).clone()
         same = value.placements == self.placements and permuted_layout(value) is permuted_layout(self)

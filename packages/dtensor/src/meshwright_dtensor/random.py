@@ -144,15 +144,10 @@ def run_random(
         if only_box == boxes.whole_box(result.shape) and boxes.dim_order_of(local) == result.dim_order:
             return op(local, *rest, **kwargs)
         # a part of the outermost dim has the gaps of the whole; a part of another dim has its own
-        outermost = [d for d, cut in enumerate(only_box or ()) if cut != (0, result.shape[d])] == [
-            result.dim_order[0]
-        ]
-        gaps = (
-            outermost
-            and local.stride() != boxes.dense_strides(local.shape, result.dim_order)
-            and local.numel() > 1
-        )
-        where = result.shape, result.dim_order, local.dtype, local.device, result.box
+        order = result.dim_order
+        cut_dims = [d for d, cut in enumerate(only_box or ()) if cut != (0, result.shape[d])]
+        gaps = cut_dims == [order[0]] and local.stride() != boxes.dense_strides(local.shape, order)
+        where = result.shape, order, local.dtype, local.device, result.box
         generator = kwargs.get("generator")
         with torch.no_grad():
             drawn = draw_full_then_slice(

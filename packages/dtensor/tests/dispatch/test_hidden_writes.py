@@ -250,3 +250,18 @@ def fills(rank: int, world: int) -> None:
 
 def test_views_are_filled_as_on_one_device(rank_pool: RankPool) -> None:
     rank_pool.run(2, fills)
+
+
+def inferred(rank: int, world: int) -> None:
+    """Torch counts no writes to tensors of inference mode."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    value = torch.tensor([3.0, 1.0, 2.0, 1.0])
+    with torch.inference_mode():
+        for state in ("I", 0):
+            x = distribute(value, mesh, [state]) * 1
+            assert torch.equal(torch.unique(x).full_tensor(), torch.unique(value))
+            assert_close(torch.linalg.pinv(x.view(2, 2)).full_tensor(), torch.linalg.pinv(value.view(2, 2)))
+
+
+def test_gathered_calls_run_in_inference_mode(rank_pool: RankPool) -> None:
+    rank_pool.run(2, inferred)

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from meshwright_dtensor._torch.core import dtensor_local, pytree, storage_key
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
-from meshwright_dtensor.dispatch.gathered_views import gathered_view, whole
+from meshwright_dtensor.dispatch.gathered_views import gathered_view, whole, write_to_whole
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import replicated_layout
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
-from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, wrap
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, version_of, wrap
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 from meshwright_dtensor.trace.graph import function_name
 
@@ -56,11 +56,11 @@ class Replicated:
             return self._write(args, kwargs, site)
         given, spec = pytree.tree_flatten((args, kwargs))
         full = [whole(x, site) for x in given]
-        before = [(x._version, x.grad_fn) if isinstance(x, Tensor) else (0, None) for x in full]
+        before = [(version_of(x), x.grad_fn) if isinstance(x, Tensor) else (0, None) for x in full]
         full_args, full_kwargs = pytree.tree_unflatten(full, spec)
         out = label(self.context, self.func(*full_args, **full_kwargs))
         for x, value, (version, graph) in zip(given, full, before, strict=True):
-            if isinstance(x, (GlobalTensor, DTensor)) and value._version != version:
+            if isinstance(x, (GlobalTensor, DTensor)) and version_of(value) != version:
                 self._write_back(x, value, recorded=value.grad_fn is not graph)
         return self._with_views(out, given, full, args, kwargs)
 
@@ -103,22 +103,18 @@ class Replicated:
                     "before parallelize, or write through parameter.data with a DTensor"
                 )
             return self.func(target, *rest, **full_kwargs)
-        refuse_write_to_copy(target._local)
-        layout = target._layout
-        changed = whole(target, site)
-        if changed is target._local:
-            result = self.func(changed, *rest, **full_kwargs)
-            return target if result is not None else None
-        changed = changed.clone()
-        result = self.func(changed, *rest, **full_kwargs)
-        source = layout.with_states(layout.context.replicated)
-        if tuple(changed.shape) != tuple(layout.shape):
-            raise UnsupportedError(
-                f"{function_name(self.func)} would change the shape of a sharded tensor from {list(layout.shape)} to "
-                f"{list(changed.shape)} in place; use the out-of-place form"
-            )
-        target._local.copy_(local_in(wrap(changed, source), layout.states, site))
-        return target if result is not None else None
+        shape = tuple(target._layout.shape)
+
+        def change(full: Tensor) -> Any:
+            result = self.func(full, *rest, **full_kwargs)
+            if full is not target._local and tuple(full.shape) != shape:
+                raise UnsupportedError(
+                    f"{function_name(self.func)} would change the shape of a sharded tensor from {list(shape)} to "
+                    f"{list(full.shape)} in place; use the out-of-place form"
+                )
+            return result
+
+        return target if write_to_whole(target, change, site) is not None else None
 
 
 def _own_memory(x: Any) -> Tensor | None:

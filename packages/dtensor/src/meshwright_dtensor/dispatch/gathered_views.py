@@ -40,6 +40,19 @@ def whole(x: Any, site: Site = NOWHERE) -> Any:
     return x
 
 
+def write_to_whole(target: GlobalTensor, change: Callable[[Tensor], Any], site: Site) -> Any:
+    """Let `change` write to the whole value of `target`, and keep this rank's part; returns its result."""
+    refuse_write_to_copy(target._local)
+    full, layout = whole(target, site), target._layout
+    if full is target._local:
+        return change(full)
+    full = full.clone()
+    result = change(full)
+    replicated = layout.with_states(layout.context.replicated)
+    target._local.copy_(local_in(wrap(full, replicated), layout.states, site))
+    return result
+
+
 @dataclass(slots=True, eq=False)
 class Origin:
     """How a view was taken: `take` gives it from the whole value of `base`; `parent`: the view that it is a view of."""
@@ -80,13 +93,11 @@ def gathered_view(
     return view
 
 
+@dataclass(slots=True, eq=False)
 class ViewWrite:
     """The program of an in-place function on a gathered view: the base is gathered, written to through the view, and cut."""
 
-    __slots__ = ("func",)
-
-    def __init__(self, func: Function) -> None:
-        self.func = func
+    func: Function
 
     def run(self, args: Args, kwargs: Kwargs, site: Site) -> Any:
         """Write, on every rank (a collective call).
@@ -100,19 +111,21 @@ class ViewWrite:
                 "the base; write to the base itself (x[index] = value works on sharded tensors) or use the out-of-place form"
             )
         view.check_fresh()
-        base, layout = view._origin.base, view._origin.base._layout
-        refuse_write_to_copy(base._local)
         rest, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args[1:], kwargs))
-        changed = whole(base, site).clone()
-        part = view._origin.take(changed)
-        result = self.func(part, *rest, **full_kwargs)
-        replicated = layout.context.replicated
-        base._local.copy_(local_in(wrap(changed, layout.with_states(replicated)), layout.states, site))
-        target = view
-        while target is not None:
-            value = part if target is view else target._origin.take(changed)
-            states = target._layout.with_states(replicated)
-            target._local, target._memo = local_in(wrap(value, states), target._layout.states, site), None
+        parts: list[tuple[DetachedView, Tensor]] = []
+
+        def change(full: Tensor) -> Any:
+            result = self.func(view._origin.take(full), *rest, **full_kwargs)
+            target = view
+            while target is not None:
+                parts.append((target, target._origin.take(full)))
+                target = target._origin.parent
+            return result
+
+        result = write_to_whole(view._origin.base, change, site)
+        # the views that led to this one have changed too
+        for target, part in parts:
+            replicated = target._layout.with_states(target._layout.context.replicated)
+            target._local, target._memo = local_in(wrap(part, replicated), target._layout.states, site), None
             target._base_version = version_of(target._base_tensor)
-            target = target._origin.parent
         return view if result is not None else None

@@ -14,7 +14,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import layout_of, replicated_layout
 from meshwright_dtensor.parameter import MeshParameter, gradient_of
 from meshwright_dtensor.sharding.boxes import dim_order_of
-from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.sharding.states import States, complete
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.tensor.compute_copy import is_of_copy, mark_as_copy
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
@@ -52,7 +52,7 @@ def _backward(func: Function, args: Args, kwargs: Kwargs) -> None:
     gradient = given.pop("gradient", None)
     if gradient is None and layout.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    states = tuple("I" if s in ("P", "X") else s for s in layout.states)
+    states = complete(layout.states)
     local = local_in(x, states)
     if gradient is not None:
         given["gradient"] = _local_in(gradient, states, x)
@@ -131,7 +131,7 @@ def _autograd_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
             locals_.append(out)
             local_seeds.append(seed)
             continue
-        states = tuple("I" if s in ("P", "X") else s for s in out._layout.states)
+        states = complete(out._layout.states)
         locals_.append(local_in(out, states))
         local_seeds.append(None if seed is None else _local_in(seed, states, out))
     gradients = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)

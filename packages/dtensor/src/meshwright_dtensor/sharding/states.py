@@ -53,6 +53,11 @@ def gradient_kind(state: State) -> State:
     return state if isinstance(state, int) else _GRADIENT[state]
 
 
+def complete(states: States) -> States:
+    """The states of the same value once its partial sums are added up, a gradient's too."""
+    return tuple(I if state in (P, X) else state for state in states)
+
+
 def format_state(state: State) -> str:
     """Text form: ``"I"``, ``"X"``, ``"P"``, ``"R"``, ``"S(2)"`` or that of `format_interval_shard`."""
     if isinstance(state, IntervalShard):

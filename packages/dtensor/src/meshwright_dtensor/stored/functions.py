@@ -177,7 +177,10 @@ def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
     name = getattr(func, "__name__", "")
     by_list = writes_lists(name)
     fused = name.startswith("_f") and not by_list
-    if fused or (_is_for_stock(name, args, kwargs) and not mixes_plain_tensors(args, kwargs)):
+    # it tells of the tensor, writes, or gives one value that can be completed
+    stock = name in _STOCK or (name.endswith("_") and not name.endswith("__"))
+    stock = stock or (name in ("max", "min") and len(args) == 1 and not kwargs)
+    if fused or (stock and not mixes_plain_tensors(args, kwargs)):
         try:
             with stock_call(), quiet_exchanges():
                 return func(*args, **kwargs)
@@ -188,13 +191,6 @@ def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if by_list:
         return one_by_one(func, args, kwargs)
     return run_by_rules(func, args, kwargs)
-
-
-def _is_for_stock(name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether stock DTensor runs a function: it tells of the tensor, writes, or gives one value that can be completed."""
-    if name in _STOCK or (name.endswith("_") and not name.endswith("__")):
-        return True
-    return name in ("max", "min") and len(args) == 1 and not kwargs
 
 
 def _completed(x: MeshValue) -> MeshValue:

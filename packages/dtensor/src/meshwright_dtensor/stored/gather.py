@@ -17,6 +17,7 @@ from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import Layout, stock_layout
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
+from meshwright_dtensor.sharding.states import complete
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import as_permuted, stock_dtensor
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
@@ -80,7 +81,7 @@ def as_stored(x: Any) -> Any:
     if not isinstance(x, GlobalTensor):
         return x
     layout = x.global_layout
-    states = tuple("I" if s == "P" or s == "X" else s for s in layout.states)
+    states = complete(layout.states)
     local = local_in(x, states).detach()
     target, strides = layout.with_states(states), dense_strides(layout.shape, dim_order_of(local))
     return as_permuted(mesh_value(stock_dtensor(local, target, layout.shape, strides)), target)

@@ -40,8 +40,7 @@ class WholeMemory:
 def whole_local(tensor: Any, action: str) -> Tensor:
     """The local tensor, which shares memory, of a value that every rank of the run has whole.
 
-    Raises:
-        UnsupportedError: this rank has a part of it, or only its stage of the model.
+    Raises UnsupportedError: this rank has a part of it, or only its stage of the model.
     """
     mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names
     placed = {

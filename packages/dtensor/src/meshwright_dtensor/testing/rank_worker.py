@@ -99,8 +99,6 @@ def _freeze_imports(name: str, file: str | None) -> None:
         _import(name, file)
     gc.collect()
     gc.freeze()
-    # tracing a model makes many objects and little garbage
-    gc.set_threshold(20_000, 20, 20)
 
 
 def _join(rank: int, world_size: int, rendezvous: str) -> None:

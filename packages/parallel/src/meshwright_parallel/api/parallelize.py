@@ -38,8 +38,8 @@ from meshwright_parallel.engine.grad_reduction import install_reduction, make_gr
 from meshwright_parallel.engine.unshard import install_compute_copies
 from meshwright_parallel.moe.local_tokens import install_local_tokens, local_token_modules
 from meshwright_parallel.optim.optimizer_steps import refuse_assigned_state, watch_optimizer_steps
+from meshwright_parallel.placement.fixed_embeddings import refuse_resizing
 from meshwright_parallel.placement.inputs import LIVE, ModelPlacement, install_inputs
-from meshwright_parallel.placement.resizing import refuse_resizing
 from meshwright_parallel.placement.stage_plan import link_stages
 from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
 from meshwright_parallel.ranks import check_ranks_agree, install_batch_check, same_plugins

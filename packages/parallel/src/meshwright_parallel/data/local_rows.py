@@ -20,6 +20,7 @@ from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
 from meshwright_dtensor.model.batch_text import describe
 from meshwright_dtensor.sharding.boxes import chunk_box
+from meshwright_dtensor.sharding.states import States
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.placement.inputs import ModelPlacement, size_of
 
@@ -47,14 +48,16 @@ class LocalRows:
         self.loader, self.placed = loader, placed
         mesh = placed.mesh
         count = prod(mesh.shape)
-        states = placed.input_states("rows", (count,), BatchSize(count))
-        # axes of the mesh that divide rows, outermost first
-        self.axes = [axis for axis, state in enumerate(states) if state == 0 and mesh.size(axis) > 1]
+        self.axes = self._dividing(placed.input_states("rows", (count,), BatchSize(count)))
         self.data_ranks = prod(mesh.size(axis) for axis in self.axes)
         self.data_rank = 0
         for axis in self.axes:
             self.data_rank = self.data_rank * mesh.size(axis) + mesh.get_local_rank(axis)
         self.device = torch.device(mesh.device_type)
+
+    def _dividing(self, states: States) -> list[int]:
+        """The axes of the mesh that divide rows, outermost first."""
+        return [axis for axis, state in enumerate(states) if state == 0 and self.placed.mesh.size(axis) > 1]
 
     def __iter__(self) -> Iterator[Any]:
         # rank of the run -> its data rank
@@ -97,7 +100,8 @@ class LocalRows:
             return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
 
         form = describe(*map_tensors(without_rows, args, kwargs))
-        values = describe(args, kwargs, values=True)
+        # compared within a data rank only
+        values = describe(args, kwargs, values=self.data_ranks < dist.get_world_size())
         return _Header(rows, zlib.crc32(form.encode()), zlib.crc32(values.encode()))
 
     def _gathered(self, values: Sequence[int]) -> list[list[int]]:
@@ -132,7 +136,7 @@ class LocalRows:
         """Whether each data rank has read exactly its part of the global batch."""
         total, mesh = sum(rows), self.placed.mesh
         states = self.placed.input_states("rows", (total,), BatchSize(total))
-        if [axis for axis, state in enumerate(states) if state == 0 and mesh.size(axis) > 1] != self.axes:
+        if self._dividing(states) != self.axes:
             return False
         for data_rank, count in enumerate(rows):
             place, left = [0] * mesh.ndim, data_rank
