@@ -98,11 +98,7 @@ class MeshParameter(WholeMemory, DTensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is None:
-            dtensor_local(self).grad = None
-            self._shown_gradient = None
-            return
-        dtensor_local(self).grad = self._local_of(value)
+        dtensor_local(self).grad = None if value is None else self._local_of(value)
         self._shown_gradient = None
 
     @grad.deleter

@@ -167,9 +167,8 @@ class LocalRows:
         dist.all_gather_object(everywhere, (here, structure) if rows[self.data_rank] else None)
         parts = [everywhere[peers.index(data_rank)] for data_rank, count in enumerate(rows) if count]
         columns = zip(*(leaves for leaves, _ in parts), strict=True)
-        whole = [torch.cat(column) if isinstance(column[0], torch.Tensor) else None for column in columns]
-        placed = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in whole]
-        batch = pytree.tree_unflatten(placed, parts[0][1])
+        whole = [torch.cat(c).to(self.device) if isinstance(c[0], torch.Tensor) else None for c in columns]
+        batch = pytree.tree_unflatten(whole, parts[0][1])
         return joined(batch, *self.placed.place(*call_arguments(batch)))
 
 
