@@ -148,17 +148,17 @@ def test_host_overhead_is_the_step_time_beyond_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Measured on a step of a given length; priced once for each operation."""
-    count, predicted = host_overhead.recorded(LAPTOP_CPU, 2)
+    count, predicted = host_overhead.recorded(LAPTOP_CPU)
     assert count > 100 and predicted > 0
     monkeypatch.setattr(host_overhead, "step_seconds", lambda model, x: predicted + count * 5e-6)
     assert host_overhead.host(LAPTOP_CPU) == pytest.approx(5e-6)
     plain = replace(LAPTOP_CPU, hides_launch=False)
-    (_, before), (_, after) = (host_overhead.recorded(replace(plain, host_s=s), 2) for s in (0.0, 5e-6))
+    (_, before), (_, after) = (host_overhead.recorded(replace(plain, host_s=s)) for s in (0.0, 5e-6))
     assert after - before == pytest.approx(count * 5e-6)
 
 
 def test_dispatch_overhead_is_the_added_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, _ = host_overhead.recorded(LAPTOP_CPU, 2)
+    count, _ = host_overhead.recorded(LAPTOP_CPU)
     laid: list[object] = []
 
     def seconds(model: object, x: torch.Tensor) -> float:

@@ -21,7 +21,7 @@ from meshwright_planner.calibration.operations import device, sync
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 
-WIDTH, HEADS, TOKENS, LAYERS = 64, 4, 16, 4
+WIDTH, HEADS, TOKENS, LAYERS, ROWS = 64, 4, 16, 4, 2
 STEPS = 30
 
 
@@ -81,11 +81,6 @@ class Little(nn.Module):
         return x.pow(2).mean()
 
 
-def batch(rows: int) -> Tensor:
-    """An input, [rows, tokens, width]."""
-    return torch.randn(rows, TOKENS, WIDTH, device=device())
-
-
 def step_seconds(model: nn.Module, x: Tensor) -> float:
     """Host seconds of a forward and backward, the minimum of several; on a CPU, time of this thread only."""
     clock = time.thread_time if device().type == "cpu" else time.perf_counter
@@ -99,25 +94,25 @@ def step_seconds(model: nn.Module, x: Tensor) -> float:
     return min(times)
 
 
-def recorded(cluster: Cluster | str, rows: int) -> tuple[int, float]:
+def recorded(cluster: Cluster | str) -> tuple[int, float]:
     """Number of operations that the planner records of the model, and its predicted seconds on one rank."""
     request = PlanRequest(cluster=cluster, world_size=1)
-    setting = EagerPlanner().setting(Little(), torch.randn(rows, TOKENS, WIDTH), request, discover())
+    setting = EagerPlanner().setting(Little(), torch.randn(ROWS, TOKENS, WIDTH), request, discover())
     candidate = Search(setting, default_rules()).evaluate({})
     return len(candidate.problem.tape.nodes), candidate.compute_seconds
 
 
-def host(cluster: Cluster, rows: int = 2) -> float:
+def host(cluster: Cluster) -> float:
     """Seconds of model code per operation, on a machine whose operations are measured."""
-    count, predicted = recorded(cluster, rows)
-    return max(0.0, step_seconds(Little().to(device()), batch(rows)) - predicted) / count
+    (count, predicted), x = recorded(cluster), torch.randn(ROWS, TOKENS, WIDTH, device=device())
+    return max(0.0, step_seconds(Little().to(device()), x) - predicted) / count
 
 
-def laid(ranks: int, lay: Callable[[nn.Module, Tensor], nn.Module], rows: int = 2) -> float:
+def laid(ranks: int, lay: Callable[[nn.Module, Tensor], nn.Module]) -> float:
     """Seconds that a mesh adds to each operation; `lay`: applies data parallelism over the running ranks."""
-    count, _ = recorded("laptop-cpu", rows)
+    count, _ = recorded("laptop-cpu")
     # the same model on all ranks
     torch.manual_seed(0)
-    plain = step_seconds(Little().to(device()), batch(rows))
-    x = batch(rows * ranks)
+    x = torch.randn(ROWS * ranks, TOKENS, WIDTH, device=device())
+    plain = step_seconds(Little().to(device()), x[:ROWS])
     return max(0.0, step_seconds(lay(Little().to(device()), x), x) - plain) / count

@@ -258,9 +258,8 @@ def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _times(case: Case, budget: float) -> tuple[float, float]:
     size = sum(x.numel() * x.element_size() for x in case.inputs)
     copies = max(1, min(MOST_COPIES, COLD_BYTES // max(size, 1)))
-    sets = [
-        [x.detach().clone().requires_grad_(x.is_floating_point()) for x in case.inputs] for _ in range(copies)
-    ]
+    given = [(x.detach(), x.is_floating_point()) for x in case.inputs]
+    sets = [[x.clone().requires_grad_(floating) for x, floating in given] for _ in range(copies)]
     once = least(lambda: case.run(*sets[0]), budget / 4, 5)
     count = max(1, int(LEAST_S / max(once, 1e-7)))
     outs = [case.run(*inputs) for inputs in sets]
@@ -271,10 +270,8 @@ def _times(case: Case, budget: float) -> tuple[float, float]:
     most = int(budget / max(once, 1e-7))
     runs = [partial(case.run, *inputs) for inputs in sets]
     forward = least(_turns(runs, count, made, most), budget) / count
-    again = [
-        partial(torch.autograd.grad, out, inputs, back, retain_graph=True)
-        for out, inputs in zip(outs, sets, strict=True)
-    ]
+    grad = partial(torch.autograd.grad, grad_outputs=back, retain_graph=True)
+    again = [partial(grad, out, inputs) for out, inputs in zip(outs, sets, strict=True)]
     return forward, least(_turns(again, count, max(size, 1), most // 2), budget) / count
 
 

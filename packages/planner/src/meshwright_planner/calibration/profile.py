@@ -70,9 +70,7 @@ def measure_one_rank(name: str) -> Cluster:
     pages = None if accelerated else operations.fresh(POINT_S, room)
     curves += [] if pages is None else [pages]
     forward, back = operations.launches(POINT_S)
-    rates = {
-        m.dtype: max(size / seconds for size, seconds in m.forward) for m in curves if m.kind == "matmul"
-    }
+    rates = {c.dtype: max(size / time for size, time in c.forward) for c in curves if c.kind == "matmul"}
     memory, machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), platform.machine()
     machine += f", {usable_cores()} cores, {torch.get_num_threads()} thread(s) for each rank"
     if accelerated:

@@ -15,15 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meshwright_dtensor.cluster import (
-    Cluster,
-    CollectiveKind,
-    LinkLevel,
-    MeasuredCollective,
-    MeasuredWork,
-    SlowNode,
-)
+from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredCollective, MeasuredWork, SlowNode
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.strategy import CollectiveKind
 
 FORMAT = "meshwright-cluster/1"
 
@@ -123,22 +117,20 @@ class ClusterFile(_Part):
         """Nodes and levels fit each other."""
         names = [level.name for level in self.links]
         if len(set(names)) < len(names):
+            listed = ", ".join(names)
             raise ValueError(
-                f"links: two levels have the same name ({', '.join(names)}); names of levels must be unique"
+                f"links: two levels have the same name ({listed}); names of levels must be unique"
             )
         for slow in self.slow_nodes:
+            node = f"slow_nodes: node {slow.node}"
             if slow.link is not None and slow.link not in names:
-                raise ValueError(
-                    f"slow_nodes: node {slow.node} names the link {slow.link!r}; there are {', '.join(names)}"
-                )
+                raise ValueError(f"{node} names the link {slow.link!r}; there are {', '.join(names)}")
             if slow.link is None and slow.share != 1:
-                raise ValueError(
-                    f"slow_nodes: node {slow.node} has a share {slow.share:g} of no link; name it"
-                )
+                raise ValueError(f"{node} has a share {slow.share:g} of no link; name it")
             if slow.link == names[0] and self.collectives:
                 raise ValueError(
-                    f"slow_nodes: node {slow.node} has a share of {slow.link!r}, whose collectives were measured, slow node and "
-                    "all; leave the share out, or the measurements"
+                    f"{node} has a share of {slow.link!r}, whose collectives were measured, slow node and all; leave the share "
+                    "out, or the measurements"
                 )
         inner = self.links[0]
         if inner.sizes and max(inner.sizes) != self.devices_per_node:

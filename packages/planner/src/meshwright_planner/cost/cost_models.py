@@ -72,9 +72,8 @@ class CheckedModel:
         self.name, self.distribution = name, distribution
         self._model = model
         # a subclass may return other times than the inherited figures give
-        self.figures: Cluster | None = None
-        if isinstance(model, (Roofline, Measured)) and type(model) in (Roofline, Measured):
-            self.figures = model.figures
+        first_party = type(model) in (Roofline, Measured)
+        self.figures: Cluster | None = getattr(model, "figures", None) if first_party else None
         self._seconds: dict[Operation | Communication, float] = {}
 
     def operation(self, operation: Operation) -> float:
@@ -134,12 +133,12 @@ class PricedLink(Link):
         return self.model.collective(Communication(kind, nbytes, degree, self.axis, self.plain))
 
 
-def priced(link: Link, axis: str | None, model: CheckedModel | None) -> Link:
+def priced(link: Link, axis: str, model: CheckedModel | None) -> Link:
     """The link with its collectives timed by `model`; unchanged without a model."""
     if model is None:
         return link
     link_fields = {field.name: getattr(link, field.name) for field in fields(Link)}
-    return PricedLink(**link_fields, plain=link, axis=axis or "", model=model)
+    return PricedLink(**link_fields, plain=link, axis=axis, model=model)
 
 
 def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> CheckedModel | None:

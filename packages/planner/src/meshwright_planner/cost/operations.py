@@ -117,15 +117,10 @@ def even_bytes(flops: float, itemsize: int = 4, matrices: int = 1) -> float:
     return 1.2 * 3 * itemsize * (flops / matrices / 2) ** (2 / 3) * matrices
 
 
-def update_of(optimizer: str, parameter_bytes: float, parameters: int = 0) -> Operation:
-    """An optimizer step over `parameters` parameters of `parameter_bytes` in all.
-
-    It reads parameter, gradient and states and writes parameter and states.
-    """
-    streamed = parameter_bytes * (3 + 2 * OPTIMIZERS[optimizer])
-    return Operation(
-        optimizer, UPDATE, "float32", 0.0, streamed, False, made=(parameter_bytes,), tensors=parameters
-    )
+def update_of(optimizer: str, nbytes: float, parameters: int) -> Operation:
+    """An optimizer step over parameters of `nbytes` in all: reads parameter, gradient, states, writes parameter, states."""
+    streamed = nbytes * (3 + 2 * OPTIMIZERS[optimizer])
+    return Operation(optimizer, UPDATE, "float32", 0.0, streamed, False, made=(nbytes,), tensors=parameters)
 
 
 def optimizer_seconds(cluster: Cluster, parameter_bytes: float, states: int, parameters: int = 0) -> float:

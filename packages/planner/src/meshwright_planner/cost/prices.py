@@ -55,11 +55,8 @@ def move(source: State, target: State, nbytes: int) -> Collective | None:
         return None
     if source == "P":
         return Collective("all_reduce" if target == "R" else "reduce_scatter", nbytes)
-    if is_shard(source):
-        if target == "R":
-            return Collective("all_gather", nbytes)
-        if is_shard(target):
-            return Collective("all_to_all", nbytes)
+    if is_shard(source) and (target == "R" or is_shard(target)):
+        return Collective("all_gather" if target == "R" else "all_to_all", nbytes)
     return None
 
 
@@ -147,32 +144,26 @@ class AxisCosts:
         """Number of ranks in a collective."""
         return self.degree
 
-    def compute(
-        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
-    ) -> float:
+    def compute(self, work: Work, node: Node, values: Sequence[Value], ins: States, outs: States) -> float:
         """Seconds of one operation, forward and backward, on one rank with its tensors in these states."""
         return self.timed(work, node, values, ins, outs)[0]
 
     def timed(
-        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+        self, work: Work, node: Node, values: Sequence[Value], ins: States, outs: States
     ) -> tuple[float, float]:
         """As `compute`, and the fraction of the seconds that is the forward pass."""
-        op = self._operation(work, node, values, ins, outs)
+        op = self._sized(work, node, values, ins, outs)
         if self.model is None:
             return more_forward(*timed(self.cluster, op), work.again)
-        shapes = [
-            tuple(self._local(values[r.i].shape, s) for r, s in zip(refs, states))
-            for refs, states in ((node.ins, ins), (node.outs, outs))
-        ]
+        inputs = tuple(self._local(values[r.i].shape, s) for r, s in zip(node.ins, ins))
+        outputs = tuple(self._local(values[r.i].shape, s) for r, s in zip(node.outs, outs))
         # of first-party models
         figures = getattr(self.model, "figures", None)
         forward = FORWARD if figures is None else timed(figures, op)[1]
-        seconds = self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1]))
+        seconds = self.model.operation(op._replace(inputs=inputs, outputs=outputs))
         return more_forward(seconds, forward, work.again)
 
-    def _operation(
-        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
-    ) -> Operation:
+    def _sized(self, work: Work, node: Node, values: Sequence[Value], ins: States, outs: States) -> Operation:
         """The operation on one rank; without shapes, which only cost models need."""
         made = tuple([values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)])
         streamed, split = sum(made), self.split((*ins, *outs))
@@ -186,14 +177,9 @@ class AxisCosts:
         backward_bytes = None
         if work.back is not None:
             # what the backward pass reads and writes
+            tensors = (*zip(node.ins, ins, work.back.ins), *zip(node.outs, outs, work.back.outs))
             sizes = (
-                times * values[ref.i].nbytes * self.share(state)
-                for refs, states, counts in (
-                    (node.ins, ins, work.back.ins),
-                    (node.outs, outs, work.back.outs),
-                )
-                for ref, state, times in zip(refs, states, counts)
-                if times
+                times * values[ref.i].nbytes * self.share(state) for ref, state, times in tensors if times
             )
             backward_bytes = sum(sizes) + work.back.kept * self.part(split)
         return Operation(
@@ -243,11 +229,8 @@ class JointCosts(AxisCosts):
 
     def split(self, states: Iterable[State]) -> Hashable:
         """Per axis, whether work on tensors in these states is divided along it."""
-        all_states = list(states)
-        return tuple(
-            any(is_shard(s[axis] if isinstance(s, tuple) else s) for s in all_states)
-            for axis in range(len(self.axes))
-        )
+        given, axes = list(states), range(len(self.axes))
+        return tuple(any(is_shard(s[a] if isinstance(s, tuple) else s) for s in given) for a in axes)
 
     def sharers(self, split: Hashable) -> int:
         """Number of ranks that share work divided so."""
