@@ -40,7 +40,7 @@ def predicted(name: str, **degrees: int) -> float:
     request = PlanRequest(cluster="laptop-cpu", world_size=2, **degrees)  # type: ignore[arg-type]
     search = Search(EagerPlanner().setting(model, x, request, discover()), default_rules())
     result = search.evaluate(degrees)
-    return Placed(search.basis, search.rules, result.problem, result.placement).flops
+    return Placed(search.basis, result.problem, result.placement).flops
 
 
 def layer_flops(x: Sequence[int], w: Sequence[int], h: Sequence[int], *rest: Any, **named: Any) -> int:

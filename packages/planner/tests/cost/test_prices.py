@@ -132,9 +132,7 @@ def test_copied_blocks_have_the_work_of_run_blocks() -> None:
 
     def work(merge: bool) -> list[tuple[object, ...]]:
         costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 1), 1)
-        problem = PlacementProblem(
-            Legality(tape, quotient(tape, merge), book, costs, tape.rows, {}, None), {}
-        )
+        problem = PlacementProblem(Legality(tape, quotient(tape, merge), book, costs, {}, None), {})
         parts = module_work(Replay(problem, problem.replicated()))
         sources = (
             "module",

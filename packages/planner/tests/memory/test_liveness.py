@@ -65,7 +65,7 @@ def of_one(model: nn.Module, batch: dict[str, torch.Tensor]) -> PlacementProblem
     book = RuleBook.first_party()
     tape = record(model, Batch.of(batch), book.composites)
     costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 1), 1)
-    return PlacementProblem(Legality(tape, quotient(tape), book, costs, tape.rows))
+    return PlacementProblem(Legality(tape, quotient(tape), book, costs))
 
 
 @pytest.mark.parametrize("kind", [Frozen, Joined, InPlace])

@@ -126,7 +126,7 @@ def test_saved_bytes_equal_the_sum_of_saved_tensors(policy: str | None) -> None:
     model, book, dice = Transformer(layers=4), RuleBook.first_party(), random.Random(policy)
     tape = record(model, Batch.of(tokens()), book.composites)
     costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 2), 2)
-    problem = PlacementProblem(Legality(tape, quotient(tape), book, costs, tape.rows))
+    problem = PlacementProblem(Legality(tape, quotient(tape), book, costs))
     placement = problem.replicated()
     for _ in range(3):
         options = {k: dice.choice(per_node) for k, per_node in problem.options.items()}

@@ -27,7 +27,7 @@ FREE = MemoryTerms(price=0.0, parameter_factor=4.0)
 def problem_of(model: nn.Module, batch: Batch, degree: int = 2, merge: bool = True) -> PlacementProblem:
     tape = record(model, batch, BOOK.composites)
     costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, degree), degree)
-    return PlacementProblem(Legality(tape, quotient(tape, merge), BOOK, costs, tape.rows))
+    return PlacementProblem(Legality(tape, quotient(tape, merge), BOOK, costs))
 
 
 def bytes_of(

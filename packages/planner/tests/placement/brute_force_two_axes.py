@@ -43,7 +43,7 @@ def joint_problem_of(
     repeats = quotient(tape, merge)
     links = (SLOW, LAPTOP_CPU.link(1, degrees[1]))
     axes = [
-        Legality(tape, repeats, BOOK, AxisCosts(LAPTOP_CPU, link, degree), tape.rows)
+        Legality(tape, repeats, BOOK, AxisCosts(LAPTOP_CPU, link, degree))
         for link, degree in zip(links, degrees, strict=True)
     ]
     return Narrow(JointLegality(axes))

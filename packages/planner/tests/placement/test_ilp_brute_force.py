@@ -114,7 +114,7 @@ def test_pinned_parameter_is_gathered_if_needed() -> None:
 
 def test_batch_dims_follow_the_batch_through_views() -> None:
     def dims(tape: Tape, degree: int) -> set[tuple[tuple[int, ...], int]]:
-        batch_dims_found = batch_dims(tape, range(len(tape.nodes)), BOOK, degree, tape.rows)
+        batch_dims_found = batch_dims(tape, range(len(tape.nodes)), BOOK, degree)
         return {(tape.values[v].shape, d) for v, ds in batch_dims_found.items() for d in ds}
 
     tape = record(Transformer(layers=1), Batch.of(tokens(rows=4)), BOOK.composites)

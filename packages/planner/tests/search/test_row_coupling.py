@@ -79,7 +79,7 @@ def search(model: nn.Module, batch: Any, host: Any = HOST, **options: Any) -> Se
 def flops(model: nn.Module, batch: Any, degree: int, host: Any = HOST) -> float:
     evaluator = search(model, batch, host, world_size=degree)
     result = evaluator.evaluate({"dp": degree})
-    return Placed(evaluator.basis, evaluator.rules, result.problem, result.placement).flops
+    return Placed(evaluator.basis, result.problem, result.placement).flops
 
 
 def notes(model: nn.Module, batch: Any, **options: Any) -> list[str]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from meshwright_planner.cost.cost_models import CheckedModel, priced
 from meshwright_planner.cost.operations import OPTIMIZERS
 from meshwright_planner.memory.parts import Sizes
 from meshwright_planner.trace.batch import Batch
+
+Degrees: TypeAlias = Mapping[str, int]
+"""Mesh axis -> degree, of every axis."""
 
 SHARED = "zero"
 """The axis along which ranks share training state."""
@@ -92,7 +95,7 @@ class Setting:
         """The cluster whose figures the costs use; None where a cost model does not say."""
         return self.cluster if self.cost_model is None else self.cost_model.figures
 
-    def zero_stages(self, degrees: Mapping[str, int]) -> tuple[int, ...]:
+    def zero_stages(self, degrees: Degrees) -> tuple[int, ...]:
         """The ZeRO stages to try with these degrees, the fastest first."""
         if degrees.get(SHARED, 1) <= 1:
             return (0,)
@@ -128,7 +131,7 @@ class Basis:
         """The named parameters of each unit of the model (see blocks.parameter_units)."""
         return tuple(tuple(named) for _, _, named in parameter_units(self.setting.model))
 
-    def floor_bytes(self, degrees: Mapping[str, int] | None = None) -> float:
+    def floor_bytes(self, degrees: Degrees | None = None) -> float:
         """The least bytes of a rank while the optimizer steps: its part of parameters, gradients and states.
 
         `degrees`: replicas along axes that only sum gradients hold the same; without degrees the model is divided over all
@@ -156,20 +159,20 @@ class Basis:
             survey=self.surveys.get(axis) if axis is not None else None,
         )
 
-    def link(self, degrees: Mapping[str, int], axis: str | None) -> Link:
+    def link(self, degrees: Degrees, axis: str) -> Link:
         """The link of a collective along `axis`, or along several axes at once ("dp+cp")."""
-        spans, stride, axes = [], 1, axis.split("+") if axis else []
+        spans, stride, axes = [], 1, axis.split("+")
         for name in reversed(list(degrees)):
             if name in axes:
                 spans.append((stride, degrees[name]))
             stride *= degrees[name]
         return priced(self.setting.cluster.link_over(spans[::-1]), axis, self.setting.cost_model)
 
-    def batch_factor(self, degrees: Mapping[str, int]) -> int:
+    def batch_factor(self, degrees: Degrees) -> int:
         """The number of parts into which the axes divide the rows of the batch."""
         return math.prod(s.batch_factor(degrees.get(a, 1)) for a, s in self.setting.strategies.items())
 
-    def batch_states(self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int]) -> dict[str, State]:
+    def batch_states(self, name: str, shape: tuple[int, ...], degrees: Degrees) -> dict[str, State]:
         """Axis of several ranks -> state of a batch tensor on it."""
         left, sizes = list(shape), self.setting.batch.sizes
         states: dict[str, State] = {}
@@ -185,12 +188,10 @@ class Basis:
                 sizes = BatchSize(max(1, sizes.rows // strategy.batch_factor(degrees[axis])), sizes.tokens)
         return states
 
-    def rows_axes(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
+    def rows_axes(self, degrees: Degrees) -> tuple[str, ...]:
         """The axes of several ranks that divide the rows of the batch, outermost first."""
-        strategies = self.setting.strategies.items()
-        return tuple(
-            a for a, s in strategies if degrees[a] > 1 and s.batch_factor(degrees[a]) > 1 and not s.divides
-        )
+        strategies = [(a, s) for a, s in self.setting.strategies.items() if degrees[a] > 1 and not s.divides]
+        return tuple(axis for axis, strategy in strategies if strategy.batch_factor(degrees[axis]) > 1)
 
     def strategy_modules(self) -> tuple[str, ...]:
         """Names of the modules that strategies run themselves, on the rows of each rank."""
@@ -198,7 +199,7 @@ class Basis:
         return tuple(module for survey in surveys.values() for module in survey.modules)
 
     def local_shape(
-        self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int], microbatches: int = 1
+        self, name: str, shape: tuple[int, ...], degrees: Degrees, microbatches: int = 1
     ) -> tuple[int, ...]:
         """The shape of a batch tensor on one rank, in one microbatch."""
         local = list(shape)
@@ -227,7 +228,7 @@ class Surveys:
 
 
 def placements(
-    strategies: Mapping[str, Strategy], surveys: Mapping[str, Survey], degrees: Mapping[str, int]
+    strategies: Mapping[str, Strategy], surveys: Mapping[str, Survey], degrees: Degrees
 ) -> dict[str, dict[str, str]]:
     """Parameter name -> mesh axis -> state as text, of the parameters that strategies place themselves."""
     placed: dict[str, dict[str, str]] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright_dtensor.errors import PlanError, UsageError
@@ -29,7 +31,7 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
         if axis in legal and not legal[axis]:
             raise _illegal_pin(basis, requests[axis], axis, degree)
     products = _products(legal, setting.world_size)
-    whole = [c for c in products if _one_search(basis, c) and _rows_divide(basis, c)]
+    whole = [c for c in products if _one_search(setting, c) and _rows_divide(basis, c)]
     possible = [c for c in whole if _sequence_divides(basis, c)]
     if setting.stage:
         # a pinned ZeRO stage asks for ranks that share training state
@@ -128,29 +130,18 @@ def _sequence_divides(basis: Basis, degrees: Mapping[str, int]) -> bool:
     if not setting.sequence_parallel or setting.world_size == 1:
         return True
     degree = max((degrees[a] for a, s in setting.strategies.items() if s.placement_search), default=1)
-    lengths = {
-        basis.local_shape(name, tuple(t.shape), degrees)[1]
-        for name, t in batch.tensors()
-        if t.dim() > 1 and t.shape[1] == batch.sequence_length
-    }
+    shapes = {name: tuple(t.shape) for name, t in batch.tensors() if t.shape[1:2] == (batch.sequence_length,)}
+    lengths = {basis.local_shape(name, shape, degrees)[1] for name, shape in shapes.items()}
     return degree > 1 and all(balanced(length, degree) for length in lengths)
 
 
-def _one_search(basis: Basis, degrees: Mapping[str, int]) -> bool:
+def _one_search(setting: Setting, degrees: Mapping[str, int]) -> bool:
     """Whether at most one axis is searched for placements, or two: tp and one that the user pinned."""
-    setting = basis.setting
     searched = [a for a, d in degrees.items() if d > 1 and setting.strategies[a].placement_search]
     outer_pinned = all(a in setting.pins for a in searched if a != TENSOR)
     return len(searched) <= 1 or (len(searched) == 2 and outer_pinned)
 
 
-def _products(legal: Mapping[str, Sequence[int]], total: int) -> Iterator[dict[str, int]]:
-    if not legal:
-        if total == 1:
-            yield {}
-        return
-    axis, *others = legal
-    for degree in legal[axis]:
-        if total % degree == 0:
-            for rest in _products({a: legal[a] for a in others}, total // degree):
-                yield {axis: degree, **rest}
+def _products(legal: Mapping[str, Iterable[int]], total: int) -> list[dict[str, int]]:
+    dividing = ([d for d in degrees if total % d == 0] for degrees in legal.values())
+    return [dict(zip(legal, c)) for c in itertools.product(*dividing) if math.prod(c) == total]

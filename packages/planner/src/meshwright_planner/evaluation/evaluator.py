@@ -12,7 +12,7 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy import PipelineQuery, StepContext
+from meshwright_dtensor.strategy import Link, PipelineQuery, StepContext
 from meshwright_planner.cost.prices import AxisCosts, JointCosts
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import BY_STAGE, Point
@@ -44,6 +44,9 @@ FAR = 1.5
 
 Axes: TypeAlias = tuple[str, ...]
 """Names of searched axes, outermost first."""
+
+Stored: TypeAlias = Mapping[str, State]
+"""Name of a parameter -> its state on one axis."""
 
 
 class Search:
@@ -136,13 +139,13 @@ class Search:
             problem = recomputed.problem
             tight = None if hopeless else self._within(problem, self._tight(candidate, recomputed))
             if tight is not None:
-                fitting = self._costed(point, self._new(placed.problem, tight), axes)
+                fitting = self._costed(point, Placed(self.basis, placed.problem, tight), axes)
                 if not fitting.excess_bytes:
                     return fitting
             # nothing fits: return the placement that needs least
             least = self._within(problem, MemoryTerms(1e-6, factor))
             if least is not None:
-                closest = self._costed(point, self._new(placed.problem, least), axes)
+                closest = self._costed(point, Placed(self.basis, placed.problem, least), axes)
                 return min(candidate, closest, key=lambda c: c.total_bytes)
         return candidate
 
@@ -172,7 +175,7 @@ class Search:
         model = self._models.get(family)
         if model is None:
             solved = self.shared.models.get(family)
-            model = self._exact(point, axes, tape) if solved is None else self._new(*solved)
+            model = self._exact(point, axes, tape) if solved is None else Placed(self.basis, *solved)
             self._models[family] = model
             self.shared.models[family] = model.problem, model.placement
         placed = model if model.problem.tape is tape else model.at(tape)
@@ -194,7 +197,7 @@ class Search:
     def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
         """The recompute rules of a configuration."""
         wanted = point.recompute
-        return () if wanted is None or wanted is BY_STAGE else self._rules_of(wanted, dict(point.degrees))
+        return self._rules_of(wanted, dict(point.degrees)) if isinstance(wanted, str) else ()
 
     def _rules_of(self, wanted: str, degrees: Mapping[str, int]) -> tuple[RecomputeRule, ...]:
         rules = self.shared.rules
@@ -217,15 +220,12 @@ class Search:
     # ---- parts
     def _searched(self, point: Point) -> Axes:
         """The axes whose placements are searched, outermost first: none, one or two."""
-        strategies = self.setting.strategies
-        return tuple(a for a, d in point.degrees if d > 1 and strategies[a].placement_search)
+        return tuple(a for a, d in point.degrees if d > 1 and self.setting.strategies[a].placement_search)
 
-    def _joined(self, point: Point, axes: Axes) -> tuple[object, ...]:
+    def _joined(self, point: Point, axes: Axes) -> tuple[tuple[str, int, Link], ...]:
         """Per searched axis its name, degree and link; without any, one entry for a single rank."""
-        degrees = dict(point.degrees)
-        if not axes:
-            return (("", 1, self.basis.link(degrees, None)),)
-        return tuple((axis, degrees[axis], self.basis.link(degrees, axis)) for axis in axes)
+        degrees = {"": 1, **dict(point.degrees)}
+        return tuple((axis, degrees[axis], self.basis.link(degrees, axis)) for axis in axes or ("",))
 
     def _present(self, point: Point) -> list[str]:
         """Axes whose strategies place parameters themselves."""
@@ -253,11 +253,8 @@ class Search:
             solved, placements = (*key, self.setting.optimizer), self.shared.placements
             if solved not in placements:
                 placements[solved] = self._place(problem)
-            self._placed[key] = self._new(problem, placements[solved])
+            self._placed[key] = Placed(self.basis, problem, placements[solved])
         return self._placed[key]
-
-    def _new(self, problem: PlacementProblem, placement: Placement) -> Placed:
-        return Placed(self.basis, self.rules, problem, placement)
 
     def _costed(
         self, point: Point, placed: Placed, axes: Axes, rough: bool = False, beyond: float = math.inf
@@ -266,9 +263,8 @@ class Search:
             costed, full = self._full.get((point.but(recompute=None), rough), (None, None))
             if full is None or costed is not placed:
                 full = cost(point, placed, axes, rough=rough)
-            return with_stage_recompute(
-                replace(full, point=point), placed, self._recompute_variants(point, placed)
-            )
+            variants = self._recompute_variants(point, placed)
+            return with_stage_recompute(replace(full, point=point), placed, variants)
         recomputed = placed.with_recompute(self.recompute(point))
         candidate = cost(point, recomputed, axes, rough=rough, beyond=beyond)
         if point.recompute is None and candidate.excess_bytes:
@@ -288,17 +284,14 @@ class Search:
 
     def _problem(self, point: Point, tape: Tape, axes: Axes) -> PlacementProblem:
         present, meshed = self._present(point) if axes else [], self._meshed(point)
-        degrees = dict(point.degrees)
-        named = axes or (None,)
-        links = [self.basis.link(degrees, axis) for axis in named]
-        shape = [(axis, 1 if axis is None else degrees[axis]) for axis in named]
+        setting, problems, joined = self.setting, self.shared.problems, self._joined(point, axes)
         costs = [
-            AxisCosts(self.setting.cluster, link, degree, meshed, self.setting.cost_model)
-            for link, (_, degree) in zip(links, shape, strict=True)
+            AxisCosts(setting.cluster, link, degree, meshed, setting.cost_model) for _, degree, link in joined
         ]
-        stored = [self.setting.stored.get(axis, {}) for axis in axes]
-        unlinked: tuple[object, ...] = (id(tape), *shape, meshed, self.setting.sequence_parallel)
-        linked, problems = (*links, *unlinked), self.shared.problems
+        stored = [setting.stored.get(axis, {}) for axis in axes]
+        shape = [(axis, degree) for axis, degree, _ in joined]
+        unlinked: tuple[object, ...] = (id(tape), *shape, meshed, setting.sequence_parallel)
+        linked = (*(link for _, _, link in joined), *unlinked)
         if unlinked not in problems:
             problems[unlinked] = problems[linked] = self._made(tape, costs, stored)
         if linked not in problems:
@@ -311,21 +304,17 @@ class Search:
             problems[key] = problems[linked].pinning(_pins([{**whole, **pins} for pins in stored]))
         return problems[key]
 
-    def _made(
-        self, tape: Tape, costs: Sequence[AxisCosts], stored: Sequence[Mapping[str, State]]
-    ) -> PlacementProblem:
+    def _made(self, tape: Tape, costs: Sequence[AxisCosts], stored: Sequence[Stored]) -> PlacementProblem:
         """The placement problem on one axis, or on two; `stored`: pins of parameters on each."""
         repeats, pins = self.shared.tapes.quotient(tape), _pins(stored)
         sequence = self.setting.sequence_parallel
         if len(costs) == 1:
-            legality = Legality(tape, repeats, self.rules, costs[0], tape.rows, pins, sequence)
+            legality = Legality(tape, repeats, self.rules, costs[0], pins, sequence)
             return PlacementProblem(legality, pins)
         # if one of the two axes must split the sequence, only the joint legality can say which
         alone = None if sequence else sequence
-        each = [
-            Legality(tape, repeats, self.rules, axis_costs, tape.rows, axis_stored, alone)
-            for axis_costs, axis_stored in zip(costs, stored, strict=True)
-        ]
+        of_axis = zip(costs, stored, strict=True)
+        each = [Legality(tape, repeats, self.rules, prices, pinned, alone) for prices, pinned in of_axis]
         return JointProblem(JointLegality(each, sequence), pins)
 
     def _place(self, problem: PlacementProblem) -> Placement:
@@ -349,11 +338,9 @@ class Search:
                 return placement
         if unsolved is not None:
             raise unsolved
-        needs = "; sequence_parallel=True needs placements that split the sequence between blocks: leave it out to allow others"
-        sequence = needs if self.setting.sequence_parallel else ""
-        raise UsageError(
-            f"the placement search found no legal placement; check the pinned parameter placements{sequence}"
-        )
+        needs = "sequence_parallel=True needs placements that split the sequence between blocks: leave it out to allow others"
+        rule = "the placement search found no legal placement; check the pinned parameter placements"
+        raise UsageError(f"{rule}; {needs}" if self.setting.sequence_parallel else rule)
 
     def _within(self, problem: PlacementProblem, terms: MemoryTerms) -> Placement | None:
         """The placement with these memory terms; None where there is none, or none was found in time."""
@@ -385,7 +372,7 @@ class Search:
         return MemoryTerms(PRICE, min(factor, training) / kept, max(1.0, room / kept))
 
 
-def _pins(stored: Sequence[Mapping[str, State]]) -> dict[str, Any]:
+def _pins(stored: Sequence[Stored]) -> dict[str, Any]:
     """Parameter name -> state; with two searched axes the state on each, None where it is free."""
     if len(stored) < 2:
         return dict(stored[0]) if stored else {}

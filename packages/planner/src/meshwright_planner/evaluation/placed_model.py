@@ -6,17 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.propagate.predict import PredictedMove
-from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.node import NodeView
 from meshwright_dtensor.sharding.states import parse_state
 from meshwright_dtensor.strategy import AttentionUse, CollectiveUse, ModuleWork, ParameterSize
 from meshwright_planner.cost.prices import work_of
-from meshwright_planner.evaluation.context import Basis, placements
+from meshwright_planner.evaluation.context import Basis, Degrees, placements
 from meshwright_planner.memory.module_work import module_work, parameter_sizes
 from meshwright_planner.memory.parts import copied_bytes, memory_parts, parameter_bytes, trained_sizes
 from meshwright_planner.memory.peak import Moment, Replay, moments, optimizer_moment
@@ -31,24 +30,22 @@ T = TypeVar("T")
 UnitSizes = tuple[ParameterSize, ...]
 """The parameters of one unit."""
 
+Entering = tuple[tuple[tuple[int, ...], int], ...]
+"""Shape and bytes of each input tensor of a module."""
+
 
 class Placed:
     """A placement of one microbatch on one rank."""
 
     def __init__(
-        self,
-        basis: Basis,
-        rules: RuleBook,
-        problem: PlacementProblem,
-        placement: Placement,
-        like: Placed | None = None,
+        self, basis: Basis, problem: PlacementProblem, placement: Placement, like: Placed | None = None
     ) -> None:
         """`like`: a placement with the same states, on other sizes or with other recompute rules."""
-        self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
+        self.basis, self.problem, self.placement = basis, problem, placement
         # the part of `alive_again` that `recompute` causes
         self._planned_again: Mapping[int, float] = {}
         self.recompute: tuple[RecomputeRule, ...] = ()
-        self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
+        self._entering = cache(problem.tape.entering)
         self._others: dict[object, Placed] = {}
         self._times: dict[int, Placement] = {1: placement}
         self._by_states: dict[object, Any] = {} if like is None else like._by_states
@@ -76,8 +73,7 @@ class Placed:
     @cached_property
     def memory(self) -> dict[str, int]:
         """Bytes by part."""
-        optimizer = self.basis.setting.optimizer
-        return memory_parts(self.basis.sizes, self.problem, self.placement, optimizer)
+        return memory_parts(self.basis.sizes, self.problem, self.placement, self.basis.setting.optimizer)
 
     @cached_property
     def replay(self) -> Replay:
@@ -99,7 +95,7 @@ class Placed:
     @cached_property
     def attention(self) -> tuple[AttentionUse, ...]:
         """The attention calls, equal ones counted together; the searched axis shards heads if it can, as placements do."""
-        attention = by_name(self.rules.composites).get("sdpa")
+        attention = by_name(self.problem.legality.rules.composites).get("sdpa")
         if attention is None:
             return ()
         tape, quotient, costs = self.problem.tape, self.problem.quotient, self.problem.costs
@@ -175,7 +171,7 @@ class Placed:
         return self._once(("sizes", holds), find)
 
     def summed(
-        self, degrees: Mapping[str, int], over: Sequence[str], holds: frozenset[str] | None = None
+        self, degrees: Degrees, over: Sequence[str], holds: frozenset[str] | None = None
     ) -> tuple[UnitSizes, ...]:
         """The parameters of each unit whose gradients are summed `over` these axes, as all axes leave them to one rank.
 
@@ -188,8 +184,7 @@ class Placed:
         def find() -> tuple[UnitSizes, ...]:
             owners = {axis: survey.parameters for axis, survey in surveys.items()}
             stated = placements(self.basis.setting.strategies, surveys, degrees)
-            units = [_held(unit, holds) for unit in self._units]
-            return summed_units(units, owners, stated, degrees, over)
+            return summed_units((_held(unit, holds) for unit in self._units), owners, stated, degrees, over)
 
         return self._once((tuple(over), tuple((axis, degrees[axis]) for axis in surveys), holds), find)
 
@@ -197,32 +192,23 @@ class Placed:
         """How many parameters the optimizer of one rank updates; `holds`: as for `sizes`."""
         return sum(size.trainable for unit in self.sizes(holds) for size in unit)
 
-    def entering(
-        self, modules: Iterable[str], times: int
-    ) -> dict[str, tuple[tuple[tuple[int, ...], int], ...]]:
+    def entering(self, modules: Iterable[str], times: int) -> dict[str, Entering]:
         """Module -> shape and bytes of each of its input tensors, of `times` microbatches together."""
-        for module in modules:
-            if module not in self._entering:
-                self._entering[module] = self.problem.tape.entering(module)
-        return {
-            m: tuple(
-                ((shape[0] * times, *shape[1:]) if shape else shape, size * times)
-                for shape, size in self._entering[m]
-            )
-            for m in modules
-        }
+
+        def all_rows(inputs: Entering) -> Entering:
+            return tuple(((s[0] * times, *s[1:]) if s else s, nbytes * times) for s, nbytes in inputs)
+
+        return {module: all_rows(self._entering(module)) for module in modules}
 
     @cached_property
     def work(self) -> tuple[ModuleWork, ...]:
         """The work of each module in a microbatch."""
         return module_work(self.replay)
 
-    def row_collectives(
-        self, microbatches: int, degrees: Mapping[str, int]
-    ) -> Iterator[tuple[str, CollectiveUse, float]]:
+    def row_collectives(self, times: int, degrees: Degrees) -> Iterator[tuple[str, CollectiveUse, float]]:
         """(axis, collectives of one step, seconds of one of them) of operations that combine batch rows of several ranks.
 
-        A recomputed operation communicates again.
+        `times`: number of microbatches. A recomputed operation communicates again.
         """
         problem, tape = self.problem, self.problem.tape
         if tape.division is None:
@@ -235,15 +221,13 @@ class Placed:
         }
         counted: Counter[PredictedMove] = Counter()
         for moved, count in tape.division.moved:
-            twice = (
-                moved.phase == "forward" and bool(recomputed) and f"{moved.module}.".startswith(recomputed)
-            )
+            twice = moved.phase == "forward" and f"{moved.module}.".startswith(recomputed)
             share = 1.0
             if moved.value is not None:
                 # of a value that a searched axis shards, each rank of that axis moves its part
                 share = problem.costs.share(states.get(problem.quotient.value(moved.value), "I"))
             part = replace(moved, nbytes=round(moved.nbytes * share), value=None)
-            counted[part] += count * microbatches * (1 + twice)
+            counted[part] += count * times * (1 + twice)
         for moved, count in counted.items():
             link, why = self.basis.link(degrees, moved.axis), moved.why
             if not why.startswith("inside "):
@@ -256,7 +240,7 @@ class Placed:
         key = ("tape", id(tape))
         if key not in self._others:
             problem = self.problem.on(tape)
-            self._others[key] = Placed(self.basis, self.rules, problem, problem.again(self.placement), self)
+            self._others[key] = Placed(self.basis, problem, problem.again(self.placement), self)
         return self._others[key]
 
     def repeated(self, times: int) -> Placement:
@@ -281,7 +265,7 @@ class Placed:
         key = ("recompute", tuple(rules))
         if key not in self._others:
             problem, placement, alive = recomputed(self.problem, self.placement, rules)
-            other = self._others[key] = Placed(self.basis, self.rules, problem, placement, self)
+            other = self._others[key] = Placed(self.basis, problem, placement, self)
             other._planned_again, other.recompute = alive, tuple(rules)
         return self._others[key]
 
@@ -295,7 +279,7 @@ def summed_units(
     units: Iterable[Mapping[str, ParameterSize]],
     owners: Mapping[str, frozenset[str]],
     stated: Mapping[str, Mapping[str, str]],
-    degrees: Mapping[str, int],
+    degrees: Degrees,
     summed: Iterable[str],
 ) -> tuple[UnitSizes, ...]:
     """The parameters of each unit whose gradients are summed over axes of `summed`.
@@ -329,7 +313,7 @@ def summed_units(
     return tuple(result)
 
 
-def _sharded(size: ParameterSize, states: Mapping[str, str], degrees: Mapping[str, int]) -> ParameterSize:
+def _sharded(size: ParameterSize, states: Mapping[str, str], degrees: Degrees) -> ParameterSize:
     shape, sharded = list(size.shape), list(size.sharded_dims)
     for axis, text in states.items():
         state = parse_state(text, degrees[axis])

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.strategy import ModuleWork
 from meshwright_planner.evaluation.placed_model import Placed
 from meshwright_planner.recompute.rules import rules_of
+
+Rules: TypeAlias = tuple[RecomputeRule, ...]
 
 
 @dataclass(frozen=True)
@@ -30,19 +33,17 @@ class RecomputeVariants:
     blocks: tuple[str, ...]
     patterns: tuple[str, ...]
 
-    @staticmethod
-    def of(
-        placed: Placed, policies: Mapping[str, Sequence[RecomputeRule]], blocks: Sequence[str]
-    ) -> RecomputeVariants:
+    @classmethod
+    def of(cls, placed: Placed, policies: Mapping[str, Rules], blocks: Sequence[str]) -> RecomputeVariants:
         """The variants of a placement; `policies`: name -> its rules for all `blocks`."""
         names = frozenset(blocks)
         above = (work.module.split(".") for work in placed.work)
         inside = [any(".".join(parts[: n + 1]) in names for n in range(len(parts))) for parts in above]
         work = {name: _work(placed, placed.with_recompute(rules), inside) for name, rules in policies.items()}
         patterns = dict.fromkeys(rule.pattern for rules in policies.values() for rule in rules)
-        return RecomputeVariants(work, tuple(blocks), tuple(patterns))
+        return cls(work, tuple(blocks), tuple(patterns))
 
-    def rules(self, chosen: Mapping[str, str]) -> tuple[RecomputeRule, ...]:
+    def rules(self, chosen: Mapping[str, str]) -> Rules:
         """Rules for the choice of a strategy: module -> policy by which the blocks in it are recomputed.
 
         Raises PlanError: it chose a part of a block.
@@ -51,9 +52,8 @@ class RecomputeVariants:
         for module, policy in chosen.items():
             inside = [name for name in self.blocks if name == module or name.startswith(f"{module}.")]
             if not inside:
-                raise PlanError(
-                    "recompute", module, "only whole blocks are recomputed, and this module contains none"
-                )
+                rule = "only whole blocks are recomputed, and this module contains none"
+                raise PlanError("recompute", module, rule)
             policies.update(dict.fromkeys(inside, policy))
         return rules_of(policies, self.blocks, self.patterns)
 
@@ -73,18 +73,8 @@ def _work(placed: Placed, recomputed: Placed, inside: Sequence[bool]) -> tuple[M
     for base, work, in_block in zip(placed.work, recomputed.work, inside, strict=True):
         if in_block:
             seconds = base.seconds + (work.seconds - base.seconds) * scale
+            forward = base.forward * base.seconds / seconds if seconds else base.forward
             # there are thousands of these, and dataclasses.replace is slow
-            work = ModuleWork(
-                work.module,
-                seconds,
-                work.saved_bytes,
-                work.parameters,
-                work.inputs,
-                work.shared,
-                work.transient_bytes,
-                work.deferred_bytes,
-                base.forward * base.seconds / seconds if seconds else base.forward,
-                work.outputs,
-            )
+            work = ModuleWork(**{**vars(work), "seconds": seconds, "forward": forward})
         result.append(work)
     return tuple(result)

@@ -13,15 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from meshwright_dtensor.strategy import (
-    CollectiveUse,
-    Link,
-    ModelSizes,
-    PipelineQuery,
-    SearchRequest,
-    StepContext,
-    StrategyCost,
-)
+from meshwright_dtensor.strategy import CollectiveUse, Link, StrategyCost
+from meshwright_dtensor.strategy.request import ModelSizes, PipelineQuery, SearchRequest, StepContext
 from meshwright_planner.cost.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
@@ -376,10 +369,8 @@ def _stage_shares(placement: Placement, divided: StrategyCost) -> tuple[tuple[fl
         forward = placement.forward_seconds / total if total else 0.0
         return ((forward, 1.0 - forward),)
     forwards = divided.forwards or (1 / 3,) * len(divided.stages)
-    return tuple(
-        (share * forward, share * (1 - forward))
-        for share, forward in zip(divided.stages, forwards, strict=True)
-    )
+    parts = zip(divided.stages, forwards, strict=True)
+    return tuple((part * forward, part * (1 - forward)) for part, forward in parts)
 
 
 @functools.lru_cache(maxsize=256)

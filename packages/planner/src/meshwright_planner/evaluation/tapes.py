@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +12,7 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.propagate.choose import MeshShape
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner.evaluation.context import Basis, Surveys
+from meshwright_planner.evaluation.context import Basis, Degrees, Surveys
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.trace.quotient import Quotient, quotient
 from meshwright_planner.trace.recorder.record import NoRunError, RecordingCache, record
@@ -45,9 +44,7 @@ class Tapes:
         self._failed: dict[object, NoRunError] = {}
         self._known: dict[torch.dtype | None, RecordingCache] = defaultdict(RecordingCache)
 
-    def of(
-        self, basis: Basis, degrees: Mapping[str, int], microbatches: int = 1, rough: bool = False
-    ) -> Tape:
+    def of(self, basis: Basis, degrees: Degrees, microbatches: int = 1, rough: bool = False) -> Tape:
         """The tape of one microbatch of one rank's part of the batch.
 
         `rough`: an estimate may leave out collectives of interacting rows that hardly cost anything.
@@ -80,10 +77,8 @@ class Tapes:
                 return local
         together = _shapes(basis, {a: 1 if a in axes else d for a, d in degrees.items()}, microbatches)
         grid = MeshShape(axes, tuple(degrees[a] for a in axes))
-        states = {
-            name: tuple(basis.batch_states(name, tuple(t.shape), degrees)[a] for a in axes)
-            for name, t in batch.tensors()
-        }
+        by_name = {name: basis.batch_states(name, tuple(t.shape), degrees) for name, t in batch.tensors()}
+        states = {name: tuple(on_axis[a] for a in axes) for name, on_axis in by_name.items()}
         return self._data_ranks.of(
             ((basis.setting.dtype, *shapes.values()), grid.axes, grid.sizes, *together.values()),
             local,
@@ -100,7 +95,7 @@ class Tapes:
             self._quotients[id(origin)] = origin, quotient(origin)
         return self._quotients[id(origin)][1]
 
-    def for_more_rows(self, basis: Basis, degrees: Mapping[str, int], microbatches: int = 1) -> Tape | None:
+    def for_more_rows(self, basis: Basis, degrees: Degrees, microbatches: int = 1) -> Tape | None:
         """A tape of one row, scaled from tapes of more rows, while it is not recorded; else None.
 
         A model may do less for a single row than for one of several, so this tape has the right sizes and no fewer nodes.
@@ -113,7 +108,7 @@ class Tapes:
             self._larger[key] = self._scaled(basis, shapes, single_row=True)
         return self._larger[key]
 
-    def other(self, basis: Basis, degrees: Mapping[str, int], microbatches: int = 1) -> Tape | None:
+    def other(self, basis: Basis, degrees: Degrees, microbatches: int = 1) -> Tape | None:
         """The tape of the same work on another number of rows; None where the batch has one row or recording fails."""
         tape, batch = self.of(basis, degrees, microbatches), basis.setting.batch
         if tape.origin is not None and tape.origin.rows != tape.rows:
@@ -153,9 +148,7 @@ class Tapes:
                 raise
             return tape
 
-    def _refusal(
-        self, basis: Basis, degrees: Mapping[str, int], microbatches: int, error: NoRunError
-    ) -> UsageError:
+    def _refusal(self, basis: Basis, degrees: Degrees, microbatches: int, error: NoRunError) -> UsageError:
         """The error where the model does not run on a rank's part of the batch. It names the degree or the microbatches."""
         whole = {name: tuple(t.shape) for name, t in basis.setting.batch.tensors()}
         for axis, degree in degrees.items():
@@ -167,11 +160,8 @@ class Tapes:
             return error
         if microbatches > 1 and not self._fails(basis, _shapes(basis, degrees, 1)):
             return _part_error("microbatches", microbatches, error, parts)
-        axis = next(
-            a
-            for a, d in degrees.items()
-            if d > 1 and _shapes(basis, {**degrees, a: 1}, microbatches) != parts
-        )
+        several = (axis for axis, degree in degrees.items() if degree > 1)
+        axis = next(a for a in several if _shapes(basis, {**degrees, a: 1}, microbatches) != parts)
         return _part_error(f"degrees.{axis}", degrees[axis], error, parts)
 
     def _fails(self, basis: Basis, shapes: Shapes) -> bool:
@@ -185,9 +175,8 @@ class Tapes:
         """The tape scaled from two others, where it has more rows than they; `single_row`: or one row."""
         batch = basis.setting.batch
         rows = {shapes[name][0] for name, t in batch.tensors() if tuple(t.shape[:1]) == (batch.size,)}
-        if len(rows) != 1 or rows & {*BASE_ROWS, *(() if single_row else (1,))}:
-            return None
-        if batch.size < max(BASE_ROWS):
+        unscaled = {*BASE_ROWS, *(() if single_row else (1,))}
+        if len(rows) != 1 or rows & unscaled or batch.size < max(BASE_ROWS):
             return None
         family = self._family(basis, shapes)
         return None if family is None else family.at(rows.pop())
@@ -275,9 +264,7 @@ def _part(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _shapes(basis: Basis, degrees: Mapping[str, int], microbatches: int) -> Shapes:
+def _shapes(basis: Basis, degrees: Degrees, microbatches: int) -> Shapes:
     """The shapes of the batch tensors on one rank, in one microbatch."""
-    return {
-        name: basis.local_shape(name, tuple(t.shape), degrees, microbatches)
-        for name, t in basis.setting.batch.tensors()
-    }
+    tensors = basis.setting.batch.tensors()
+    return {name: basis.local_shape(name, tuple(t.shape), degrees, microbatches) for name, t in tensors}

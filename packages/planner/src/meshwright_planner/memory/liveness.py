@@ -69,8 +69,5 @@ def _found(problem: PlacementProblem) -> Spans:
         source = None if item.root is None else root.get(quotient.value(item.root))
         if source is not None:
             kept.setdefault(source, place[quotient.node(item.node)])
-    spans = (
-        (k, slot, place[k], min(last[value], kept.get(value, len(nodes)) - 1))
-        for value, (k, slot) in made.items()
-    )
-    return tuple(span for span in spans if span[2] <= span[3])
+    ends = {value: min(last[value], kept.get(value, len(nodes)) - 1) for value in made}
+    return tuple((k, slot, place[k], ends[v]) for v, (k, slot) in made.items() if place[k] <= ends[v])

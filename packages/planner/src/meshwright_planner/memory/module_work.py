@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import ModuleWork, ParameterSize
 from meshwright_planner.cost.operations import FORWARD
 from meshwright_planner.cost.prices import along
@@ -153,15 +152,13 @@ def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
     alone, common = kept.bytes(problem, placement, len(runs))
     seconds = {k: option.seconds for k, option in placement.options.items()}
     forward = {k: option.seconds * option.forward for k, option in placement.options.items()}
+    place, gradient, backward = replay.place, replay.gradient, replay.backward_alive
     temporary = {
-        k: max(replay.backward_alive[n] + replay.gradient.get(n, 0.0), replay.forward_alive[n])
-        for k, n in replay.place.items()
+        k: max(backward[n] + gradient.get(n, 0.0), replay.forward_alive[n]) for k, n in place.items()
     }
-    output_gradients = {k: _output_gradient_bytes(problem, placement, k) for k in replay.place}
-    states: dict[int, State] = {}
-    for k in replay.place:
-        for ref, state in zip(tape.nodes[k].outs, placement.options[k].outs):
-            states[quotient.value(ref.i)] = state
+    output_gradients = {k: _output_gradient_bytes(problem, placement, k) for k in place}
+    outputs = ((r, s) for k in place for r, s in zip(tape.nodes[k].outs, placement.options[k].outs))
+    states = {quotient.value(ref.i): state for ref, state in outputs}
     # copies of a block have equal work
     by_kinds: dict[tuple[int, ...], tuple[float, float, float, float]] = {}
     work = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -96,7 +97,5 @@ def copied_bytes(sizes: Sizes, problem: PlacementProblem, placement: Placement, 
     for name, source in sizes.dtypes.items():
         if source != dtype:
             names.setdefault(source, []).append(name)
-    return sum(
-        parameter_bytes(sizes, problem, placement, some)[0] / source.itemsize * dtype.itemsize
-        for source, some in names.items()
-    )
+    nbytes = partial(parameter_bytes, sizes, problem, placement)
+    return sum(nbytes(some)[0] / source.itemsize * dtype.itemsize for source, some in names.items())

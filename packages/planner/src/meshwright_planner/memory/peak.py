@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import COPIES
@@ -122,13 +121,10 @@ class Replay:
     """The representative nodes with the bytes that each saves, the gradients that it completes, and temporaries."""
 
     def __init__(
-        self,
-        problem: PlacementProblem,
-        placement: Placement,
-        again: Mapping[int, float] = MappingProxyType({}),
+        self, problem: PlacementProblem, placement: Placement, again: Mapping[int, float] | None = None
     ) -> None:
         """`again`: representative node -> bytes of its module that are alive during recomputation."""
-        self.problem, self.placement, self.again = problem, placement, again
+        self.problem, self.placement, self.again = problem, placement, again or {}
         self.nodes = list(problem.quotient.nodes)
         self.place = {k: n for n, k in enumerate(self.nodes)}
         self.count = [problem.quotient.node_count[k] for k in self.nodes]
@@ -198,16 +194,12 @@ class Replay:
                 rest = (copies - 1) / copies
                 yield Moment((before + inside * rest + here) / whole, 0.0, self.forward_alive[n])
                 # a parameter gradient is a temporary until its node has run, then it may be copied to a bucket
-                while_it_runs = (
-                    (own_to[high] - own_to[n + 1]) / copies,
-                    self.backward_alive[n] + gradients[n] / copies,
-                    0.0,
-                )
-                after_it = ((own_to[high] - own_to[n]) / copies, self.alive_after[n], gradients[n] / copies)
+                alive, gradient = self.backward_alive[n], gradients[n] / copies
+                while_it_runs = ((own_to[high] - own_to[n + 1]) / copies, alive + gradient, 0.0)
+                after_it = ((own_to[high] - own_to[n]) / copies, self.alive_after[n], gradient)
                 first, last = (before + inside * rest + here) / whole, (before + here) / whole
-                for there, temporary, copied in (
-                    (while_it_runs, after_it) if gradients[n] else (while_it_runs,)
-                ):
+                both = (while_it_runs, after_it) if gradient else (while_it_runs,)
+                for there, temporary, copied in both:
                     yield Moment(first, (after + there) / grown, temporary, copied)
                     if copies > 1:
                         yield Moment(last, (after + made * rest + there) / grown, temporary, copied)
@@ -221,14 +213,9 @@ class Replay:
     def backward_alive(self) -> list[float]:
         """Per node, the bytes of activation gradients and recomputed tensors while it runs backward."""
         moved, living, tape = self._moved_gradients(), self._alive_gradients(0), self.problem.tape
-        inner = [
-            0.0 if _by_rows(tape, tape.nodes[k]) else self._torch_loss_bytes(n)
-            for n, k in enumerate(self.nodes)
-        ]
-        return [
-            living[n] + inner[n] + moved.get(n, 0.0) + self.again.get(k, 0.0)
-            for n, k in enumerate(self.nodes)
-        ]
+        nodes, loss = list(enumerate(self.nodes)), self._torch_loss_bytes
+        inner = [0.0 if _by_rows(tape, tape.nodes[k]) else loss(n) for n, k in nodes]
+        return [living[n] + inner[n] + moved.get(n, 0.0) + self.again.get(k, 0.0) for n, k in nodes]
 
     @cached_property
     def alive_after(self) -> list[float]:

@@ -19,14 +19,11 @@ BatchDims = dict[int, set[int]]
 """Value -> its batch dims."""
 
 
-def batch_dims(tape: Tape, nodes: Iterable[int], rules: RuleBook, degree: int, rows: int) -> BatchDims:
-    """The batch dims of the values of representative `nodes` (in order), if `degree` ranks can shard `rows` rows.
-
-    `rows`: size of the batch that the tape was recorded with; a batch that does not divide has no dims.
-    """
-    if rows < 2 or rows % degree:
+def batch_dims(tape: Tape, nodes: Iterable[int], rules: RuleBook, degree: int) -> BatchDims:
+    """The batch dims of the values of representative `nodes` (in order); a batch that does not divide has none."""
+    if tape.rows < 2 or tape.rows % degree:
         return {}
-    seeds = [i for i in _inputs(tape) if tape.values[i].shape[:1] == (rows,)]
+    seeds = [i for i in _inputs(tape) if tape.values[i].shape[:1] == (tape.rows,)]
     return _pushed(tape, nodes, rules, degree, dict.fromkeys(seeds, 0), lambda value: value)
 
 

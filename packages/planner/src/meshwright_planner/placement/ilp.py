@@ -188,30 +188,3 @@ class ConversionStep:
 
 Route: TypeAlias = tuple[ConversionStep, ...] | None
 """The steps from one state to another; None where there is no way."""
-
-
-class User(NamedTuple):
-    """A consumer of a conversion: input `position` of `node` in state `target`, by variable `edge`."""
-
-    node: int
-    position: int
-    target: State
-    edge: int
-
-
-@dataclass
-class Event:
-    """A conversion step that may happen.
-
-    Args:
-        value: representative value that is converted.
-        count: occurrences in one training step.
-        users: consumers that may need it.
-        column: its variable. None: the step happens whenever a user's edge is chosen.
-    """
-
-    value: int
-    step: ConversionStep
-    count: int
-    users: list[User] = field(default_factory=list)
-    column: int | None = None

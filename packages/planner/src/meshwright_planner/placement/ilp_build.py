@@ -20,32 +20,50 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State
 from meshwright_planner.cost.prices import along
-from meshwright_planner.placement.ilp import (
-    RESULT,
-    Conversion,
-    ConversionStep,
-    Event,
-    MemoryTerms,
-    Placement,
-    Program,
-    Route,
-    User,
-)
-from meshwright_planner.placement.problem import PlacementProblem
+from meshwright_planner.placement.ilp import Conversion, ConversionStep, MemoryTerms, Program, Route
+from meshwright_planner.placement.problem import RESULT, Placement, PlacementProblem
 
 TIE = 1e-9
 """Seconds: breaks ties towards fewer conversions and replicated parameters."""
 
 _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
 """(node, position among its inputs, the copies of the value that copies of the node read)."""
+
+
+class User(NamedTuple):
+    """A consumer of a conversion: input `position` of `node` in state `target`, by variable `edge`."""
+
+    node: int
+    position: int
+    target: State
+    edge: int
+
+
+@dataclass
+class Event:
+    """A conversion step that may happen.
+
+    Args:
+        value: representative value that is converted.
+        count: occurrences in one training step.
+        users: consumers that may need it.
+        column: its variable. None: the step happens whenever a user's edge is chosen.
+    """
+
+    value: int
+    step: ConversionStep
+    count: int
+    users: list[User] = field(default_factory=list)
+    column: int | None = None
 
 
 class Build:
@@ -194,9 +212,7 @@ class Build:
 
     def _saved(self) -> None:
         """Memory of saved tensors: one variable per storage and per way (whole, sharded) in which it is saved."""
-        users: dict[tuple[int | None, Hashable], dict[int, list[int]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        uses: dict[tuple[int | None, Hashable], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         # a mask that every layer saves counts once
         places = self.problem.saved.places
         size: dict[tuple[int | None, Hashable], float] = {}
@@ -214,10 +230,10 @@ class Build:
             for column, option in zip(self.x[node], self.problem.options[node]):
                 split = self.problem.saved.split(item, option)
                 key = (root, split)
-                users[key][node * 1_000_000 + number].append(column)
+                uses[key][node * 1_000_000 + number].append(column)
                 nbytes = item.nbytes * places.copies[root] * self.costs.part(split)
                 size[key] = max(size.get(key, 0.0), nbytes)
-        for (root, split), by_user in users.items():
+        for (root, split), by_user in uses.items():
             nbytes = size[root, split]
             held = []
             stored_value = None if root is None else self.quotient.value(root)

@@ -7,7 +7,6 @@ back and forth through the rules (views, products, biases) until it reaches the 
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -66,11 +65,9 @@ class Domains:
     def around(self, index: int) -> tuple[list[list[State]], list[list[State]]]:
         """The runs of each input and of each output of representative node `index`."""
         node = self.tape.nodes[index]
-        values = [self._sources[index, j] for j in range(len(node.ins))]
-        ins: list[list[State]] = [
-            list(dict.fromkeys(s for v in some for s in self.runs.get(v, ()))) for some in values
-        ]
-        return ins, [list(self.runs.get(self.quotient.value(r.i), ())) for r in node.outs]
+        sources = (self._sources[index, j] for j in range(len(node.ins)))
+        ins = [list[State](dict.fromkeys(s for v in some for s in self.of(v))) for some in sources]
+        return ins, [list[State](self.of(self.quotient.value(r.i))) for r in node.outs]
 
     def of(self, value: int) -> list[IntervalShard]:
         """The runs of a representative value."""
@@ -93,12 +90,9 @@ class Domains:
             self._parts(node.ins[0].i, dim, [shape[dim] for shape in view.out_shapes])
         self._flattened()
         for (value, dim), parts in cuts.items():
-            ordered = sorted(parts)
-            ends = [0, *(stop for _, stop in ordered)]
-            if ends[-1] == self.tape.values[value].shape[dim] and ends[:-1] == [
-                start for start, _ in ordered
-            ]:
-                self._parts(value, dim, [stop - start for start, stop in ordered])
+            starts, stops = zip(*sorted(parts))
+            if (*starts, self.tape.values[value].shape[dim]) == (0, *stops):
+                self._parts(value, dim, [stop - start for start, stop in zip(starts, stops)])
 
     def _flattened(self) -> None:
         """Views that flatten a sharded inner dim (heads with the batch: BLOOM) leave runs, if not too many."""
@@ -134,11 +128,9 @@ class Domains:
             for index in reversed(nodes) if turn % 2 == 0 else nodes:
                 if not any(map(any, self.around(index))):
                     continue
-                node = self.tape.nodes[index]
+                refs = (*self.tape.nodes[index].ins, *self.tape.nodes[index].outs)
                 for row in self.rows(index):
-                    for ref, state in itertools.chain(
-                        zip(node.ins, row.ins, strict=True), zip(node.outs, row.outs, strict=True)
-                    ):
+                    for ref, state in zip(refs, (*row.ins, *row.outs), strict=True):
                         changed |= self._add(ref.i, state)
             if not changed and turn:
                 return

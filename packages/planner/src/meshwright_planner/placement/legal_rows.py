@@ -60,16 +60,14 @@ class Legality:
         quotient: Quotient,
         rules: RuleBook,
         costs: AxisCosts,
-        rows: int = 1,
         pins: Mapping[str, State] | None = None,
         sequence: bool | None = None,
     ) -> None:
-        """`rows`: size of the batch of the recording; the axis must not shard it.  `pins`: states of parameters that the user
-        sets.  `sequence`: False leaves out the states in which the axis shards the sequence; True requires them for values
-        between blocks.
+        """`pins`: states of parameters that the user sets.  `sequence`: False leaves out the states in which the axis shards
+        the sequence; True requires them for values between blocks.
         """
         self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
-        self._batch = batch_dims(tape, quotient.nodes, rules, costs.degree, rows)
+        self._batch = batch_dims(tape, quotient.nodes, rules, costs.degree)
         pinned = {
             quotient.value(tape.parameters[name]): state
             for name, state in (pins or {}).items()

@@ -10,15 +10,8 @@ from typing import Self
 
 from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
 from meshwright_planner.cost.prices import AxisCosts, Collective, backward_move, convertible, forward_move
-from meshwright_planner.placement.ilp import (
-    RESULT,
-    ConversionStep,
-    Move,
-    Phase,
-    Placement,
-    Route,
-)
-from meshwright_planner.placement.legal_rows import Legality
+from meshwright_planner.placement.ilp import RESULT, ConversionStep, Move, Phase, Placement, Route
+from meshwright_planner.placement.legal_rows import Legality, Option
 from meshwright_planner.placement.pinned import pinned
 from meshwright_planner.placement.saved_bytes import SavedTensors
 from meshwright_planner.trace.tape import Tape
@@ -63,15 +56,12 @@ class PlacementProblem:
         other = copy.copy(self)
         other.costs, other.legality, other._routes = costs, self.legality.across(costs), {}
         other.saved = SavedTensors(self.tape, self.quotient, costs)
-        other.options = {
-            k: [
-                replace(o, inner_seconds=sum(map(costs.collective, o.collectives)) * (1 + self.tape.again[k]))
-                if o.collectives
-                else o
-                for o in options
-            ]
-            for k, options in self.options.items()
-        }
+
+        def priced(k: int, option: Option) -> Option:
+            seconds = sum(map(costs.collective, option.collectives)) * (1 + self.tape.again[k])
+            return replace(option, inner_seconds=seconds) if option.collectives else option
+
+        other.options = {k: [priced(k, option) for option in some] for k, some in self.options.items()}
         return other
 
     def pinning(self, pins: Mapping[str, State]) -> PlacementProblem:
@@ -87,9 +77,8 @@ class PlacementProblem:
         """A placement of a problem of other sizes, with its costs for this one."""
         values = self.tape.values
         options = {k: self.legality.option(k, o.ins, o.outs) for k, o in placement.options.items()}
-        conversions = [
-            replace(c, collective=c.collective.resized(values[c.value].nbytes)) for c in placement.conversions
-        ]
+        moved = [(c, c.collective.resized(values[c.value].nbytes)) for c in placement.conversions]
+        conversions = [replace(conversion, collective=collective) for conversion, collective in moved]
         placed = replace(placement, options=options, conversions=conversions)
         placed.compute_seconds, placed.forward_seconds, placed.communication_seconds = self.seconds(placed)
         placed.saved_bytes = self.saved.total(placed)
@@ -155,9 +144,8 @@ class PlacementProblem:
 
     def storable(self, value: int, divided: bool) -> list[State]:
         """The states in which a parameter may be stored. `divided`: sharded only."""
-        pin = self.pins.get(value)
-        if pin is not None:
-            return [pin]
+        if value in self.pins:
+            return [self.pins[value]]
         return [s for s in self.legality.parameter_states(value) if is_shard(s) or not divided]
 
     def may_move(self, value: int, source: State, target: State) -> bool:

@@ -51,9 +51,9 @@ def solve(
         Unsolved: the time was over before there was an answer.
     """
     limit = problem.patience if time_limit is None else time_limit
-    if isinstance(problem, JointProblem):
-        return _solve_two_axes(problem, memory, divided, limit, EXACT if exact is None else exact)
-    return solve_program(problem, memory, divided, limit)
+    if not isinstance(problem, JointProblem):
+        return solve_program(problem, memory, divided, limit)
+    return _solve_two_axes(problem, memory, divided, limit, EXACT if exact is None else exact)
 
 
 def solve_program(
@@ -115,9 +115,8 @@ def one_after_the_other(
         Unsolved: as of `solve`.
     """
     end = time.perf_counter() + time_limit
-    alone = solve_program(
-        problem.with_fixed(1 - first, None), replace(memory, limit=None), divided, time_limit / 2
-    )
+    unlimited = replace(memory, limit=None)
+    alone = solve_program(problem.with_fixed(1 - first, None), unlimited, divided, time_limit / 2)
     if alone is None:
         return None
     return solve_program(problem.with_fixed(first, alone), memory, divided, end - time.perf_counter())
@@ -176,11 +175,8 @@ def lower_bound(problem: JointProblem, time_limit: float = 60.0) -> float:
         for pair in problem.options[k]:
             key = tuple(s[0] for s in pair.ins), tuple(s[0] for s in pair.outs)  # type: ignore[index]
             seconds[key] = min(seconds.get(key, float("inf")), pair.seconds)
-        least.options[k] = [
-            replace(o, seconds=seconds[o.ins, o.outs], inner_seconds=0.0)
-            for o in options
-            if (o.ins, o.outs) in seconds
-        ]
+        paired = (o for o in options if (o.ins, o.outs) in seconds)
+        least.options[k] = [replace(o, seconds=seconds[o.ins, o.outs], inner_seconds=0.0) for o in paired]
     build = Build(least, MemoryTerms(0.0, 1.0), frozenset())
     answer = build.program.solve(time_limit)
     if answer.x is None or answer.status != 0:

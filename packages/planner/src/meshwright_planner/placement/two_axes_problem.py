@@ -158,13 +158,10 @@ class JointProblem(PlacementProblem):
 def _held(legality: JointLegality, pins: Pins) -> dict[int, tuple[State | None, ...]]:
     """Value -> the states on each axis in which the user or a strategy stores it."""
     by_axis = [
-        pinned(legality_of_axis, {name: s for name, some in pins.items() if (s := some[axis]) is not None})
-        for axis, legality_of_axis in enumerate(legality.axes)
+        pinned(on_axis, {name: s for name, some in pins.items() if (s := some[axis]) is not None})
+        for axis, on_axis in enumerate(legality.axes)
     ]
-    return {
-        value: tuple(legality_of_axis.get(value) for legality_of_axis in by_axis)
-        for value in {**by_axis[0], **by_axis[1]}
-    }
+    return {value: tuple(held.get(value) for held in by_axis) for value in {**by_axis[0], **by_axis[1]}}
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ class JointLegality(Legality):
 
     def options(self, index: int) -> list[Option]:
         """The legal pairs of node `index`, fully replicated first."""
-        outer = self.axes[0]
-        node = self.tape.nodes[index]
+        outer, node = self.axes[0], self.tape.nodes[index]
         options: dict[tuple[States, States], Option] = {}
         for first in outer.options(index):
             for second in self._inside(index, first):
@@ -81,12 +80,11 @@ class JointLegality(Legality):
     # ---- the inner axis
     def _inside(self, index: int, first: Option) -> Iterator[Strategy]:
         """The rows of the inner axis for the local shapes of a row of the outer one."""
-        inner = self.axes[1]
-        node, values = self.tape.nodes[index], self.tape.values
+        inner, node, values = self.axes[1], self.tape.nodes[index], self.tape.values
         degree = inner.costs.degree
-        states = dict(zip(node.ins, first.ins, strict=True)) | dict(zip(node.outs, first.outs, strict=True))
-        shapes = {ref: self._left(values[ref.i].shape, state) for ref, state in states.items()}
-        view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in states}, degree)
+        refs, outer = (*node.ins, *node.outs), (*first.ins, *first.outs)
+        shapes = {ref: self._left(values[ref.i].shape, state) for ref, state in zip(refs, outer, strict=True)}
+        view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in refs}, degree)
         rows = self.rules.strategies(view)
         ins, outs = (
             [
@@ -101,11 +99,8 @@ class JointLegality(Legality):
         if node.call is None or not node.ins or index in self.tape.writes:
             rows = rows[:1]
         for row in rows:
-            pairs_of_states = (
-                *zip(node.ins, first.ins, row.ins, strict=True),
-                *zip(node.outs, first.outs, row.outs, strict=True),
-            )
-            if all(self._fits(ref, shapes[ref], a, b) for ref, a, b in pairs_of_states):
+            states = zip(refs, outer, (*row.ins, *row.outs), strict=True)
+            if all(self._fits(ref, shapes[ref], a, b) for ref, a, b in states):
                 yield row
 
     def _fits(self, ref: Ref, left: tuple[int, ...], first: State, second: State) -> bool:

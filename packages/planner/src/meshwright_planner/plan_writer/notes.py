@@ -9,16 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import (
-    ParallelPlan,
-    PlannedCollective,
-    PrecisionRule,
-    Prediction,
-    Provenance,
-    StageTime,
-    StepSplit,
-    ZeroRule,
-)
+from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, PrecisionRule, ZeroRule
+from meshwright_dtensor.plan.fields import Prediction, Provenance, StageTime, StepSplit
 from meshwright_dtensor.sharding.states import format_state, is_shard
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.fingerprint import fingerprint
@@ -139,9 +131,7 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int, *, only: 
     ]
     tape = candidate.problem.tape
     if tape.real:
-        notes.append(
-            "the model depends on the data of its batch: profiled in a real run, not on fake tensors"
-        )
+        notes += ["the model depends on the data of its batch: profiled in a real run, not on fake tensors"]
     if setting.cluster.name.startswith(PREFIX):
         notes.append(f"planned for the machine at hand: {setting.cluster.source}")
     notes += tape.division.notes if tape.division is not None else ()
@@ -185,11 +175,8 @@ def _marked(candidate: Candidate) -> list[str]:
     for module, mark in tape.marks:
         states = [f"{axis} {format_state(s)}" for axis, s in mark.items() if candidate.point.degree(axis) > 1]
         if states:
-            copies = [
-                f"{copy}{module[len(first) :]}"
-                for copy, first in tape.copied.items()
-                if f"{module}.".startswith(f"{first}.")
-            ]
+            inside = [(c, first) for c, first in tape.copied.items() if f"{module}.".startswith(f"{first}.")]
+            copies = [f"{copy}{module[len(first) :]}" for copy, first in inside]
             modules = modules_by_state.setdefault(" and ".join(states), [])
             modules += (name for name in (module or "the model itself", *copies) if name not in modules)
     return [
@@ -238,11 +225,8 @@ def _idle_axes(candidate: Candidate) -> Iterator[str]:
 
 def _divided(options: Iterable[Option], place: int) -> bool:
     """Whether one of these options has a tensor that is sharded on the axis at `place`."""
-    return any(
-        state is not None and is_shard(along(state)[place])
-        for option in options
-        for state in (*option.ins, *option.outs)
-    )
+    states = (state for option in options for state in (*option.ins, *option.outs))
+    return any(state is not None and is_shard(along(state)[place]) for state in states)
 
 
 def comparison(better: Candidate, other: Candidate) -> str:

@@ -157,9 +157,8 @@ class Writer:
         for conversion in self.placement.conversions:
             c = conversion.collective
             readers = [n for n, _ in conversion.consumers]
-            if readers and all(
-                n != RESULT and self._in_strategy_module(self.tape.nodes[n].module) for n in readers
-            ):
+            divided = (n != RESULT and self._in_strategy_module(self.tape.nodes[n].module) for n in readers)
+            if readers and all(divided):
                 continue
             module, why = self._where(conversion)
             axis = self.axes[c.axis]
@@ -178,7 +177,7 @@ class Writer:
         ]
 
     def _in_strategy_module(self, module: str) -> bool:
-        return bool(self.strategy_modules) and f"{module}.".startswith(self.strategy_modules)
+        return f"{module}.".startswith(self.strategy_modules)
 
     def _where(self, conversion: Conversion) -> tuple[str, str]:
         source, target = format_state(conversion.source), format_state(conversion.target)
