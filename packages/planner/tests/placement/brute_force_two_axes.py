@@ -14,8 +14,7 @@ from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import RESULT
-from meshwright_planner.placement.two_axes_problem import JointProblem
-from meshwright_planner.placement.two_axes_rows import JointLegality
+from meshwright_planner.placement.two_axes import JointLegality, JointProblem
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
 from meshwright_planner.trace.recorder.record import record

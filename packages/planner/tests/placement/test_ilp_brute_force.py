@@ -15,8 +15,7 @@ from torch import nn
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.cost.prices import AxisCosts
-from meshwright_planner.placement.batch_dims import batch_dims
-from meshwright_planner.placement.legal_rows import Legality
+from meshwright_planner.placement.legal_rows import Legality, batch_dims
 from meshwright_planner.placement.problem import PlacementProblem
 from meshwright_planner.placement.solve import solve
 from meshwright_planner.plan_writer.patterns import Collapser

@@ -25,7 +25,7 @@ from meshwright_planner.cost.prices import JointCosts
 from meshwright_planner.placement import solve as solve_module
 from meshwright_planner.placement.ilp import Placement, Program, Unsolved
 from meshwright_planner.placement.solve import in_turns, lower_bound, one_after_the_other, solve
-from meshwright_planner.placement.two_axes_problem import JointProblem
+from meshwright_planner.placement.two_axes import JointProblem
 from meshwright_planner.trace.batch import Batch
 
 MOST = 400

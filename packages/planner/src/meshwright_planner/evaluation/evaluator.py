@@ -27,8 +27,7 @@ from meshwright_planner.placement.ilp import MemoryTerms, Unsolved
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.placement.solve import solve
-from meshwright_planner.placement.two_axes_problem import JointProblem
-from meshwright_planner.placement.two_axes_rows import JointLegality
+from meshwright_planner.placement.two_axes import JointLegality, JointProblem
 from meshwright_planner.recompute.region import recomputed_blocks
 from meshwright_planner.recompute.rules import POLICIES, recompute_rules, repeated_blocks
 from meshwright_planner.trace.tape import Tape
@@ -123,9 +122,7 @@ class Search:
     def evaluate(self, point: Point | Mapping[str, int], stage: int | None = None) -> Candidate:
         """The candidate of a configuration; where nothing fits the memory, with the placement that needs least.
 
-        `point`: or degrees, with `stage` as ZeRO stage; None takes that of the setting.
-
-        Raises PlanError: a strategy does not support the configuration.
+        `point`: or degrees, with `stage` as ZeRO stage (None: of the setting). Raises PlanError: a strategy does not support it.
         """
         if not isinstance(point, Point):
             point = self.point(point, stage)
@@ -153,9 +150,7 @@ class Search:
     def estimate(self, point: Point, beyond: float = math.inf) -> Candidate:
         """As `evaluate`, with placements that were found for another number of rows, so that no program is solved.
 
-        `beyond`: seconds of a step from which the estimate may be too low.
-
-        Raises PlanError: a strategy does not support the configuration.
+        `beyond`: seconds of a step from which the estimate may be too low. Raises PlanError: as of `evaluate`.
         """
         axes = self._searched(point)
         larger = None
@@ -363,11 +358,8 @@ class Search:
         # parameters that the results do not depend on
         tape = candidate.problem.tape
         read = {ref.i for node in tape.nodes for ref in node.ins}
-        outside = sum(
-            p.numel() * p.element_size()
-            for name, p in self.setting.model.named_parameters()
-            if tape.parameters.get(name) not in read
-        )
+        sizes = self.basis.sizes.parameters
+        outside = sum(nbytes for name, nbytes, _ in sizes if tape.parameters.get(name) not in read)
         room = candidate.limit - fixed - outside * training
         return MemoryTerms(PRICE, min(factor, training) / kept, max(1.0, room / kept))
 

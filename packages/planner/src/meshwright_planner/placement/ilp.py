@@ -137,17 +137,12 @@ class Program:
         matrix = scipy.sparse.csc_matrix((values, places), shape=(len(columns), len(self.cost)))
         cost = np.asarray(self.cost)
         # the solver's tolerances are absolute
-        scale = 1.0 / max(float(np.max(np.abs(cost), initial=0.0)), 1e-12)
+        scaled = cost * (1.0 / max(float(np.max(np.abs(cost), initial=0.0)), 1e-12)) * 1e3
         limits = LinearConstraint(matrix, np.asarray(low), np.asarray(high))
 
         def run_solver(integer: Any, seconds: float, presolve: bool) -> Any:
-            return milp(
-                cost * scale * 1e3,
-                constraints=limits,
-                integrality=integer,
-                bounds=Bounds(0, 1),
-                options={"time_limit": seconds, "mip_rel_gap": GAP, "presolve": presolve},
-            )
+            options = {"time_limit": seconds, "mip_rel_gap": GAP, "presolve": presolve}
+            return milp(scaled, constraints=limits, integrality=integer, bounds=Bounds(0, 1), options=options)
 
         # mostly the optimum of the relaxation is integral, which takes half the time; without presolve even less
         start, integer = time.perf_counter(), np.asarray(self.integer)

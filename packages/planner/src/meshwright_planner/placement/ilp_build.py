@@ -194,10 +194,7 @@ class Build:
         return edges
 
     def _serve(self, seconds: float, users: Sequence[User]) -> int | None:
-        """The variable of a step that several consumers share: 1 where one of them needs it.
-
-        None for a step of a single consumer, which is a price of its edges.
-        """
+        """The variable of a step that several consumers share, 1 where one needs it; None where it is a price of one's edges."""
         if all(user[:2] == users[0][:2] for user in users):
             for user in users:
                 self.program.cost[user.edge] += seconds

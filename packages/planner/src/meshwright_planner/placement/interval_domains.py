@@ -30,14 +30,9 @@ class Domains:
     """The runs of every representative value, and with them the rows of every representative node."""
 
     def __init__(
-        self,
-        tape: Tape,
-        quotient: Quotient,
-        rules: RuleBook,
-        degree: int,
-        pinned: Mapping[int, IntervalShard] | None = None,
+        self, tape: Tape, quotient: Quotient, rules: RuleBook, degree: int, pins: Mapping[int, IntervalShard]
     ) -> None:
-        """`pinned`: representative parameter value -> runs in which the user stores it."""
+        """`pins`: representative parameter value -> runs in which the user stores it."""
         self.tape, self.quotient, self.rules, self.degree = tape, quotient, rules, degree
         self.runs: dict[int, dict[IntervalShard, None]] = defaultdict(dict)
         self._sources: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -45,7 +40,7 @@ class Domains:
         self._found: dict[int, tuple[tuple[Known, Known], list[Strategy]]] = {}
         for value, node, position in quotient.edges:
             self._sources[node, position].append(value)
-        for value, state in (pinned or {}).items():
+        for value, state in pins.items():
             self.runs[value][state] = None
         if degree > 1:
             self._seed()

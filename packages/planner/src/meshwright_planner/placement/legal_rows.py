@@ -1,9 +1,14 @@
-"""The legal strategies of a tape's representative nodes on one axis, with their costs."""
+"""The legal strategies of a tape's representative nodes on one axis, with their costs.
+
+Only the data axis shards the rows of the batch.  A searched axis could shard them too (with sharded and gathered weights that
+is ZeRO-3), so all states that follow from a sharded batch are left out: they are propagated through the rules.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,7 +21,6 @@ from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.cost.backward import BackwardTraffic, BackwardTraffics
 from meshwright_planner.cost.operations import FORWARD
 from meshwright_planner.cost.prices import AxisCosts, Collective, Work, along, work_of
-from meshwright_planner.placement.batch_dims import batch_dims, sequence_dims
 from meshwright_planner.placement.interval_domains import Domains
 from meshwright_planner.trace.flops import by_name, forward_flops
 from meshwright_planner.trace.quotient import Quotient, carried
@@ -24,6 +28,9 @@ from meshwright_planner.trace.tape import Tape
 
 UNEVEN_FACTOR = 1000
 """A dim that does not divide is sharded only when the imbalance is below one part in this many."""
+
+BatchDims = dict[int, set[int]]
+"""Value -> its batch dims."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,8 @@ class Legality:
         """
         self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
         self._batch = batch_dims(tape, quotient.nodes, rules, costs.degree)
-        pinned = {
-            quotient.value(tape.parameters[name]): state
-            for name, state in (pins or {}).items()
-            if isinstance(state, IntervalShard) and name in tape.parameters
-        }
+        runs = ((name, s) for name, s in (pins or {}).items() if isinstance(s, IntervalShard))
+        pinned = {quotient.value(tape.parameters[name]): s for name, s in runs if name in tape.parameters}
         self._sequence = sequence_dims(tape, quotient, rules, costs.degree)
         self._wants = sequence
         self._carried = set(carried(tape, quotient)) if sequence and costs.degree > 1 else set()
@@ -160,11 +164,8 @@ class Legality:
 
     def _allowed(self, refs: Sequence[Ref], states: States) -> bool:
         values, degree = self.tape.values, self.costs.degree
-        return all(
-            balanced(values[r.i].shape[s], degree) and not self.leaves_whole(r.i, s)
-            for r, s in zip(refs, states)
-            if isinstance(s, int)
-        )
+        shards = ((ref.i, state) for ref, state in zip(refs, states) if isinstance(state, int))
+        return all(balanced(values[i].shape[s], degree) and not self.leaves_whole(i, s) for i, s in shards)
 
     def leaves_whole(self, value: int, dim: int) -> bool:
         """Whether the axis must not shard a dim: the rows of the batch, or the sequence with `sequence=False`."""
@@ -192,3 +193,47 @@ def _seen(shape: tuple[int, ...], degrees: Sequence[int], states: States, axis: 
     if isinstance(state, int):
         left[state] = min(left[state] * degrees[axis], shape[state])
     return tuple(left)
+
+
+def batch_dims(tape: Tape, nodes: Iterable[int], rules: RuleBook, degree: int) -> BatchDims:
+    """The batch dims of the values of representative `nodes` (in order); a batch that does not divide has none."""
+    if tape.rows < 2 or tape.rows % degree:
+        return {}
+    seeds = [i for i in _inputs(tape) if tape.values[i].shape[:1] == (tape.rows,)]
+    return _pushed(tape, nodes, rules, degree, dict.fromkeys(seeds, 0), lambda value: value)
+
+
+def sequence_dims(tape: Tape, quotient: Quotient, rules: RuleBook, degree: int) -> BatchDims:
+    """The dims that follow from sharding dim 1 of the inputs over `degree` ranks, by representative value."""
+    shapes = {i: tape.values[i].shape for i in _inputs(tape)}
+    seeds = [i for i, s in shapes.items() if len(s) > 1 and s[0] == tape.rows and s[1] % degree == 0]
+    return _pushed(tape, quotient.nodes, rules, degree, dict.fromkeys(seeds, 1), quotient.value)
+
+
+def _inputs(tape: Tape) -> list[int]:
+    return [i for i, value in enumerate(tape.values) if (value.name or "").startswith("input:")]
+
+
+def _pushed(
+    tape: Tape,
+    nodes: Iterable[int],
+    rules: RuleBook,
+    degree: int,
+    seeds: dict[int, int],
+    canon: Callable[[int], int],
+) -> BatchDims:
+    dims: BatchDims = defaultdict(set)
+    for index, dim in seeds.items():
+        dims[canon(index)].add(dim)
+    for index in nodes:
+        node = tape.nodes[index]
+        dims_in = [dims.get(canon(ref.i), set()) for ref in node.ins]
+        if not any(dims_in):
+            continue
+        for row in rules.strategies(NodeView.of(node, tape.values, degree)):
+            shards = [(s, k) for s, k in zip(row.ins, dims_in) if is_shard(s)]
+            if any(k for _, k in shards) and all(not k or s in k for s, k in shards):
+                for ref, state in zip(node.outs, row.outs):
+                    if isinstance(state, int):
+                        dims[canon(ref.i)].add(state)
+    return dims

@@ -14,11 +14,7 @@ from meshwright_planner.placement.legal_rows import Legality
 
 
 def marked(model: nn.Module, searched: Iterable[str]) -> dict[str, dict[str, State]]:
-    """Axis whose placements are searched -> parameter name -> state that it is marked with there.
-
-    Raises:
-        UsageError: a mark on another axis, which does not place parameters.
-    """
+    """Searched axis -> parameter name -> state that it is marked with there. Raises UsageError: a mark on another axis."""
     axes = tuple(searched)
     marks: dict[str, dict[str, State]] = {axis: {} for axis in axes}
     for name, parameter in model.named_parameters():
@@ -36,8 +32,7 @@ def marked(model: nn.Module, searched: Iterable[str]) -> dict[str, dict[str, Sta
 def pinned(legality: Legality, marks: dict[str, State]) -> dict[int, State]:
     """Value of the tape -> state, for the representatives of repeated blocks: a mark on one copy speaks for all.
 
-    Raises:
-        UsageError: copies of one block are marked differently, or a mark cannot be had at this degree.
+    Raises UsageError: copies of one block are marked differently, or a mark cannot be had at this degree.
     """
     by_value: dict[int, tuple[str, State]] = {}
     tied = legality.tape.tied

@@ -65,10 +65,7 @@ class PlacementProblem:
         return other
 
     def pinning(self, pins: Mapping[str, State]) -> PlacementProblem:
-        """The same problem with other pins, which change no legal options.
-
-        Interval shards are not among `pins`, except those that the problem was made with.
-        """
+        """The same problem with other pins, which change no legal options (no interval shards but those it was made with)."""
         other = copy.copy(self)
         other.pins = pinned(self.legality, dict(pins))
         return other

@@ -19,7 +19,7 @@ from meshwright_planner.cost.prices import AxisCosts, Collective
 from meshwright_planner.placement.ilp import GAP, INFEASIBLE, MemoryTerms, Placement, Unsolved
 from meshwright_planner.placement.ilp_build import Build
 from meshwright_planner.placement.problem import PlacementProblem
-from meshwright_planner.placement.two_axes_problem import JointProblem
+from meshwright_planner.placement.two_axes import JointProblem
 
 EXACT = 200_000
 """Most pairs of states on edges for which one program places both axes."""
@@ -47,8 +47,7 @@ def solve(
         time_limit: seconds for all programs together; None: the patience of the problem.
         exact: pairs up to which one program places both axes; None: EXACT.
 
-    Raises:
-        Unsolved: the time was over before there was an answer.
+    Raises Unsolved: the time was over before there was an answer.
     """
     limit = problem.patience if time_limit is None else time_limit
     if not isinstance(problem, JointProblem):
@@ -109,11 +108,7 @@ def one_after_the_other(
     time_limit: float = 60.0,
     first: int = 0,
 ) -> Placement | None:
-    """Place axis `first` with the other replicated, then the other with the first fixed.
-
-    Raises:
-        Unsolved: as of `solve`.
-    """
+    """Place axis `first` with the other replicated, then the other with the first fixed. Raises Unsolved: as of `solve`."""
     end = time.perf_counter() + time_limit
     unlimited = replace(memory, limit=None)
     alone = solve_program(problem.with_fixed(1 - first, None), unlimited, divided, time_limit / 2)
@@ -130,8 +125,7 @@ def in_turns(
 ) -> Placement | None:
     """The better of both orders, improved on one axis after the other until nothing changes or the time is over.
 
-    Raises:
-        Unsolved: the time was over before there was an answer in either order.
+    Raises Unsolved: the time was over before there was an answer in either order.
     """
     end = time.perf_counter() + time_limit
     best, late = None, None
