@@ -121,10 +121,7 @@ def measure_ranks(
 
 
 def combined_profile(cluster: Cluster, parts: Sequence[RankMeasurements]) -> Cluster:
-    """The profile of the machine from the measurements of one rank and of each number of ranks.
-
-    Without a second rank the links stay as assumed.
-    """
+    """The profile of the machine by one rank and by each number of ranks; without a second, the links stay as assumed."""
     if not parts:
         return cluster
     parts = sorted(parts, key=lambda part: part.ranks)

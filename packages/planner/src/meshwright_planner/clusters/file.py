@@ -178,11 +178,7 @@ def _check_nested(levels: Sequence[LinkLevel]) -> None:
 
 
 def read(path: str | Path) -> Cluster:
-    """The cluster of a file.
-
-    Raises:
-        UsageError: there is no such file, or a field of it is wrong; the message names file, field and rule.
-    """
+    """The cluster of a file. Raises UsageError: no such file, or a wrong field; the message names file, field and rule."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")

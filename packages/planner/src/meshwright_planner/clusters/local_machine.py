@@ -38,13 +38,7 @@ NEAR = MappingProxyType({"A100": "dgx-a100", "H100": "dgx-h100", "V100": "p3.16x
 
 
 def at_hand(ranks: int, named: Callable[[str], Cluster]) -> Cluster:
-    """The machine that this process runs on, for `ranks` ranks.
-
-    `named`: the cluster of a profile.
-
-    Raises:
-        UsageError: there is no profile of its device.
-    """
+    """The machine of this process, for `ranks` ranks. Raises UsageError: none of the profiles (`named`) is of its device."""
     import torch
 
     if not torch.cuda.is_available():

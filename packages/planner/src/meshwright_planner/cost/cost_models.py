@@ -31,11 +31,7 @@ class Roofline:
 
 
 class Measured:
-    """The curves of `meshwright calibrate`; links and kinds without a curve as without a cost model.
-
-    Raises:
-        UsageError: the cluster was not calibrated.
-    """
+    """The curves of `meshwright calibrate`, else as without a cost model. Raises UsageError: the cluster is not calibrated."""
 
     def __init__(self, cluster: Cluster) -> None:
         missing = [] if cluster.work else ["operations"]
@@ -114,13 +110,7 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class PricedLink(Link):
-    """A link whose collectives a cost model times.
-
-    Args:
-        plain: the link of the cluster.
-        axis: the mesh axis that it joins.
-        model: times the collectives.
-    """
+    """A link along the mesh axis `axis` whose collectives `model` times; `plain`: the link of the cluster."""
 
     plain: Link | None = None
     axis: str = ""

@@ -46,10 +46,7 @@ UPDATE = "update"
 
 
 def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
-    """Seconds of one operation, forward and backward, and the fraction that is its forward pass.
-
-    Launches count unless compute hides them.
-    """
+    """Seconds of one operation, forward and backward, with launches that compute does not hide; and its forward fraction."""
     if op.kind == UPDATE:
         return optimizer_seconds(cluster, sum(op.made), OPTIMIZERS[op.name], op.tensors), FORWARD
     around = cluster.host_s + (cluster.dispatch_s if op.on_mesh else 0.0)
@@ -110,10 +107,7 @@ def _measured(cluster: Cluster, curve: MeasuredWork, op: Operation) -> float:
 
 
 def even_bytes(flops: float, itemsize: int = 4, matrices: int = 1) -> float:
-    """Bytes that a product of so many FLOPs moves when its sides are about equal, as in the measured shapes.
-
-    `matrices`: number of separate products in a batched one.
-    """
+    """Bytes that a product moves when its sides are about equal, as measured; `matrices`: of separate ones in a batch."""
     return 1.2 * 3 * itemsize * (flops / matrices / 2) ** (2 / 3) * matrices
 
 

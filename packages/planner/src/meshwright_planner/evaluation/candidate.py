@@ -124,29 +124,21 @@ class Candidate:
 
 
 def configuration_name(
-    degrees: Mapping[str, int],
-    stage: int,
-    pipeline: tuple[str, int] | None,
-    recompute: Iterable[RecomputeRule],
+    degrees: Mapping[str, int], stage: int, pipeline: tuple[str, int] | None, rules: Iterable[RecomputeRule]
 ) -> str:
     """ "dp 2 x zero 2 (stage 3) x tp 4"; `pipeline`: its schedule and microbatches."""
     details = {"zero": f" (stage {stage})"} if stage else {}
     if pipeline is not None:
         details["pp"] = f" ({pipeline[0]}, {count_of(pipeline[1], 'microbatch')})"
     axes = (f"{axis} {degree}{details.get(axis, '')}" for axis, degree in degrees.items())
-    recomputed = in_words(recompute)
+    recomputed = in_words(rules)
     return (" x ".join(axes) or "one rank") + (f", recompute {recomputed}" if recomputed else "")
 
 
 def rank(candidate: Candidate) -> tuple[Any, ...]:
     """Sort key: candidates that fit first, then by time, memory, degrees and name."""
-    return (
-        candidate.excess_bytes > 0,
-        round(candidate.step_seconds, 12),
-        candidate.total_bytes,
-        tuple(-d for d in candidate.degrees.values()),
-        candidate.name,
-    )
+    seconds, degrees = round(candidate.step_seconds, 12), tuple(-d for d in candidate.degrees.values())
+    return candidate.excess_bytes > 0, seconds, candidate.total_bytes, degrees, candidate.name
 
 
 def estimated(candidate: Candidate) -> tuple[Any, ...]:

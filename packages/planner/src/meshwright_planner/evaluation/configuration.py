@@ -37,14 +37,10 @@ class Point:
 
     @classmethod
     def of(
-        cls,
-        degrees: Mapping[str, int],
-        stage: int = 0,
-        way: Mapping[str, Any] | None = None,
-        recompute: str | Chosen | None = None,
+        cls, degrees: Mapping[str, int], stage: int, way: Mapping[str, Any], recompute: str | Chosen | None
     ) -> Point:
         """A configuration from mappings."""
-        return cls(tuple(degrees.items()), stage, tuple(sorted((way or {}).items())), recompute)
+        return cls(tuple(degrees.items()), stage, tuple(sorted(way.items())), recompute)
 
     def degree(self, axis: str) -> int:
         """Ranks along `axis`."""

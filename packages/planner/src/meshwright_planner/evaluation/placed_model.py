@@ -173,10 +173,7 @@ class Placed:
     def summed(
         self, degrees: Degrees, over: Sequence[str], holds: frozenset[str] | None = None
     ) -> tuple[UnitSizes, ...]:
-        """The parameters of each unit whose gradients are summed `over` these axes, as all axes leave them to one rank.
-
-        `holds`: as for `sizes`.
-        """
+        """The parameters of each unit whose gradients are summed `over` these axes, on one rank; `holds`: as for `sizes`."""
         surveys = {a: s for a, s in self.basis.surveys.items() if degrees[a] > 1 and s.parameters}
         if not surveys:
             return self.sizes(holds)
@@ -214,18 +211,16 @@ class Placed:
         if tape.division is None:
             return
         recomputed = tuple(f"{name}." for name in recomputed_blocks(tape, self.recompute))
-        states = {
-            problem.quotient.value(ref.i): state
-            for k, option in self.placement.options.items()
-            for ref, state in zip(tape.nodes[k].outs, option.outs)
-        }
+        made, value_of = self.placement.options.items(), problem.quotient.value
+        outputs = (pair for k, option in made for pair in zip(tape.nodes[k].outs, option.outs))
+        states = {value_of(ref.i): state for ref, state in outputs}
         counted: Counter[PredictedMove] = Counter()
         for moved, count in tape.division.moved:
             twice = moved.phase == "forward" and f"{moved.module}.".startswith(recomputed)
             share = 1.0
             if moved.value is not None:
                 # of a value that a searched axis shards, each rank of that axis moves its part
-                share = problem.costs.share(states.get(problem.quotient.value(moved.value), "I"))
+                share = problem.costs.share(states.get(value_of(moved.value), "I"))
             part = replace(moved, nbytes=round(moved.nbytes * share), value=None)
             counted[part] += count * times * (1 + twice)
         for moved, count in counted.items():

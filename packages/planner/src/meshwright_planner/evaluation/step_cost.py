@@ -288,10 +288,7 @@ def cost(
     """The candidate with the degrees of `point` (of every axis) and these placements on the axes that were `searched`.
 
     `variants`, `bytes_to_free`: blocks that stages may recompute, and bytes that their fullest rank must free; `rough`,
-    `beyond`: `estimate` and `cutoff_seconds` of PipelineQuery.
-
-    Raises:
-        PlanError: a strategy does not support the configuration.
+    `beyond`: `estimate` and `cutoff_seconds` of PipelineQuery. Raises PlanError: a strategy does not support the configuration.
     """
     step = _Step(point, placed, rough, beyond)
     step.divide(variants, bytes_to_free)
@@ -345,11 +342,7 @@ def cost(
 
 
 def with_stage_recompute(candidate: Candidate, placed: Placed, variants: RecomputeVariants) -> Candidate:
-    """The candidate where each stage recomputes as much as it must to fit the memory, or the nearest to that.
-
-    Raises:
-        PlanError: a strategy does not support the configuration.
-    """
+    """The candidate where each stage recomputes as much as it must to fit the memory, or the nearest. Raises as `cost`."""
     bytes_to_free = 0
     for _ in range(TRIES):
         if not candidate.excess_bytes:

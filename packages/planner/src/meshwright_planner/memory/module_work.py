@@ -93,10 +93,7 @@ class SavedByRun:
 
 
 def _module_runs(problem: PlacementProblem) -> tuple[list[ModuleRun], list[int]]:
-    """The runs of a problem's tape, one after the other, and the number of the run of each node.
-
-    The outputs of the model enter a last run without operations.
-    """
+    """The runs of a tape in order, the last without operations for the model's outputs, and the run of each node."""
     tape, quotient = problem.tape, problem.quotient
     makers: dict[int, str] = {}
 
@@ -209,10 +206,7 @@ def parameter_sizes(
     problem: PlacementProblem,
     placement: Placement,
 ) -> tuple[dict[str, ParameterSize], ...]:
-    """The parameters of each unit by name, with their sizes on one rank under a placement.
-
-    `dtype`: compute dtype; None for their own.
-    """
+    """The parameters of each unit by name, with their sizes on one rank; `dtype`: compute dtype, None for their own."""
     tape, degrees = problem.tape, problem.costs.degrees
 
     def size(name: str, p: torch.Tensor) -> ParameterSize:

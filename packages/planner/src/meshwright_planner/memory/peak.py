@@ -53,10 +53,7 @@ class Moment:
 
 
 def optimizer_moment(sizes: Sequence[float], optimizer: str, together: bool) -> Moment:
-    """The moment of the optimizer step.
-
-    `sizes`: bytes of the trained parameters, in order; `together`: a foreach step over all is possible, as on accelerators.
-    """
+    """The optimizer step; `sizes`: bytes of the trained parameters, in order; `together`: in a foreach step, if it has one."""
     made = COPIES[optimizer]
     pairs = itertools.pairwise((0.0, *sizes))
     temporary = max((made.previous * a + made.current * b for a, b in pairs), default=0.0)

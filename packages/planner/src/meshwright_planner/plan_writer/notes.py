@@ -120,10 +120,7 @@ def _split(candidate: Candidate) -> StepSplit:
 
 
 def reasons(setting: Setting, ranked: Sequence[Candidate], place: int, *, only: bool) -> list[str]:
-    """The reasons for the candidate at `place` of `ranked` (best first), and how it compares, a note each.
-
-    `only`: the request allows no other combination of degrees.
-    """
+    """The reasons for the candidate at `place` of `ranked` (best first), a note each; `only`: no other degrees are allowed."""
     candidate = ranked[place]
     notes = [
         f"bound by {candidate.bound}; {human_bytes(candidate.total_bytes)} of {human_bytes(candidate.allowed)} per rank with "
@@ -207,11 +204,8 @@ def _idle_axes(candidate: Candidate) -> Iterator[str]:
             continue
         degree = candidate.point.degree(axis)
         legal = (option for k in nodes for option in problem.options[k] if problem.legality.flops(k))
-        why = (
-            "dividing it takes longer, or more memory"
-            if _divided(legal, place)
-            else f"none of its sizes (features, heads) can be divided by {degree}"
-        )
+        uneven = f"none of its sizes (features, heads) can be divided by {degree}"
+        why = "dividing it takes longer, or more memory" if _divided(legal, place) else uneven
         fix = f"{why}; give {axis} another degree, or its ranks to another axis"
         if share >= 1.0:
             yield f"no computation is divided along {axis} {degree}: all its ranks do the same work, because {fix}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import nn
 
@@ -18,15 +18,8 @@ from meshwright_planner.placement.problem import RESULT, Placement, PlacementPro
 from meshwright_planner.plan_writer.patterns import Collapser
 from meshwright_planner.trace.quotient import carried
 
-Row = tuple[State | None, ...]
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Target states of the inputs and outputs of one call; None leaves a state to the runtime."""
-
-    inputs: Row
-    outputs: Row | None
+Row: TypeAlias = tuple[State | None, ...]
+"""Target states of tensors; None leaves a state to the runtime."""
 
 
 class Writer:
@@ -81,15 +74,12 @@ class Writer:
                 state = self.placement.stored.get(self.quotient.value(value), state)
             states = {a: format_state(s) for a, s in zip(self.axes, along(state)) if s != "I"}
             wanted[name] = tuple(sorted((states | dict(self.placed.get(first[id(p)], {}))).items()))
-        return [
-            ParameterRule(pattern=pattern, placement=dict(states))
-            for pattern, states, _ in self.collapser.collapse(wanted)
-            if states
-        ]
+        rules = self.collapser.collapse(wanted)
+        return [ParameterRule(pattern=name, placement=dict(states)) for name, states, _ in rules if states]
 
     def activations(self) -> list[ActivationRule]:
         """Rules for calls with a converted input, or with an output state that the runtime would not derive."""
-        rows: dict[tuple[str, int], dict[str, _Target]] = defaultdict(dict)
+        rows: dict[tuple[str, int], dict[str, tuple[Row, Row | None]]] = defaultdict(dict)
         needed: set[Call] = set()
         for call, nodes in self._calls():
             target, necessary = self._target(nodes)
@@ -102,15 +92,15 @@ class Writer:
             ruled = {m for m in by_module if Call(m, function, occurrence) in needed}
             if not ruled:
                 continue
-            for pattern, target, modules in self.collapser.collapse(by_module):
+            for pattern, (inputs, outputs), modules in self.collapser.collapse(by_module):
                 if not ruled.isdisjoint(modules):
                     rules.append(
                         ActivationRule(
                             module=pattern,
                             function=function,
                             occurrence=occurrence,
-                            inputs=self._texts(target.inputs),
-                            outputs=None if target.outputs is None else self._texts(target.outputs),
+                            inputs=self._texts(inputs),
+                            outputs=None if outputs is None else self._texts(outputs),
                         )
                     )
         return rules
@@ -132,8 +122,8 @@ class Writer:
                 calls.setdefault((node.call, node.call_inputs), []).append((index, node))
         return [(call, nodes) for (call, _), nodes in calls.items()]
 
-    def _target(self, nodes: list[tuple[int, Node]]) -> tuple[_Target, bool]:
-        """The target states of one call, and whether it needs a rule."""
+    def _target(self, nodes: list[tuple[int, Node]]) -> tuple[tuple[Row, Row | None], bool]:
+        """The target states of the inputs and outputs of one call, and whether it needs a rule."""
         arguments = nodes[0][1].call_inputs
         inputs: list[State | None] = [None] * len(arguments)
         necessary = False
@@ -149,7 +139,7 @@ class Writer:
         others = self.problem.options[self.quotient.node(last)]
         if _derived(others, option.ins) != option.outs:
             outputs, necessary = option.outs, True
-        return _Target(tuple(inputs), outputs), necessary
+        return (tuple(inputs), outputs), necessary
 
     def collectives(self) -> list[PlannedCollective]:
         """The collectives of one step that the placement causes; equal ones are counted together."""
@@ -169,12 +159,8 @@ class Writer:
                 axis, module = self.axes[inner.axis], self.collapser.pattern(node.module)
                 key = (axis, inner.kind, inner.nbytes, "forward", module, f"inside {node.name}")
                 counted[key] += self.quotient.node_count[index] * self.placement.times
-        return [
-            PlannedCollective(
-                axis=axis, kind=kind, nbytes=nbytes, count=count, phase=phase, module=module, why=why
-            )  # type: ignore[arg-type]
-            for (axis, kind, nbytes, phase, module, why), count in counted.items()
-        ]
+        names = ("axis", "kind", "nbytes", "phase", "module", "why")
+        return [PlannedCollective(**dict(zip(names, key)), count=n) for key, n in counted.items()]  # type: ignore[arg-type]
 
     def _in_strategy_module(self, module: str) -> bool:
         return f"{module}.".startswith(self.strategy_modules)
