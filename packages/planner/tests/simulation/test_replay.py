@@ -17,11 +17,11 @@ from meshwright_dtensor.schedule.schedule import Action, Kind, Schedule, Shape
 from meshwright_planner.clusters.registry import DGX_H100 as REGISTERED
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.simulation.events import (
-    JoinCollective,
+    Join,
     Receive,
     Send,
     Span,
-    WaitCollectives,
+    Wait,
     Work,
     run,
 )
@@ -284,11 +284,11 @@ def test_next_shard_is_gathered_during_the_current_one() -> None:
 
 def test_events_of_a_small_program() -> None:
     group = frozenset("ab")
-    joins = [JoinCollective(group, "s", 2.0), JoinCollective(group, "s", 1.0)]
+    joins = [Join(group, "s", 2.0), Join(group, "s", 1.0)]
     outcome = run(
         {
-            "a": [Work(1.0, "x"), *joins, Work(0.5, "y"), WaitCollectives(group, "s", "sum")],
-            "b": [Receive("m", "news"), *joins, WaitCollectives(group, "s", "sum")],
+            "a": [Work(1.0, "x"), *joins, Work(0.5, "y"), Wait(group, "s", "sum")],
+            "b": [Receive("m", "news"), *joins, Wait(group, "s", "sum")],
             "c": [Work(3.0, "z"), Send("m", 1.0)],
         }
     )
@@ -380,11 +380,8 @@ def test_collectives_on_one_link_level_are_serial() -> None:
         {"axis": "dp", "kind": "all_reduce", "nbytes": nbytes, "phase": "backward", "count": 2},
     ]
     group = frozenset("ab")
-    first, end = JoinCollective(group, "x", 2.0, None, "l"), WaitCollectives(group, "y", "y")
-    lanes = [
-        run({a: [first, JoinCollective(group, "y", 3.0, None, other), end] for a in "ab"})
-        for other in ("l", "m")
-    ]
+    first, end = Join(group, "x", 2.0, None, "l"), Wait(group, "y", "y")
+    lanes = [run({a: [first, Join(group, "y", 3.0, None, other), end] for a in "ab"}) for other in ("l", "m")]
     assert [outcome.seconds for outcome in lanes] == [5.0, 3.0]
     wide = plan_of({"dp": 2, "zero": 16}, 3.0, collectives=uses, zero={"stage": 2})
     shares = DGX_H100.link(1, 16).seconds("reduce_scatter", nbytes, 16)

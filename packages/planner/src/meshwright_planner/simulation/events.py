@@ -44,7 +44,7 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinCollective:
+class Join:
     """Join the next collective of `group` on `stream`. The actor does not wait.
 
     The collective starts when every member has joined and the one before it has ended, and takes `seconds`.
@@ -62,7 +62,7 @@ class JoinCollective:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitCollectives:
+class Wait:
     """Wait until all collectives that the actor has joined on this stream have ended.
 
     `slowdown`: seconds that the actor's compute takes longer per second that a collective overlapped with it.
@@ -74,7 +74,7 @@ class WaitCollectives:
     slowdown: float = 0.0
 
 
-Operation: TypeAlias = Work | Send | Receive | JoinCollective | WaitCollectives
+Operation: TypeAlias = Work | Send | Receive | Join | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class _Collectives:
     joined: list[dict[Actor, float]] = field(default_factory=list)
     done: list[tuple[float, float, Actor]] = field(default_factory=list)
 
-    def join(self, actor: Actor, number: int, now: float, op: JoinCollective) -> bool:
+    def join(self, actor: Actor, number: int, now: float, op: Join) -> bool:
         """An actor joins collective `number`. Returns whether a collective can end now."""
         while len(self.joined) <= number:
             self.joined.append({})
@@ -179,9 +179,9 @@ class _EventLoop:
             case Send():
                 self.messages[op.key] = (now, now + op.seconds, actor)
                 self.ready += self.waiting.pop(op.key, [])
-            case JoinCollective():
+            case Join():
                 return self._join(actor, op)
-            case WaitCollectives():
+            case Wait():
                 return self._await(actor, op)
             case Receive():
                 if op.key not in self.messages:
@@ -189,7 +189,7 @@ class _EventLoop:
                 self._wait(actor, self.messages[op.key], op.what)
         return None
 
-    def _join(self, actor: Actor, op: JoinCollective) -> Stream | None:
+    def _join(self, actor: Actor, op: Join) -> Stream | None:
         stream = (op.group, op.stream)
         before = [] if op.after is None else [(op.after, self.joined[actor, op.after])]
         if op.lane is not None and (actor, op.lane) in self.lanes:
@@ -206,7 +206,7 @@ class _EventLoop:
             self.lanes[actor, op.lane] = (stream, self.joined[actor, stream])
         return None
 
-    def _await(self, actor: Actor, op: WaitCollectives) -> Stream | None:
+    def _await(self, actor: Actor, op: Wait) -> Stream | None:
         stream = (op.group, op.stream)
         number, done = self.joined[actor, stream], self.collectives[stream].done
         if len(done) < number:

@@ -90,8 +90,6 @@ class Replicas:
 
     def members(self, place: Place, axes: Collection[str]) -> frozenset[Place]:
         """The classes of the members of `place`'s collective over some axes."""
-        ranges = [
-            range(self.mesh.degrees[axis]) if axis in axes else (c,)
-            for axis, c in zip(self.mesh.loose, place, strict=True)
-        ]
+        coordinates = zip(self.mesh.loose, place, strict=True)
+        ranges = (range(self.mesh.degrees[a]) if a in axes else (c,) for a, c in coordinates)
         return frozenset(self.of[p] for p in product(*ranges))

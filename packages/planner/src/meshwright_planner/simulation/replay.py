@@ -136,10 +136,9 @@ class Simulation:
         if len(self.busy) > SHOWN:
             lines.append(f"  and {len(self.busy) - SHOWN} more (--json has all)")
         for w in self.waiting[:SHOWN]:
-            lines.append(
-                f"{_named(w.who, w.alike)} wait {human_seconds(w.seconds)} more for {_named(w.for_whom, 1)}: {w.why}"
-            )
-        chain = (f"{_named(ranks, 1)} {kind} {human_seconds(s)}" for ranks, kind, s in self.chain[:SHOWN])
+            whom = f"{human_seconds(w.seconds)} more for {_named(w.for_whom)}"
+            lines.append(f"{_named(w.who, w.alike)} wait {whom}: {w.why}")
+        chain = (f"{_named(ranks)} {kind} {human_seconds(s)}" for ranks, kind, s in self.chain[:SHOWN])
         lines.append(f"the step is as long as this chain: {', '.join(chain)}")
         return "\n".join(lines) + "\n"
 
@@ -215,10 +214,10 @@ def _in_words(faults: Faults) -> tuple[str, ...]:
     weak: dict[tuple[str, float], list[int]] = defaultdict(list)
     for f in faults.links:
         weak[f.level, f.share].append(f.rank)
-    texts = [f"{_named(tuple(r), 1)} computing {slowdown:g} times as long" for slowdown, r in slow.items()]
+    texts = [f"{_named(r)} computing {slowdown:g} times as long" for slowdown, r in slow.items()]
     for (level, share), r in weak.items():
         state = "gone" if share == 0 else f"at {100 * share:g}% of its bandwidth"
-        texts.append(f"{level} of {_named(tuple(r), 1)} {state}")
+        texts.append(f"{level} of {_named(r)} {state}")
     return tuple(texts)
 
 
@@ -277,7 +276,7 @@ def _chain(load: Workload, outcome: Outcome) -> list[tuple[tuple[int, ...], str,
     return [(tuple(load.ranks(a)), kind, seconds) for (a, kind), seconds in reversed(totals.items())]
 
 
-def _named(ranks: Sequence[int], alike: int) -> str:
+def _named(ranks: Sequence[int], alike: int = 1) -> str:
     """ "ranks 0-7", "rank 3 and 15 replicas like it"."""
     steps = {b - a for a, b in pairwise(ranks)}
     if len(ranks) == 1:

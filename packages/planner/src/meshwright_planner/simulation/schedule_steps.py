@@ -15,10 +15,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Action, ForwardsFirst, Schedule, Shape
-from meshwright_planner.simulation.events import JoinCollective, Operation, WaitCollectives, Work
-
-SHARED = "zero"
-"""The axis whose ranks share parameters."""
+from meshwright_planner.simulation.events import Join, Operation, Wait, Work
 
 PARTS: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5})
 """Kind of action -> its part of a whole forward or backward pass."""
@@ -72,10 +69,8 @@ def steps_of(plan: ParallelPlan, host: PluginHost | None = None) -> list[list[St
         schedule = ForwardsFirst(schedule)
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
     parts = PARTS_RECOMPUTED if plan.recompute else PARTS
-    return [
-        [_step(action, schedule, shape, parts) for action in schedule.actions(rank, shape)]
-        for rank in range(shape.ranks)
-    ]
+    actions = (schedule.actions(rank, shape) for rank in range(shape.ranks))
+    return [[_step(action, schedule, shape, parts) for action in row] for row in actions]
 
 
 def _step(action: Action, schedule: Schedule, shape: Shape, parts: Mapping[str, float]) -> Step:
@@ -87,9 +82,7 @@ def _step(action: Action, schedule: Schedule, shape: Shape, parts: Mapping[str, 
     message, after = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
     receives, sends = (kind != "W" and 0 <= s < shape.stages for s in (2 * stage - after, after))
     return Step(
-        kind,
-        stage,
-        microbatch,
+        *action,
         parts[kind],
         needs=(message, stage, microbatch) if receives else None,
         gives=(message, after, microbatch) if sends else None,
@@ -109,8 +102,8 @@ class Gathers:
         every_pass: every pass gathers (ZeRO 3), not only the first of a stage.
     """
 
-    blocks: Mapping[str, Sequence[JoinCollective]]
-    outside: Sequence[JoinCollective]
+    blocks: Mapping[str, Sequence[Join]]
+    outside: Sequence[Join]
     steps: Sequence[Step]
     last: int
     every_pass: bool
@@ -125,11 +118,8 @@ class Gathers:
             passes[phase] = indices if self.every_pass else sorted(first.values())
         return passes
 
-    def of(self, index: int) -> list[tuple[float, JoinCollective]]:
-        """The all-gathers of one step, in order, each with its weight in the compute that follows it.
-
-        Parameters before the blocks have weight 0.
-        """
+    def of(self, index: int) -> list[tuple[float, Join]]:
+        """The all-gathers of one step, in order, each with its weight in the compute that follows; 0 before the blocks."""
         step = self.steps[index]
         phase = "forward" if step.kind == "F" else "backward"
         blocks = [(1.0, join) for join in _share(self.blocks[phase], self._passes[phase], index)]
@@ -144,7 +134,7 @@ class Gathers:
         return [*blocks, *((1.0, join) for join in outside)]
 
 
-def _share(joins: Sequence[JoinCollective], steps: Sequence[int], index: int) -> Sequence[JoinCollective]:
+def _share(joins: Sequence[Join], steps: Sequence[int], index: int) -> Sequence[Join]:
     """The collectives of step `index`, when all are spread evenly over `steps`."""
     if index not in steps:
         return ()
@@ -152,18 +142,18 @@ def _share(joins: Sequence[JoinCollective], steps: Sequence[int], index: int) ->
     return joins[place * len(joins) // count : (place + 1) * len(joins) // count]
 
 
-def wait_for(join: JoinCollective, slowdown: float) -> WaitCollectives:
-    """Wait for a collective and those before it on its stream; `slowdown`: see WaitCollectives."""
+def wait_for(join: Join, slowdown: float) -> Wait:
+    """Wait for a collective and those before it on its stream; `slowdown`: see Wait."""
     axis, _, kind = join.stream.partition(":")
     what = f"the parameters that {axis} shares" if kind == "gather" else f"the sum of gradients over {axis}"
-    return WaitCollectives(join.group, join.stream, what, slowdown)
+    return Wait(join.group, join.stream, what, slowdown)
 
 
 def compute_pass(
     step: Step,
     seconds: float,
-    gathers: Sequence[tuple[float, JoinCollective]],
-    sums: Sequence[tuple[float, JoinCollective]],
+    gathers: Sequence[tuple[float, Join]],
+    sums: Sequence[tuple[float, Join]],
     overlaps: bool,
     slowdown: float,
 ) -> list[Operation]:
@@ -176,7 +166,7 @@ def compute_pass(
         gathers: see Gathers.of.
         sums: each with the fraction of the pass after which it is joined.
         overlaps: collectives overlap with compute. Without it a rank waits for each.
-        slowdown: see WaitCollectives.
+        slowdown: see Wait.
     """
     total, joins = sum(weight for weight, _ in gathers) or 1.0, [join for _, join in gathers]
     program: list[Operation] = list(joins[:1]) if overlaps else []
@@ -188,7 +178,7 @@ def compute_pass(
             program.append(Work(seconds * (fraction - done), str(step)))
             done = fraction
 
-    def add_sum(join: JoinCollective) -> None:
+    def add_sum(join: Join) -> None:
         program.extend([join] if overlaps else [join, wait_for(join, slowdown)])
 
     for place, (weight, join) in enumerate(gathers):

@@ -13,25 +13,14 @@ from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, StageTime
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.strategy.cost import TIED
 from meshwright_dtensor.utils.names import count_of
-from meshwright_planner.simulation.events import (
-    Actor,
-    JoinCollective,
-    Operation,
-    Receive,
-    Send,
-    WaitCollectives,
-    Work,
-)
+from meshwright_planner.evaluation.context import SHARED
+from meshwright_planner.simulation.events import Actor, Join, Operation, Receive, Send, Wait, Work
 from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
 from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
-from meshwright_planner.simulation.schedule_steps import (
-    SHARED,
-    Gathers,
-    Step,
-    compute_pass,
-    steps_of,
-    wait_for,
-)
+from meshwright_planner.simulation.schedule_steps import Gathers, Step, compute_pass, steps_of, wait_for
+
+Joins = list[tuple[float, Join]]
+"""Collectives in order, each with the fraction of the pass after which it is joined."""
 
 PASSES = ("forward", "backward")
 NOTHING = 1e-9
@@ -79,10 +68,7 @@ def elsewhere(plan: ParallelPlan, cluster: Cluster) -> str | None:
 
 @dataclass
 class Workload:
-    """One step of a plan as operations of its ranks.
-
-    `host`: where schedules are found; None: the installed plugins.
-    """
+    """One step of a plan as operations of its ranks. `host`: where schedules are found; None: the installed plugins."""
 
     plan: ParallelPlan
     cluster: Cluster
@@ -142,17 +128,12 @@ class Workload:
     def _program(self, actor: tuple[Place, int]) -> list[Operation]:
         slow = self.faults.slowdown(self.ranks(actor))
         sums = self._joins(actor, "backward", "sums")
-        program: list[Operation] = []
-        if self.once:
-            program.append(Work(slow * self.once, "the host, once a step"))
+        program: list[Operation] = [Work(slow * self.once, "the host, once a step")] if self.once else []
         program += self._passes(actor, slow, [] if self.pipelined else sums)
         if self.pipelined:
             # the ranks agree on the loss, then sum the gradients of parameters that several stages hold
             group = frozenset((actor[0], rank) for rank in range(len(self.steps)))
-            program += [
-                JoinCollective(group, "end", 0.0),
-                WaitCollectives(group, "end", "the end of the schedule"),
-            ]
+            program += [Join(group, "end", 0.0), Wait(group, "end", "the end of the schedule")]
             shared = [c for c in self.plan.collectives if c.axis == "pp" and c.why == TIED]
             ranks = set(self.ranks(actor))
             if tied := sum(c.count * self._seconds(c, ["pp"], ranks) for c in shared):
@@ -165,9 +146,7 @@ class Workload:
             program.append(Work(slow * self.split.optimizer_seconds, "optimizer", "optimizer"))
         return program
 
-    def _passes(
-        self, actor: tuple[Place, int], slow: float, sums: list[tuple[float, JoinCollective]]
-    ) -> list[Operation]:
+    def _passes(self, actor: tuple[Place, int], slow: float, sums: Joins) -> list[Operation]:
         """The forwards and backwards of an actor; `sums`: of gradients, in its last backward."""
         (place, rank), ranks = actor, self.ranks(actor)
         steps, exposed = self.steps[rank], self._exposed(ranks)
@@ -190,8 +169,8 @@ class Workload:
             part = times[step.stage] / heaviest / self.microbatches
             seconds = slow * step.part * getattr(time, f"{phase}_seconds")
             if index == between:
-                what = "the rest of the model, on the whole batch"
-                program.append(Work(slow * self.split.between_seconds, what))
+                rest = slow * self.split.between_seconds
+                program.append(Work(rest, "the rest of the model, on the whole batch"))
             if step.needs is not None:
                 program.append(Receive((place, *step.needs), step.needs_what))
             last = sums if index == last_backward else []
@@ -206,13 +185,10 @@ class Workload:
         return program
 
     # ---- communication
-    def _joins(self, actor: tuple[Place, int], phase: str, which: str) -> list[tuple[float, JoinCollective]]:
-        """(fraction of the pass after which it is joined, collective) of the collectives between replicas, in order.
-
-        which: the "sums" of gradients, or the all-gathers of parameters, of "blocks" or "outside" of them.
-        """
+    def _joins(self, actor: tuple[Place, int], phase: str, which: str) -> Joins:
+        """The collectives between replicas: "sums" of gradients, or all-gathers of parameters in "blocks" or "outside"."""
         place, rank = actor
-        joins: list[tuple[float, JoinCollective]] = []
+        joins: Joins = []
         for collective in self.plan.collectives:
             axes = [a for a in collective.axis.split("+") if a in self.mesh.degrees]
             loose = [a for a in axes if a in self.mesh.loose]
@@ -235,7 +211,7 @@ class Workload:
                 after = (sharing, f"{SHARED}:{phase}")
             stream = f"{collective.axis}:{phase if which == 'sums' else 'gather'}"
             lane = self.cluster.link_over(self.mesh.spans(axes)).name
-            join = JoinCollective(group, stream, seconds * collective.count / count, after, lane)
+            join = Join(group, stream, seconds * collective.count / count, after, lane)
             joins += [((i + 1) / count, join) for i in range(count)]
         return sorted(joins, key=lambda item: (item[0], item[1].after is not None))
 
@@ -276,10 +252,8 @@ class Workload:
         """Phase -> seconds of all collectives on an axis."""
         axes = [a for a in axis.split("+") if a in self.mesh.degrees]
         collectives = [c for c in self.plan.collectives if c.axis == axis]
-        return {
-            phase: sum(c.count * self._seconds(c, axes, ranks) for c in collectives if c.phase == phase)
-            for phase in PASSES
-        }
+        times = [(c.phase, c.count * self._seconds(c, axes, ranks)) for c in collectives]
+        return {phase: sum(seconds for p, seconds in times if p == phase) for phase in PASSES}
 
     def _computed(self) -> float:
         """Compute seconds of the rank with most work, in all its forwards and backwards and between them."""
