@@ -47,15 +47,14 @@ class AlpaPlanner(AlternativePlanner):
         candidates: list[Candidate] = []
         legal = search.combinations()
         for degrees in legal:
-            if any(d > 1 and axis not in AXES and axis not in pinned for axis, d in degrees.items()):
-                continue
-            if degrees.get(SHARED, 1) > 1 and degrees.get("dp", 1) > 1 and SHARED not in pinned:
-                # gradients are scattered over all data ranks
+            foreign = any(d > 1 and axis not in AXES and axis not in pinned for axis, d in degrees.items())
+            # gradients are scattered over all data ranks
+            partly = degrees.get(SHARED, 1) > 1 and degrees.get("dp", 1) > 1 and SHARED not in pinned
+            if foreign or partly:
                 continue
             if candidates and costs.late():
                 break
-            candidate = self._logical_mesh(costs, degrees)
-            if candidate is not None:
+            if (candidate := self._logical_mesh(costs, degrees)) is not None:
                 candidates.append(candidate)
         if not candidates:
             raise costs.refused or UsageError(
@@ -78,11 +77,9 @@ class AlpaPlanner(AlternativePlanner):
         ways = search.ways(degrees)
         preferred = [w for w in ways if w.get("schedule", SCHEDULE) == SCHEDULE] or ways or [{}]
         way = max(preferred, key=lambda w: int(str(w.get("microbatches", 1))))
-        fixed = search.setting.recompute
-        policies = [fixed]
-        if fixed is None and "full" in search.can_recompute(degrees):
+        policies, best = [search.setting.recompute], None
+        if policies == [None] and "full" in search.can_recompute(degrees):
             policies.append("full")
-        best = None
         for policy in policies:
             candidate = costs.evaluate(Point.of(degrees, stage, way, policy))
             if candidate is not None and (best is None or candidate.excess_bytes < best.excess_bytes):

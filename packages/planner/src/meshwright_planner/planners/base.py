@@ -14,6 +14,7 @@ from meshwright_planner.evaluation.context import ended_by
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import EagerPlanner
 from meshwright_planner.search.explore import Choice
+from meshwright_planner.search.finalists import Estimates
 from meshwright_planner.search.optimality import Proof, prove
 
 
@@ -43,8 +44,8 @@ class Costs:
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        self.estimates: dict[Point, Candidate | None] = {}
-        self.exact: dict[Point, Candidate | None] = {}
+        self.estimates: Estimates = {}
+        self.exact: Estimates = {}
         self.refused: PlanError | None = None
         self.ended = False
 
@@ -67,12 +68,10 @@ class Costs:
         """The exact candidate of a configuration; None where a strategy refuses it."""
         return self._once(point, self.exact, self.search.evaluate)
 
-    def _once(
-        self, point: Point, cache: dict[Point, Candidate | None], compute: Callable[[Point], Candidate]
-    ) -> Candidate | None:
+    def _once(self, point: Point, cache: Estimates, make: Callable[[Point], Candidate]) -> Candidate | None:
         if point not in cache:
             try:
-                cache[point] = compute(point)
+                cache[point] = make(point)
             except PlanError as error:
                 self.refused, cache[point] = self.refused or error, None
         return cache[point]

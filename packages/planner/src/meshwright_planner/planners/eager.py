@@ -58,13 +58,11 @@ class EagerPlanner(Planner):
             for name, registered in host.strategies().items()
             if searched[registered.record.axis] != name
         )
-        fitting = [(place, c) for place, c in enumerate(ranked) if not c.excess_bytes]
-        return [
-            plan_of(
-                setting, candidate, self.name, [*reasons(setting, ranked, place, only=only), *notes], proof
-            )
-            for place, candidate in fitting[: request.top_k]
-        ]
+        fitting = [place for place, c in enumerate(ranked) if not c.excess_bytes]
+        why = {
+            place: [*reasons(setting, ranked, place, only=only), *notes] for place in fitting[: request.top_k]
+        }
+        return [plan_of(setting, ranked[place], self.name, lines, proof) for place, lines in why.items()]
 
     def choose(self, search: Search, request: PlanRequest) -> Choice:
         """Search all configurations of the request.
@@ -108,7 +106,7 @@ class EagerPlanner(Planner):
             )
         example = Batch.of(batch)
         check_signature(model, example)
-        if request.global_batch_size is not None and request.global_batch_size != example.size:
+        if request.global_batch_size not in (None, example.size):
             example = scaled(example, request.global_batch_size)
         cluster = cluster_of(request.cluster, host, world_size).running(world_size)
         axes = [axis for axis, strategy in strategies.items() if strategy.placement_search]

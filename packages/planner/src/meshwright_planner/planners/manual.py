@@ -20,8 +20,8 @@ class ManualPlanner(EagerPlanner):
 
     def proven(self, choice: Choice) -> tuple[list[Candidate], Proof]:
         """The candidates without a bound, because other degrees are not compared."""
-        ranked, _ = super().proven(choice)
-        return ranked, Proof(None, "not searched: all degrees were given, and no others compared")
+        words = "not searched: all degrees were given, and no others compared"
+        return super().proven(choice)[0], Proof(None, words)
 
     def pins(self, request: PlanRequest, strategies: dict[str, Strategy], world_size: int) -> dict[str, int]:
         """A degree for every axis.

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import PluginHost
@@ -26,6 +25,7 @@ from meshwright_planner.evaluation.context import SHARED
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.base import AlternativePlanner, Costs
 from meshwright_planner.search.explore import Choice
+from meshwright_planner.search.hill_climb import Legal
 
 PROPOSALS = 1000
 """The most proposals of one chain."""
@@ -76,21 +76,15 @@ class McmcPlanner(AlternativePlanner):
         if not estimates:
             raise costs.refused or UsageError("planner='mcmc': no configuration is legal; change the pins")
         exact = [costs.evaluate(c.point) for c in estimates[: request.top_k + EXACT]]
-        note = (
-            f"mcmc: {made} proposals in two chains (seed {self.seed}), "
-            f"{len(costs.estimates)} configurations costed{costs.ending}"
-        )
+        costed = f"{len(costs.estimates)} configurations costed{costs.ending}"
+        note = f"mcmc: {made} proposals in two chains (seed {self.seed}), {costed}"
         return Choice(search, sorted((c for c in exact if c is not None), key=rank), legal, (note,))
 
-    def _chain(
-        self, costs: Costs, legal: Sequence[dict[str, int]], now: Point, generator: random.Random
-    ) -> int:
+    def _chain(self, costs: Costs, legal: Legal, now: Point, generator: random.Random) -> int:
         """Run one chain; returns the number of its proposals."""
         here = _cost(costs.estimate(now))
         best, improved, made = here, 0, 0
-        while made < self.proposals and (made < FEWEST or made < 2 * improved):
-            if costs.late():
-                break
+        while made < self.proposals and (made < FEWEST or made < 2 * improved) and not costs.late():
             made += 1
             point = _proposal(costs.search, legal, now, generator)
             there = _cost(costs.estimate(point))
@@ -119,21 +113,20 @@ def _accepted(here: tuple[float, float], there: tuple[float, float], generator: 
     return draw < math.exp(-BETA * (there[index] / here[index] - 1.0))
 
 
-def _proposal(search: Search, legal: Sequence[dict[str, int]], now: Point, generator: random.Random) -> Point:
+def _proposal(search: Search, legal: Legal, now: Point, generator: random.Random) -> Point:
     """The present configuration with a random part replaced by a random value."""
     degrees = dict(now.degrees)
     part = generator.choice(("degrees", "degrees", "stage", "way", "recompute"))
     if part == "stage":
         return now.but(stage=generator.choice(search.setting.zero_stages(degrees)))
+    if part == "recompute" and search.setting.recompute is not None:
+        return now
     if part == "recompute":
-        if search.setting.recompute is not None:
-            return now
         return now.but(recompute=generator.choice([None, *search.can_recompute(degrees)]))
     if part == "way":
         return now.but(way=generator.choice(search.ways(degrees) or [{}]))
     other = generator.choice(legal)
     stages, ways = search.setting.zero_stages(other), search.ways(other) or [{}]
     stage = now.stage if now.stage in stages else stages[0]
-    current: dict[str, Any] = dict(now.way)
-    way = current if current in ways else generator.choice(ways)
+    way = dict(now.way) if dict(now.way) in ways else generator.choice(ways)
     return Point.of(other, stage, way, now.recompute)

@@ -27,9 +27,8 @@ from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point,
 from meshwright_planner.evaluation.context import SHARED, ended_by
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.ilp import Unsolved
-from meshwright_planner.search.finalists import FEW, SPARE, exactly
-from meshwright_planner.search.hill_climb import EXACT, narrowed, next_combinations, starts
-from meshwright_planner.search.left_out import left_out, refusals
+from meshwright_planner.search.finalists import FEW, SPARE, Estimates, exactly
+from meshwright_planner.search.hill_climb import EXACT, Legal, narrowed, neighbours, refusals, starts, untried
 from meshwright_planner.search.lower_bound import floor_of
 
 SLACK = 1.1
@@ -42,6 +41,9 @@ REFINED = 6
 """Combinations of degrees, best first, for which the ways of strategies are explored."""
 
 Degrees = tuple[tuple[str, int], ...]
+
+Way = Mapping[str, Any]
+"""Options of strategies, as microbatches and schedule."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class Choice:
 
     search: Search
     ranked: list[Candidate]
-    legal: Sequence[Mapping[str, int]]
+    legal: Legal
     notes: Sequence[str]
-    by_point: Mapping[Point, Candidate | None] | None = None
+    by_point: Estimates | None = None
 
 
 @dataclass
@@ -83,7 +85,7 @@ class _Explorer:
     estimates: int = 0
     refused: list[PlanError] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    by_point: dict[Point, Candidate | None] = field(default_factory=dict)
+    by_point: Estimates = field(default_factory=dict)
     keeps: bool = True
     without_recompute: dict[tuple[object, ...], dict[int, tuple[float, float]]] = field(default_factory=dict)
     tried: dict[tuple[Degrees, Any], Candidate | None] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class _Explorer:
             return
         for option in 2 * sorted(ways[0], key=lambda n: not is_number(ways[0][n])):
             best = min(self.explored[key], key=estimated, default=None)
-            now: Mapping[str, Any] = dict(best.point.way) if best is not None else ways[0]
+            now: Way = dict(best.point.way) if best is not None else ways[0]
             same = alike(ways, now, option)
             if is_number(now[option]):
                 self._follow(key, same, now)
@@ -133,7 +135,7 @@ class _Explorer:
         for option in filter(lambda n: is_number(ways[0][n]), ways[0]):
             self._follow_recomputed(key, ways, option)
 
-    def _follow_recomputed(self, key: Degrees, ways: Sequence[Mapping[str, Any]], option: str) -> None:
+    def _follow_recomputed(self, key: Degrees, ways: Sequence[Way], option: str) -> None:
         """Try more microbatches where only recompute keeps a way from being the best: smaller ones keep less."""
         seen = set[tuple[tuple[str, Any], ...]]()
         for candidate in sorted(self.explored[key], key=estimated):
@@ -146,9 +148,7 @@ class _Explorer:
             if min(seconds for seconds, _ in free.values()) < best.step_seconds:
                 self._follow(key, alike(ways, now, option), now, down=False)
 
-    def _follow(
-        self, key: Degrees, ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], down: bool = True
-    ) -> None:
+    def _follow(self, key: Degrees, ways: Sequence[Way], now: Way, down: bool = True) -> None:
         """Move from one way to the next as long as that is better: `down` first, and up where that is not better."""
         best = here = self._try(key, now)
         below, above = range(ways.index(now) - 1, -1, -1), range(ways.index(now) + 1, len(ways))
@@ -161,7 +161,7 @@ class _Explorer:
             if best is not here:
                 return
 
-    def _try(self, key: Degrees, way: Mapping[str, Any]) -> Candidate | None:
+    def _try(self, key: Degrees, way: Way) -> Candidate | None:
         """The best estimate for a way, made once; None where a strategy refuses it or the time budget is spent."""
         chosen = key, tuple(sorted(way.items()))
         if chosen not in self.tried:
@@ -173,15 +173,13 @@ class _Explorer:
             self.tried[chosen] = estimate
         return self.tried[chosen]
 
-    def best_that_fits(self, degrees: Mapping[str, int], way: Mapping[str, Any]) -> Candidate | None:
+    def best_that_fits(self, degrees: Mapping[str, int], way: Way) -> Candidate | None:
         """The fastest estimate that fits, over ZeRO stages and recompute policies; else the one that needs least."""
         setting = self.search.setting
         stages = setting.zero_stages(degrees)
         fastest = self._estimate(Point.of(degrees, stages[0], way, setting.recompute))
-        if fastest is None or not fastest.excess_bytes:
-            return fastest
-        if fastest.step_seconds >= self.bound:
-            # everything that saves memory takes longer still
+        # everything that saves memory takes longer still
+        if fastest is None or not fastest.excess_bytes or fastest.step_seconds >= self.bound:
             return fastest
         policies: list[str | Chosen | None] = [setting.recompute]
         if setting.recompute is None:
@@ -201,8 +199,7 @@ class _Explorer:
             estimate = self._estimate(Point.of(degrees, stage, way, policy))
             if estimate is None or estimate.excess_bytes:
                 continue
-            if best is None or estimate.step_seconds < best.step_seconds:
-                best = estimate
+            best = min(best or estimate, estimate, key=lambda c: c.step_seconds)
             # at the first stage parameters are gathered once, so no later saving is faster;
             # at stage 3 they are gathered twice, and recomputing more at a lower stage may be faster
             if stage == stages[0]:
@@ -277,7 +274,7 @@ class _Explorer:
         better = True
         while better:
             better = False
-            for other in next_combinations(dict(here)):
+            for other in neighbours(dict(here)):
                 key = tuple(other.items())
                 if key not in legal or key in self.explored:
                     continue
@@ -286,7 +283,7 @@ class _Explorer:
                     now, here, better = there, key, True
                     break
 
-    def widen(self, legal: Sequence[Mapping[str, int]], default: Sequence[Mapping[str, int]]) -> None:
+    def widen(self, legal: Legal, default: Legal) -> None:
         """Climb from the widest searched axis too, where a rank that computes the whole model may be faster than the best."""
         setting = self.search.setting
         axes = [axis for axis, strategy in setting.strategies.items() if strategy.placement_search]
@@ -334,7 +331,6 @@ def explore(search: Search, wanted: int = 1) -> Choice:
     """Search for the best configurations.
 
     Args:
-        search: evaluates them.
         wanted: the number of plans requested.
 
     Raises:
@@ -352,9 +348,7 @@ def explore(search: Search, wanted: int = 1) -> Choice:
     return choice
 
 
-def _explored(
-    explorer: _Explorer, legal: Sequence[dict[str, int]], default: Sequence[dict[str, int]]
-) -> Choice:
+def _explored(explorer: _Explorer, legal: Legal, default: Legal) -> Choice:
     search, wanted = explorer.search, explorer.wanted
     by_key = {tuple(degrees.items()): degrees for degrees in default}
     complete = len(by_key) <= FEW
@@ -384,7 +378,7 @@ def _explored(
     if len(explorer.explored) < len(legal) or explorer.ended:
         share = f"{len(explorer.explored)} of {len(legal)}"
         extra = [dict(key) for key in explorer.explored.keys() - by_key.keys()]
-        why = left_out(search.setting, legal, default, extra, len(by_key) > FEW, explorer.ended)
+        why = untried(search.setting, legal, default, extra, len(by_key) > FEW, explorer.ended)
         reasons = f" ({why}: the best may be among the others)"
     note = (
         f"searched {share} combinations of degrees{reasons}, {explorer.estimates} configurations in all; placements of the best "

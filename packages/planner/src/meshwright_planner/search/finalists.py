@@ -6,7 +6,7 @@ Estimates are not exact. So a few more than requested are evaluated, and where t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
@@ -20,6 +20,9 @@ SPARE = 2
 
 CLOSE = 0.02
 """Part of the best predicted step within which further configurations are evaluated exactly."""
+
+Estimates = dict[Point, Candidate | None]
+"""Configuration -> its candidate; None where a strategy refuses it."""
 
 CLOSEST = 6
 """Configurations that cannot fit and are evaluated all the same, to report the one that comes closest."""
@@ -41,7 +44,7 @@ def exactly(
         each: also evaluate the best of every combination of degrees.
         late: the time budget is spent. No more than `wanted` are evaluated, if one of them fits.
     """
-    exact: dict[Point, Candidate | None] = {}
+    exact: Estimates = {}
     if late:
         exact = {c.point: evaluate(c.point) for c in estimates[:wanted]}
         if any(not c.excess_bytes for c in _possible(exact)):
@@ -81,6 +84,6 @@ def _promising(estimates: Sequence[Candidate], wanted: int, each: bool) -> Itera
     yield from (c for c in leading if not c.excess_bytes and c.step_seconds <= bound)
 
 
-def _possible(exact: Mapping[Point, Candidate | None]) -> list[Candidate]:
+def _possible(exact: Estimates) -> list[Candidate]:
     """The candidates that no strategy refuses."""
     return [candidate for candidate in exact.values() if candidate is not None]

@@ -1,11 +1,13 @@
-"""Hill climbing over combinations of degrees: which ones are tried by default, where to start, and the steps between them."""
+"""Hill climbing over combinations of degrees: which are tried by default, where to start, the steps, and what was left out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from meshwright_planner.evaluation.context import SHARED
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.utils.names import listing
+from meshwright_planner.evaluation.context import SHARED, Setting
 from meshwright_planner.evaluation.evaluator import Search
 
 EXACT = 16
@@ -14,9 +16,12 @@ EXACT = 16
 LONG = 16384
 """Tokens of a row from which sharing the sequence is tried together with everything else."""
 
+Legal = Sequence[Mapping[str, int]]
+"""Legal combinations of degrees, or some of them."""
+
 
 def narrowed(search: Search, combinations: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Combinations whose searched axes are not wider than the innermost links, and that share only long sequences.
+    """Legal whose searched axes are not wider than the innermost links, and that share only long sequences.
 
     Where a condition would leave none, it is dropped.
     """
@@ -37,7 +42,7 @@ def narrowed(search: Search, combinations: Sequence[dict[str, int]]) -> list[dic
     return [d for d in kept if all(d[a] == 1 for a in sequence_axes)] or kept
 
 
-def next_combinations(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def neighbours(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """The same number of ranks with one prime factor moved from one axis to another."""
     for source, degree in degrees.items():
         divisors = [n for n in range(2, degree + 1) if degree % n == 0]
@@ -47,7 +52,7 @@ def next_combinations(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
                     yield {**degrees, source: degree // prime, target: degrees[target] * prime}
 
 
-def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+def starts(search: Search, legal: Legal) -> list[Mapping[str, int]]:
     """The combinations to climb from.
 
     - For each degree of the searched axis, the fewest stages; for its widest degree also a middle number of stages.
@@ -72,3 +77,35 @@ def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[s
             order = ((axis, 1), (searched, -1), (dividing, -1), (SHARED, 1))
             chosen.append(max(legal, key=lambda d: [sign * d.get(name, 1) for name, sign in order]))
     return list({tuple(degrees.items()): degrees for degrees in chosen}.values())
+
+
+def untried(setting: Setting, legal: Legal, default: Legal, extra: Legal, climbed: bool, ended: bool) -> str:
+    """Why not every legal combination of degrees was tried; `default`: those that a search tries by default.
+
+    `extra`: those tried in addition; `climbed`: hill climbing chose among the default ones; `ended`: the time budget was spent.
+    """
+    axes = []
+    for axis, strategy in setting.strategies.items():
+        most = max(degrees[axis] for degrees in default)
+        if most == max(degrees[axis] for degrees in legal):
+            continue
+        tried = sorted({degrees[axis] for degrees in extra if degrees[axis] > most})
+        except_for = f" except {listing([*map(str, tried)], len(tried))}" if tried else ""
+        wide, short = f"wider than {setting.cluster.links[0].name}", f"for rows of fewer than {LONG:,} tokens"
+        axes.append(f"{axis} above {most}{except_for}, {wide if strategy.placement_search else short}")
+    reasons = [f"not tried by default: {', '.join(axes)}"] if axes else []
+    if climbed:
+        reasons.append("chosen by hill climbing from several starts")
+    if ended:
+        reasons.append("the time budget was spent")
+    return "; ".join(reasons)
+
+
+def refusals(refused: Iterable[PlanError], possible: Sequence[Sequence[tuple[str, int]]]) -> Iterator[str]:
+    """Why a legal degree cannot be used, a line each, where none of the `possible` combinations has it."""
+    lines: dict[str, None] = {}
+    for error in refused:
+        kind, _, axis = error.field.partition(".")
+        if kind == "degrees" and not any((axis, error.value) in degrees for degrees in possible):
+            lines[f"no {axis}: {error.rule}"] = None
+    yield from lines

@@ -33,15 +33,12 @@ class Floor:
     """The least seconds of a step, by the number of stages.
 
     Args:
-        basis: the search context.
         cluster: its figures are the costs.
         candidate: any candidate; its tape lists the operations.
         other: the tape of the same work on other rows (see `Tapes.other`); None where there is none.
     """
 
-    def __init__(
-        self, basis: Basis, cluster: Cluster, candidate: Candidate, other: Tape | None = None
-    ) -> None:
+    def __init__(self, basis: Basis, cluster: Cluster, candidate: Candidate, other: Tape | None) -> None:
         self._basis, self._cluster = basis, cluster
         setting, problem = basis.setting, candidate.problem
         tape, (rows, tokens) = problem.tape, _local(basis, candidate)
@@ -79,10 +76,9 @@ class Floor:
         # where ranks share cores, a rank that waits leaves its cores to the others
         paces = self._cluster.shared_core_factors(stages) if stages > 1 else ()
         part = 1.0 / max([stages, *((n + 1) / pace for n, pace in enumerate(paces))])
-        faster = part * stages
-        return self._update / ranks + sum(
-            max(product * faster / ranks, issued * part) for product, issued in self._least
-        )
+        share = part * stages
+        work = sum(max(product * share / ranks, issued * part) for product, issued in self._least)
+        return self._update / ranks + work
 
     def whole(self) -> float:
         """The least seconds of a rank that computes the whole model and batch."""
@@ -124,20 +120,16 @@ class _Product(NamedTuple):
 def _lengths(tape: Tape, sequence: bool) -> dict[int, _Product]:
     """The products of a tape, by node."""
     # values that are computed from rows of the batch; others (positions, products of weights) do not grow with them
-    flows = {
-        i
-        for i, value in enumerate(tape.values)
-        if (value.name or "").startswith("input:") and value.shape[:1] == (tape.rows,)
-    }
+    inputs = ((i, v) for i, v in enumerate(tape.values) if (v.name or "").startswith("input:"))
+    flows = {i for i, value in inputs if value.shape[:1] == (tape.rows,)}
     for node in tape.nodes:
         if not flows.isdisjoint(ref.i for ref in node.ins):
             flows.update(ref.i for ref in node.outs)
-    products: dict[int, _Product] = {}
-    for k, node in enumerate(tape.nodes):
-        length = _length(node, tape, flows, sequence)
-        if length:
-            products[k] = _Product(frozenset(tape.values[r.i].name or "" for r in node.ins), length)
-    return products
+    return {
+        k: _Product(frozenset(tape.values[r.i].name or "" for r in node.ins), length)
+        for k, node in enumerate(tape.nodes)
+        if (length := _length(node, tape, flows, sequence))
+    }
 
 
 def _length(node: Node, tape: Tape, flows: set[int], sequence: bool) -> int:
@@ -171,10 +163,8 @@ def _least(cluster: Cluster, work: Work, flops: float) -> tuple[float, float]:
     product += flops * _least_rate(measured.backward) * operands if work.grad else 0.0
     least = min((s for _, s in measured.forward), default=0.0)
     least += min((s for _, s in measured.backward), default=0.0) * operands if work.grad else 0.0
-    if work.kind == "view" or not cluster.hides_launch:
-        issued = least + cluster.host_s
-    else:
-        issued = max(least, launches)
+    shown = work.kind == "view" or not cluster.hides_launch
+    issued = least + cluster.host_s if shown else max(least, launches)
     return product if is_product else 0.0, issued
 
 

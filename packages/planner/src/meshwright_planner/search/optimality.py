@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.errors import PlanError
@@ -19,6 +19,8 @@ from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point
 from meshwright_planner.evaluation.degrees import named, unasked
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.ilp import GAP
+from meshwright_planner.search.finalists import Estimates
+from meshwright_planner.search.hill_climb import Legal
 from meshwright_planner.search.lower_bound import floor_of
 
 MORE = 96
@@ -40,7 +42,7 @@ class Proof:
 
     least: float | None
     words: str
-    settled: Mapping[Point, Candidate | None] = field(default_factory=dict, repr=False, compare=False)
+    settled: Estimates = field(default_factory=dict, repr=False, compare=False)
 
     def gap(self, seconds: float) -> float | None:
         """The part of `seconds` by which another configuration may be faster."""
@@ -50,15 +52,9 @@ class Proof:
 
 
 def settle(
-    search: Search,
-    exact: Sequence[Candidate],
-    legal: Sequence[Mapping[str, int]],
-    by_point: Mapping[Point, Candidate | None] | None = None,
+    search: Search, exact: Sequence[Candidate], legal: Legal, by_point: Estimates | None
 ) -> tuple[list[Candidate], Proof]:
-    """The evaluated candidates and those that the proof finds to be faster, best first; and the proof.
-
-    The arguments are those of `prove`.
-    """
+    """The evaluated candidates and those that the proof finds to be faster, best first; and the proof (see `prove`)."""
     ranked = sorted(exact, key=rank)
     while True:
         proof = prove(search, ranked, legal, by_point)
@@ -77,17 +73,14 @@ def settle(
 
 
 def prove(
-    search: Search,
-    exact: Sequence[Candidate],
-    legal: Sequence[Mapping[str, int]],
-    by_point: Mapping[Point, Candidate | None] | None = None,
+    search: Search, exact: Sequence[Candidate], legal: Legal, by_point: Estimates | None = None
 ) -> Proof:
     """The proof for a finished search.
 
     Args:
         exact: candidates that were evaluated exactly, at least one.
-        by_point: configuration -> its estimate, None where a strategy refuses it; None where not all combinations of degrees
-            were tried, so that configurations are not considered one by one.
+        by_point: the estimates; None where not all combinations of degrees were tried, so that configurations are not
+            considered one by one.
     """
     setting = search.setting
     least, why = _unsolved(exact)
@@ -97,13 +90,16 @@ def prove(
     stage_counts = {_stages(search, tuple(d.items())) for d in legal}
     floors = {n: floor.seconds(n) if floor is not None else 0.0 for n in stage_counts}
     left = _open(search, exact, by_point, legal)
-    settled: dict[Point, Candidate | None] = {}
+    settled: Estimates = {}
     if left is not None:
         estimates = dict(by_point or {})
-        as_requested = [point for point in left if point.recompute == setting.recompute]
-        _cost(search, as_requested, floors, best, estimates)
+
+        def is_slow(point: Point) -> bool:
+            return floors[_stages(search, point.degrees)] >= best
+
+        _cost(search, [p for p in left if p.recompute == setting.recompute], is_slow, estimates)
         left = [p for p in _needed(left, estimates) if not _is_settled(search, p, estimates)]
-        left = _cost(search, left, floors, best, estimates)
+        left = _cost(search, left, is_slow, estimates)
         # the estimates of settled configurations are exact
         evaluated = {c.point for c in exact}
         settled = {p: estimate for p, estimate in estimates.items() if p not in evaluated}
@@ -127,7 +123,7 @@ def prove(
     return Proof(least, words, settled)
 
 
-def _exact(settled: Mapping[Point, Candidate | None]) -> Iterator[Candidate]:
+def _exact(settled: Estimates) -> Iterator[Candidate]:
     """The candidates that fit and whose estimates are exact, because no placements are searched."""
     return (c for c in settled.values() if c is not None and not c.searched and not c.excess_bytes)
 
@@ -156,7 +152,7 @@ def _stages(search: Search, degrees: tuple[tuple[str, int], ...]) -> int:
     return math.prod(degree for axis, degree in degrees if strategies[axis].divides)
 
 
-def _points(search: Search, legal: Sequence[Mapping[str, int]]) -> Iterator[Point]:
+def _points(search: Search, legal: Legal) -> Iterator[Point]:
     """Every configuration of these combinations."""
     setting = search.setting
     for degrees in legal:
@@ -172,10 +168,7 @@ def _points(search: Search, legal: Sequence[Mapping[str, int]]) -> Iterator[Poin
 
 
 def _open(
-    search: Search,
-    exact: Sequence[Candidate],
-    estimates: Mapping[Point, Candidate | None] | None,
-    legal: Sequence[Mapping[str, int]],
+    search: Search, exact: Sequence[Candidate], estimates: Estimates | None, legal: Legal
 ) -> list[Point] | None:
     """Configurations that are not settled; None where there are too many to consider each, or no estimates."""
     if estimates is None:
@@ -189,7 +182,7 @@ def _open(
     return unsettled
 
 
-def _needed(left: Sequence[Point], estimates: Mapping[Point, Candidate | None]) -> list[Point]:
+def _needed(left: Sequence[Point], estimates: Estimates) -> list[Point]:
     """Without those that recompute although the same configuration fits without: recompute only takes longer."""
     kept = []
     for point in left:
@@ -199,7 +192,7 @@ def _needed(left: Sequence[Point], estimates: Mapping[Point, Candidate | None]) 
     return kept
 
 
-def _is_settled(search: Search, point: Point, estimates: Mapping[Point, Candidate | None]) -> bool:
+def _is_settled(search: Search, point: Point, estimates: Estimates) -> bool:
     """Whether a configuration is refused, has an exact estimate because nothing is placed, or cannot fit."""
     if point not in estimates:
         return False
@@ -210,21 +203,12 @@ def _is_settled(search: Search, point: Point, estimates: Mapping[Point, Candidat
 
 
 def _cost(
-    search: Search,
-    left: Sequence[Point],
-    floors: Mapping[int, float],
-    best: float,
-    estimates: dict[Point, Candidate | None],
+    search: Search, left: Sequence[Point], is_slow: Callable[[Point], bool], estimates: Estimates
 ) -> list[Point]:
-    """Estimate configurations that may be faster than the best and need no placements, if they are few; returns the unsettled."""
+    """Estimate configurations that are not `is_slow` and need no placements, if they are few; returns the unsettled."""
     placed = {axis for axis, s in search.setting.strategies.items() if s.placement_search}
-    plain = [
-        point
-        for point in left
-        if point not in estimates
-        and floors[_stages(search, point.degrees)] < best
-        and all(degree == 1 or axis not in placed for axis, degree in point.degrees)
-    ]
+    plain = [point for point in left if point not in estimates and not is_slow(point)]
+    plain = [point for point in plain if all(n == 1 or axis not in placed for axis, n in point.degrees)]
     for point in plain if len(plain) <= MORE else ():
         if time.monotonic() > search.end:
             break
