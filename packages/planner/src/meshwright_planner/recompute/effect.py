@@ -28,12 +28,9 @@ def recomputed(
     region = _region(problem, rules)
     kept = region.saved(problem.tape)
     tape = replace(problem.tape, saved=kept, recompute=tuple(rules))
-    other = problem.on(tape)
-    blocks = problem.quotient.once_for(
-        problem.tape, ("dropped", tuple(rules)), lambda _: dropped(problem, region.block, kept)
-    )
-    again = region.again
-    options = {}
+    other, key = problem.on(tape), ("dropped", tuple(rules))
+    blocks = problem.quotient.once_for(problem.tape, key, lambda _: dropped(problem, region.block, kept))
+    again, options = region.again, {}
     for k, option in placement.options.items():
         seconds, forward = more_forward(option.seconds, option.forward, again[k])
         inner_seconds = option.inner_seconds * (1 + again[k])
@@ -117,9 +114,8 @@ def checkpoint_dropped(problem: PlacementProblem) -> tuple[Dropped, ...]:
     """The tensors that checkpoints in the user's model drop; nested checkpoints count as the outermost."""
     tape = problem.tape
     nodes = Counter(number for inside in tape.inside for number in inside)
-    block = {
-        index: str(max(inside, key=lambda n: nodes[n])) for index, inside in enumerate(tape.inside) if inside
-    }
+    outermost = (max(inside, key=lambda n: nodes[n], default=None) for inside in tape.inside)
+    block = {index: str(number) for index, number in enumerate(outermost) if number is not None}
     return dropped(problem, block, tape.saved, by_model=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import accumulate
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.trace.quotient import Quotient
@@ -32,8 +33,7 @@ class Region:
         products: Counter[str] = Counter()
         for index, node in enumerate(tape.nodes):
             if node.module not in block_of:
-                parts = node.module.split(".")
-                names = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+                names = accumulate(node.module.split("."), "{}.{}".format)
                 block_of[node.module] = next((name for name in names if name in chosen), None)
             block = block_of[node.module]
             if block is not None:
@@ -42,8 +42,7 @@ class Region:
                 if kept and policy == "alternate" and node.name != "sdpa":
                     products[block] += 1
                     kept = products[block] % 2 == 1
-                self.policy[index] = kept
-                self.block[index] = block
+                self.policy[index], self.block[index] = kept, block
         self._tape = tape
         twice = Counter(map(quotient.node, self.repeated))
         self.again = {k: twice[k] / quotient.node_count[k] for k in quotient.nodes}
@@ -87,11 +86,8 @@ class Region:
             if block is not None:
                 made = item.root is None or item.value in [ref.i for ref in self._tape.nodes[item.by].outs]
                 last[block] = max(last.get(block, (-1, False)), (item.by, made))
-        return frozenset(
-            index
-            for index, kept in self.policy.items()
-            if not kept and (index, False) < last.get(self.block[index], (-1, False))
-        )
+        again = (index for index, kept in self.policy.items() if not kept)
+        return frozenset(k for k in again if (k, False) < last.get(self.block[k], (-1, False)))
 
 
 def recomputed_blocks(tape: Tape, rules: Iterable[RecomputeRule]) -> dict[str, RecomputeRule]:
@@ -102,13 +98,9 @@ def recomputed_blocks(tape: Tape, rules: Iterable[RecomputeRule]) -> dict[str, R
     chosen: dict[str, RecomputeRule] = {}
     ordered = list(rules)
     called = {name for _, name in tape.calls}
-    for name, info in tape.modules.items():
-        if not info.runs:
-            continue
-        parts = name.split(".")
-        if any(".".join(parts[:n]) in chosen for n in range(1, len(parts))):
-            continue
-        rule = next((r for r in ordered if name and r.matches(name)), None)
+    for name in (name for name, info in tape.modules.items() if name and info.runs):
+        inside = not chosen.keys().isdisjoint(accumulate(name.split("."), "{}.{}".format))
+        rule = None if inside else next((r for r in ordered if r.matches(name)), None)
         if rule is not None:
             chosen[name] = rule
     return {name: rule for name, rule in chosen.items() if name in called}

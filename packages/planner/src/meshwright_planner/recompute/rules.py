@@ -17,10 +17,10 @@ POLICIES = ("full", "alternate", "selective")
 Calls = Collection[tuple[str, str]]
 """(calling module, called module)."""
 
+Rules = tuple[RecomputeRule, ...]
 
-def recompute_rules(
-    model: nn.Module, wanted: str | None, calls: Calls | None = None
-) -> tuple[RecomputeRule, ...]:
+
+def recompute_rules(model: nn.Module, wanted: str | None, calls: Calls | None = None) -> Rules:
     """The rules for `wanted`: a policy for all repeated blocks, or a pattern of module names.
 
     `calls`: see `repeated_blocks`.
@@ -66,23 +66,20 @@ def repeated_blocks(model: nn.Module, calls: Calls | None = None) -> tuple[str, 
     # name of the list -> pattern
     patterns: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not name or any(name.startswith(f"{outer}.") for outer in patterns):
-            continue
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        inside = not name or any(name.startswith(f"{outer}.") for outer in patterns)
+        if inside or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
         if len(kinds) > len(set(kinds)):
-            whole = any(
-                has_forward(child) if called is None else f"{name}.{key}" in called
-                for key, child in module.named_children()
-            )
+            if called is None:
+                whole = any(map(has_forward, module.children()))
+            else:
+                whole = any(f"{name}.{key}" in called for key, _ in module.named_children())
             patterns[name] = f"{name}.*" if whole else f"{name}.*.*"
     return tuple(patterns.values())
 
 
-def rules_of(
-    policies: Mapping[str, str], blocks: Sequence[str], patterns: Iterable[str]
-) -> tuple[RecomputeRule, ...]:
+def rules_of(policies: Mapping[str, str], blocks: Sequence[str], patterns: Iterable[str]) -> Rules:
     """Rules that recompute the blocks in `policies` by their policies, and no other block.
 
     `patterns`: patterns that match all of `blocks`, used where all have the same policy.

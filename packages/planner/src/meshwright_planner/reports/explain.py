@@ -132,11 +132,8 @@ def _details(view: PlanView, alone: bool) -> list[str]:
             lines.append(NO_ACTIVATIONS)
     lines += _recompute_by_stage(plan)
     lines += _communication(plan, view.links)
-    if view.elsewhere is not None:
-        lines.append(f"note: {view.elsewhere}")
-    if view.next_to_buy is not None:
-        lines.append(f"next to buy: {view.next_to_buy}")
-    return lines
+    remarks = (("note", view.elsewhere), ("next to buy", view.next_to_buy))
+    return lines + [f"{name}: {text}" for name, text in remarks if text is not None]
 
 
 def _table(views: Sequence[PlanView]) -> Table:
@@ -175,18 +172,18 @@ def _plan_columns(views: Sequence[PlanView]) -> Iterator[Column]:
         if len({value(plan) for plan in plans}) > 1:
             yield title, lambda view, value=value: value(view.plan)  # type: ignore[misc]
     if any(plan.provenance.measured_seconds is not None for plan in plans):
-        yield "measured", _measured
+        yield "measured", lambda view: _seconds(view.plan.provenance.measured_seconds)
 
 
 def _predicted_columns(views: Sequence[PlanView]) -> Iterator[Column]:
     """Time, memory and gap as predicted; "-" of plans without a prediction."""
-    yield "step", _predicted(lambda predicted: human_seconds(predicted.step_seconds))
-    yield "compute", _predicted(lambda predicted: human_seconds(predicted.compute_seconds))
-    yield "comm", _predicted(lambda predicted: human_seconds(predicted.communication_seconds))
+    yield "step", _predicted(lambda p: human_seconds(p.step_seconds))
+    yield "compute", _predicted(lambda p: human_seconds(p.compute_seconds))
+    yield "comm", _predicted(lambda p: human_seconds(p.communication_seconds))
     if any(view.seconds.get("bubble") for view in views):
         yield "bubble", _part("bubble")
     yield "optimizer", _part("optimizer")
-    yield "memory", _predicted(lambda predicted: human_bytes(predicted.total_bytes))
+    yield "memory", _predicted(lambda p: human_bytes(p.total_bytes))
     yield "activations", _predicted(_activations)
     yield "gap", _predicted(lambda p: NONE if p.gap is None else f"{100 * p.gap:.1f}%")
 
@@ -200,8 +197,7 @@ def _part(name: str) -> Callable[[PlanView], str]:
     return lambda view: NONE if view.plan.predicted is None else human_seconds(view.seconds.get(name, 0.0))
 
 
-def _measured(view: PlanView) -> str:
-    seconds = view.plan.provenance.measured_seconds
+def _seconds(seconds: float | None) -> str:
     return NONE if seconds is None else human_seconds(seconds)
 
 

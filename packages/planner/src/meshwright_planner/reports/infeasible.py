@@ -6,6 +6,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
@@ -39,9 +40,8 @@ def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleErr
         misses.append(f"and {len(closest) - SHOWN} more")
     if not closest:
         misses.append("each of the plans that were tried was refused")
-    advice = (list(_changes(search, closest[0])) if closest else []) or [
-        "none of the changes that were tried"
-    ]
+    advice = [*_changes(search, closest[0])] if closest else []
+    advice = advice or ["none of the changes that were tried"]
     head = (
         f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} of each "
         f"rank ({human_bytes(setting.allowed - setting.limit)} of it are kept back):"
@@ -124,21 +124,17 @@ def _first_fit(search: Search) -> Candidate | None:
     """A candidate that fits, with much data parallelism and few memory savings first; None where there is none."""
     if search.basis.floor_bytes() > search.setting.limit:
         return None
-    try:
+    combinations: list[dict[str, int]] = []
+    with suppress(UsageError):
         combinations = search.combinations()
-    except UsageError:
-        return None
     for degrees in reversed(combinations):
         if search.basis.floor_bytes(degrees) > search.setting.limit:
             continue
         for chain in _savings(search, degrees):
-            try:
-                fit = _first_of(search, chain)
-            except (PlanError, UsageError):
-                # a schedule or a mark_sharding refuses these degrees
-                continue
-            if fit is not None:
-                return fit
+            # a schedule or a mark_sharding may refuse these degrees
+            with suppress(PlanError, UsageError):
+                if (fit := _first_of(search, chain)) is not None:
+                    return fit
     return None
 
 
@@ -158,12 +154,10 @@ def _savings(search: Search, degrees: Mapping[str, int]) -> list[list[Point]]:
     """Configurations of these degrees, a list for each way, from no memory savings to all of them."""
     setting = search.setting
     ways = search.ways(degrees) or [{}]
-    stages = [setting.stage or (3 if degrees.get(SHARED, 1) > 1 else 0)]
+    stage = setting.stage or (3 if degrees.get(SHARED, 1) > 1 else 0)
     policies = [None, *search.can_recompute(degrees)] if setting.recompute is None else [setting.recompute]
     smallest: dict[tuple[tuple[str, object], ...], dict[str, object]] = {}
     for way in sorted(ways, key=lambda way: int(str(way.get("microbatches", 1)))):
         smallest[tuple((n, v) for n, v in way.items() if n != "microbatches")] = way
     chosen = [ways[0], *(way for way in smallest.values() if way != ways[0])]
-    return [
-        [Point.of(degrees, stage, way, policy) for policy in policies for stage in stages] for way in chosen
-    ]
+    return [[Point.of(degrees, stage, way, policy) for policy in policies] for way in chosen]

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -92,13 +93,10 @@ class ModelProfile:
         """A table of the folded modules."""
         head = ("module", "class", "copies", "parameters", "bytes", "forward", "backward", "again", "kept")
         lines = [head, *(_cells(row) for row in self.blocks)]
-        widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
+        widths = [max(map(len, column)) for column in zip(*lines)]
         # names are aligned to the left, figures to the right
-        aligned = (
-            (cell.ljust(widths[n]) if n < 2 else cell.rjust(widths[n]) for n, cell in enumerate(line))
-            for line in lines
-        )
-        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+        form = "  ".join(f"{{:{'<' if n < 2 else '>'}{width}}}" for n, width in enumerate(widths))
+        return "\n".join(form.format(*line).rstrip() for line in lines)
 
 
 def profile_model(
@@ -127,10 +125,9 @@ def profile_model(
         )
     rules, example = recompute_rules(model, recompute), Batch.of(batch)
     book = RuleBook.default()
+    dtype = None if precision in (None, "fp32") else DTYPES[str(precision)]
     with without_garbage_collection():
-        tape = record(
-            model, example, book.composites, None if precision in (None, "fp32") else DTYPES[str(precision)]
-        )
+        tape = record(model, example, book.composites, dtype)
         merged = quotient(tape)
     rules = recompute_rules(model, recompute, tape.calls)
     composites = by_name(book.composites)
@@ -138,9 +135,7 @@ def profile_model(
     region = Region(tape, merged, forward.__getitem__, rules)
     saved = region.saved(tape) if rules else tape.saved
     # of operations whose results are unused; they have no backward
-    unused = [
-        (node, round(forward_flops(node, tape.values, composites)), again) for node, again in tape.unused
-    ]
+    unused = [(n, round(forward_flops(n, tape.values, composites)), again) for n, again in tape.unused]
     rows = _rows(model, tape, forward, region.repeated, saved, unused)
     return ModelProfile(tuple(rows.values()), tuple(_folded(rows, merged)), precision, recompute)
 
@@ -174,23 +169,16 @@ def _rows(
             seen.add(item.root)
         for name in _within(tape.nodes[item.by].module):
             sums[name]["saved_bytes"] += item.nbytes
-    profiles = {}
     for name, module in model.named_modules():
-        parameters = list(module.parameters())
-        profiles[name] = ModuleProfile(
-            name,
-            type(module).__name__,
-            parameters=sum(p.numel() for p in parameters),
-            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-            **sums[name],
-        )
-    return profiles
+        for parameter in module.parameters():
+            sums[name]["parameters"] += parameter.numel()
+            sums[name]["parameter_bytes"] += parameter.numel() * parameter.element_size()
+    return {n: ModuleProfile(n, type(module).__name__, **sums[n]) for n, module in model.named_modules()}
 
 
 def _within(module: str) -> list[str]:
     """The names of a module and of all modules around it, the model first."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+    return ["", *accumulate(module.split("."), "{}.{}".format)] if module else [""]
 
 
 def _folded(rows: Mapping[str, ModuleProfile], merged: Quotient) -> list[ModuleProfile]:
@@ -205,12 +193,10 @@ def _folded(rows: Mapping[str, ModuleProfile], merged: Quotient) -> list[ModuleP
         for part in name.split(".") if name else ():
             folded = f"{folded}.{part}" if folded else part
             folded = first.get(folded, folded)
-        if folded in sums:
+        same = sums.setdefault(folded, row)
+        if same is not row:
             figures = {name: value for name, value in asdict(row).items() if isinstance(value, int)}
-            total = {name: getattr(sums[folded], name) + value for name, value in figures.items()}
-            sums[folded] = replace(sums[folded], **total)
-        else:
-            sums[folded] = row
+            sums[folded] = replace(same, **{n: getattr(same, n) + value for n, value in figures.items()})
     return list(sums.values())
 
 

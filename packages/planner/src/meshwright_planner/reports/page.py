@@ -27,11 +27,9 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
     limit = memory_limit(plan, cluster)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(seconds=human_seconds, bytes=human_bytes)
-    template = environment.from_string(
-        files("meshwright_planner.reports").joinpath("page.html.j2").read_text("utf-8")
-    )
+    source = files("meshwright_planner.reports").joinpath("page.html.j2").read_text("utf-8")
     replayed = timeline(plan, cluster, host)
-    return template.render(
+    return environment.from_string(source).render(
         plan=plan,
         view=view,
         good=None if plan.predicted is None or plan.predicted.proof is None else optimality(plan.predicted),
@@ -80,9 +78,8 @@ def tree_of(plan: ParallelPlan) -> Branch:
         root.at(parameter.pattern).notes.append(("placement", states or "replicated"))
     for call in plan.activations:
         inputs, outputs = ("; ".join(map(_states, states or ())) for states in (call.inputs, call.outputs))
-        text = f"{call.function} #{call.occurrence}: {inputs or 'any'}" + (
-            f" gives {outputs}" if outputs else ""
-        )
+        gives = f" gives {outputs}" if outputs else ""
+        text = f"{call.function} #{call.occurrence}: {inputs or 'any'}{gives}"
         root.at(call.module).notes.append(("call", text))
     for rule in plan.recompute:
         root.at(rule.pattern).notes.append(("recompute", f"recomputed in the backward pass ({rule.policy})"))

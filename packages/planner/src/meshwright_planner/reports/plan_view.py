@@ -5,6 +5,7 @@ The text, the page and the picture draw it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -61,10 +62,6 @@ class Upgrade:
     saved: float
     today: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"what": self.what, "seconds": self.seconds, "saved": self.saved, "today_seconds": self.today}
-
 
 @dataclass(frozen=True)
 class PlanView:
@@ -107,22 +104,15 @@ class PlanView:
 
     def step_parts(self) -> list[Part]:
         """The parts of the step in order, each with its colour."""
-        axes = [part for part in self.seconds if part not in COLOURS]
-        colours = {**COLOURS, **{axis: _AXES[i % len(_AXES)] for i, axis in enumerate(axes)}}
-        return [
-            Part(part, seconds, human_seconds(seconds), colours[part], part in axes)
-            for part, seconds in self.seconds.items()
-            if seconds
-        ]
+        axes = dict(zip((part for part in self.seconds if part not in COLOURS), itertools.cycle(_AXES)))
+        parts, colours = ((part, s) for part, s in self.seconds.items() if s), {**COLOURS, **axes}
+        return [Part(part, s, human_seconds(s), colours[part], part in axes) for part, s in parts]
 
     def memory_parts(self) -> list[Part]:
         """The parts of the memory, the largest first, each with its colour."""
         by_size = sorted(self.memory.items(), key=lambda item: (-item[1], item[0]))
-        return [
-            Part(part, size, human_bytes(size), _MEMORY[i % len(_MEMORY)])
-            for i, (part, size) in enumerate(by_size)
-            if size
-        ]
+        coloured = zip(by_size, itertools.cycle(_MEMORY))
+        return [Part(part, size, human_bytes(size), colour) for (part, size), colour in coloured if size]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -131,26 +121,24 @@ class PlanView:
             "name": self.name,
             "planner": self.plan.provenance.planner,
             "degrees": dict(self.plan.degrees),
-            "step_seconds": None if predicted is None else predicted.step_seconds,
+            "step_seconds": getattr(predicted, "step_seconds", None),
             "measured_seconds": self.plan.provenance.measured_seconds,
             "seconds": dict(self.seconds),
             "memory_bytes": dict(self.memory),
-            "total_bytes": None if predicted is None else predicted.total_bytes,
-            "gap": None if predicted is None else predicted.gap,
-            "proof": None if predicted is None else predicted.proof,
+            **{name: getattr(predicted, name, None) for name in ("total_bytes", "gap", "proof")},
             "bound": self.bound,
             "links": {axes: list(names) for axes, names in self.links.items()},
-            "upgrades": [u.to_dict() for u in self.upgrades],
+            "upgrades": [
+                {"what": u.what, "seconds": u.seconds, "saved": u.saved, "today_seconds": u.today}
+                for u in self.upgrades
+            ],
             "next_to_buy": self.next_to_buy,
             "notes": [*self.plan.provenance.notes, *([] if self.elsewhere is None else [self.elsewhere])],
         }
 
 
 def view_of(plan: ParallelPlan, cluster: Cluster | None = None, host: PluginHost | None = None) -> PlanView:
-    """The view of a plan; links and upgrades need a cluster.
-
-    `host`: where schedules are found; None discovers what is installed.
-    """
+    """The view of a plan; links and upgrades need a cluster. `host`: see `explain`."""
     predicted = plan.predicted
     bound = next((n for n in plan.provenance.notes if n.startswith("bound by ")), "")
     memory = {} if predicted is None else predicted.memory_bytes
@@ -228,8 +216,8 @@ def seconds_of(plan: ParallelPlan) -> dict[str, float]:
         parts = {"communication": predicted.communication_seconds, "optimizer": max(0.0, rest)}
         return {"compute": predicted.compute_seconds, **parts}
     split = predicted.split
-    parts = {"compute": predicted.compute_seconds, **split.exposed}
-    return {**parts, "bubble": split.bubble_seconds, "optimizer": split.optimizer_seconds}
+    ends = {"bubble": split.bubble_seconds, "optimizer": split.optimizer_seconds}
+    return {"compute": predicted.compute_seconds, **split.exposed, **ends}
 
 
 def name_of(plan: ParallelPlan) -> str:

@@ -70,7 +70,6 @@ class WhyNot:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        predicted = None if self.plan is None else self.plan.predicted
         return {
             "asked": self.question,
             "verdict": self.verdict,
@@ -78,7 +77,7 @@ class WhyNot:
             "kept": dict(self.kept),
             "dropped": dict(self.dropped),
             "best": None if self.plan is None else name_of(self.plan),
-            "step_seconds": None if predicted is None else predicted.step_seconds,
+            "step_seconds": getattr(self.plan and self.plan.predicted, "step_seconds", None),
             "free": None if self.free is None else self.free.to_dict(),
         }
 
@@ -274,24 +273,19 @@ def _pinned(request: PlanRequest, pins: Mapping[str, Any]) -> PlanRequest:
 
 def _has(plan: ParallelPlan, name: str, value: object) -> bool:
     """Whether a plan has the value of a pin."""
-    if name == "dp":
-        return plan.degree("dp") * plan.degree("zero") == value
-    if name == "zero":
-        return value == (0 if plan.zero is None else plan.zero.stage)
-    if name == "zero_degree":
-        return plan.degree("zero") == value
-    if name in ("microbatches", "schedule"):
-        return plan.pipeline is not None and getattr(plan.pipeline, name) == value
     if name == "recompute":
         same = {rule.policy for rule in plan.recompute} == {value} and in_words(plan.recompute) == value
         return same or [rule.pattern for rule in plan.recompute] == [value]
-    if name == "sequence_parallel":
-        return plan.sequence_parallel == value
-    if name == "precision":
-        return value == ("fp32" if plan.precision is None else plan.precision.parameters)
-    if name in ("context_attention", "context_balance"):
-        return plan.context is not None and getattr(plan.context, name.removeprefix("context_")) == value
-    return plan.degree(name) == value
+    options: dict[str, object] = {
+        "dp": plan.degree("dp") * plan.degree("zero"),
+        "zero": 0 if plan.zero is None else plan.zero.stage,
+        "zero_degree": plan.degree("zero"),
+        "sequence_parallel": plan.sequence_parallel,
+        "precision": "fp32" if plan.precision is None else plan.precision.parameters,
+        **{option: getattr(plan.pipeline, option, None) for option in ("microbatches", "schedule")},
+        **{f"context_{option}": getattr(plan.context, option, None) for option in ("attention", "balance")},
+    }
+    return value is not None and options.get(name, plan.degree(name)) == value
 
 
 def _compared(question: str, winner: ParallelPlan, other: ParallelPlan) -> WhyNot:
@@ -306,10 +300,8 @@ def _compared(question: str, winner: ParallelPlan, other: ParallelPlan) -> WhyNo
     before, after = seconds_of(winner), seconds_of(other)
     more = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in {**before, **after}}
     worse = sorted(((s, part) for part, s in more.items() if s > 0), reverse=True)[:3]
-    causes = ", ".join(
-        f"{part} {human_seconds(after.get(part, 0.0))} instead of {human_seconds(before.get(part, 0.0))}"
-        for _, part in worse
-    )
+    pairs = ((part, *(human_seconds(s.get(part, 0.0)) for s in (after, before))) for _, part in worse)
+    causes = ", ".join(f"{part} {new} instead of {old}" for part, new, old in pairs)
     text = (
         f"the best plan with it is {name_of(other)}: {then} a step, {100 * gain / ours.step_seconds:.1f}% more than "
         f"{name_of(winner)} with {now}{f' ({causes})' if causes else ''}; {human_bytes(theirs.total_bytes)} of memory per rank "
