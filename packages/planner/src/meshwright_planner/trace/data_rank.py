@@ -27,6 +27,9 @@ from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.names import listing
 from meshwright_planner.trace.tape import Division, Saved, Tape
 
+NodeStates = tuple[tuple[States, ...], tuple[States, ...]]
+"""States of the inputs and of the results of a node."""
+
 SHOWN = 4
 """Number of modules that a note names."""
 
@@ -34,9 +37,7 @@ LITTLE, FEW = 0.01, 4
 """Fraction of the bytes of all results, and number of collectives, up to which cross-row interaction is ignored."""
 
 
-def local_states(
-    rank_tape: Tape, global_tape: Tape, index: int, axes: int
-) -> tuple[tuple[States, ...], tuple[States, ...]]:
+def local_states(rank_tape: Tape, global_tape: Tape, index: int, axes: int) -> NodeStates:
     """States of a node that every rank runs on its own rows: the dim whose size differs between the two tapes is sharded."""
     node = global_tape.nodes[index]
 
@@ -102,9 +103,8 @@ class DataRank:
 
     def with_moves(self) -> Tape:
         """The tape of the rank's rows, with the collectives for cross-row interactions."""
-        return replace(
-            self.rank_tape, origin=self.rank_tape.origin or self.rank_tape, division=self.division()
-        )
+        tape = self.rank_tape
+        return replace(tape, origin=tape.origin or tape, division=self.division())
 
     def tape(self) -> Tape:
         """The tape of the rank, derived from the global tape."""
@@ -112,10 +112,11 @@ class DataRank:
         states_of = dict(self.initial)
         for node, outs in zip(tape.nodes, self.prediction.outs, strict=True):
             states_of.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
-        values = []
-        for i, v in enumerate(tape.values):
-            shape = self.grid.local(v.shape, states_of[i]) if i in states_of else v.shape
-            values.append(self._value(i, shape))
+        local = self.grid.local
+        shapes = (
+            local(v.shape, states_of[i]) if i in states_of else v.shape for i, v in enumerate(tape.values)
+        )
+        values = [self._value(i, shape) for i, shape in enumerate(shapes)]
         return replace(
             tape,
             values=values,

@@ -74,8 +74,8 @@ def find_function_gradients(
                 if before is not None or not requirement:
                     receives.append(value in reached)
                 else:
-                    input_tensor = tensor(value)
-                    receives.append(input_tensor is None or _torch.receives_gradient(function, input_tensor))
+                    given = tensor(value)
+                    receives.append(given is None or _torch.receives_gradient(function, given))
             earlier = notes[k].function or (False,) * len(receives)
             notes[k].function = tuple(map(or_, earlier, receives))
             if any(receives):
@@ -97,13 +97,9 @@ class Flows(NamedTuple):
 
 
 def flows(
-    nodes: Sequence[Node],
-    notes: Sequence[Note],
-    results: Iterable[int],
-    values: int,
-    roots: Mapping[int, int],
+    nodes: Sequence[Node], notes: Sequence[Note], starts: Iterable[int], values: int, roots: Mapping[int, int]
 ) -> Flows:
-    """The gradients from `results`, the values among the results that require one.
+    """The gradients from `starts`, the values among the results that require one.
 
     `values`: how many there are; `roots`: value -> the first value of its storage, if that is another.
     """
@@ -116,8 +112,8 @@ def flows(
         grad[value] = True
         stored.add(roots.get(value, value))
 
-    for result in results:
-        comes_to(result)
+    for start in starts:
+        comes_to(start)
     inputs: list[tuple[bool, ...]] = [()] * len(nodes)
     reached: set[Checkpoint] = set()
     for k in range(len(nodes) - 1, -1, -1):

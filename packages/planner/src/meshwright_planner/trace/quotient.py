@@ -218,9 +218,5 @@ def _is_own(name: str | None, module: str) -> bool:
 def carried(tape: Tape, result: Quotient) -> list[int]:
     """Representative values that flow from a block to its next copy: activations with a gradient, of three dims or more."""
     maker = {result.value(r.i): k for k in result.nodes for r in tape.nodes[k].outs}
-    values: dict[int, None] = {}
-    for value, node, _ in result.edges:
-        made = maker.get(value)
-        if made is not None and made >= node and tape.grad[value] and len(tape.values[value].shape) > 2:
-            values[value] = None
-    return list(values)
+    values = dict.fromkeys(value for value, node, _ in result.edges if maker.get(value, -1) >= node)
+    return [value for value in values if tape.grad[value] and len(tape.values[value].shape) > 2]

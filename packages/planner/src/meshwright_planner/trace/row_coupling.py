@@ -12,7 +12,7 @@ from meshwright_dtensor.propagate.choose import MeshShape
 from meshwright_dtensor.propagate.predict import Predictor
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.sharding.states import States
-from meshwright_planner.trace.data_rank import DataRank, local_states
+from meshwright_planner.trace.data_rank import DataRank, NodeStates, local_states
 from meshwright_planner.trace.flops import by_name, forward_flops
 from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.scale_batch import same_program
@@ -31,6 +31,9 @@ SMALL = 500
 
 Coupling = Literal["never", "little", "much"]
 
+InputStates = Mapping[str, States]
+"""Name of a batch tensor -> its states on the grid."""
+
 NOT_PREDICTED_EXPERTS = (
     "the cost of cross-row interaction is not predicted: with fewer rows the model does other operations, and experts run on the "
     "rows of each rank"
@@ -47,12 +50,7 @@ class DataRankTapes:
         self._tapes: dict[object, Tape] = {}
 
     def meet(
-        self,
-        key: object,
-        few: Tape,
-        more: Tape,
-        counted: Mapping[str, bool],
-        modules: Sequence[str],
+        self, key: object, few: Tape, more: Tape, counted: Mapping[str, bool], modules: Sequence[str]
     ) -> Coupling:
         """How much the rows of a model interact, by two tapes; one has twice the rows of the other.
 
@@ -78,7 +76,7 @@ class DataRankTapes:
         rank_tape: Tape,
         global_tape: Callable[[], Tape],
         grid: MeshShape,
-        states: Mapping[str, States],
+        states: InputStates,
         modules: Sequence[str],
     ) -> Tape:
         """The tape of one rank.
@@ -88,7 +86,6 @@ class DataRankTapes:
             rank_tape: recorded with the rows of one rank.
             global_tape: records or returns the tape with the rows of all ranks.
             grid: the axes that divide rows.
-            states: name of a batch tensor -> its states on the grid.
             modules: those that strategies run on each rank's rows.
 
         Raises:
@@ -98,8 +95,7 @@ class DataRankTapes:
             values, composites = rank_tape.values, self._composites
             work = sum(forward_flops(node, values, composites) for node in rank_tape.nodes)
             if rank_tape.real and math.prod(grid.sizes) * work > REAL_WORK:
-                division = Division(notes=(NOT_PREDICTED_COST,))
-                self._tapes[key] = replace(rank_tape, origin=None, division=division)
+                self._tapes[key] = _with_note(rank_tape, NOT_PREDICTED_COST)
             else:
                 self._tapes[key] = self._made(rank_tape, global_tape(), grid, states, _prefixes(modules))
         return self._tapes[key]
@@ -109,12 +105,12 @@ class DataRankTapes:
         rank_tape: Tape,
         global_tape: Tape,
         grid: MeshShape,
-        states: Mapping[str, States],
+        states: InputStates,
         prefixes: tuple[str, ...],
     ) -> Tape:
         same = same_program(rank_tape, global_tape)
         if not same and prefixes and any(f"{n.module}.".startswith(prefixes) for n in global_tape.nodes):
-            return replace(rank_tape, origin=None, division=Division(notes=(NOT_PREDICTED_EXPERTS,)))
+            return _with_note(rank_tape, NOT_PREDICTED_EXPERTS)
         rank = self._rank((rank_tape, global_tape, same), grid, states, prefixes)
         if same and rank.is_batch_independent():
             return rank_tape
@@ -132,18 +128,12 @@ class DataRankTapes:
         return rank.tape()
 
     def _rank(
-        self,
-        run: tuple[Tape, Tape, bool],
-        grid: MeshShape,
-        states: Mapping[str, States],
-        prefixes: tuple[str, ...],
+        self, run: tuple[Tape, Tape, bool], grid: MeshShape, states: InputStates, prefixes: tuple[str, ...]
     ) -> DataRank:
         """The data rank with the prediction of the core; `run`: rank tape, global tape, and whether they are of one program."""
         rank_tape, global_tape, same = run
         values, nodes = global_tape.values, global_tape.nodes
-        weights: set[int] = set()
-        # of parameters and inputs
-        initial: dict[int, States] = {}
+        weights, initial = set[int](), dict[int, States]()
         for i, value in enumerate(values):
             kind, _, name = (value.name or "").partition(":")
             # gradients are summed later
@@ -153,24 +143,18 @@ class DataRankTapes:
             elif kind == "input":
                 initial[i] = states[name]
 
-        def strategy_states(index: int) -> tuple[tuple[States, ...], tuple[States, ...]] | None:
+        def strategy_states(index: int) -> NodeStates | None:
             inside = bool(prefixes) and f"{nodes[index].module}.".startswith(prefixes)
             return local_states(rank_tape, global_tape, index, grid.ndim) if inside else None
 
+        run_of = (nodes, values, global_tape.grad, initial, weights, strategy_states)
         node_of, results = self._merged(global_tape).node, global_tape.results
-        prediction = Predictor(
-            grid,
-            self._book,
-            nodes,
-            values,
-            global_tape.grad,
-            initial,
-            weights,
-            strategy_states,
-            node_of,
-            results,
-        ).run()
+        prediction = Predictor(grid, self._book, *run_of, node_of, results).run()
         return DataRank(global_tape, rank_tape, same, initial, prediction, grid, self._composites)
+
+
+def _with_note(tape: Tape, note: str) -> Tape:
+    return replace(tape, origin=None, division=Division(notes=(note,)))
 
 
 def _prefixes(modules: Sequence[str]) -> tuple[str, ...]:

@@ -81,10 +81,8 @@ class TapeFamily:
         except _NotLinear:
             return None
         count = len(first.saved)
-        kept, dropped = saved[:count], saved[count:]
-        return replace(
-            first, values=values, nodes=nodes, saved=kept, dropped=dropped, rows=rows, origin=first
-        )
+        kept, lost = saved[:count], saved[count:]
+        return replace(first, values=values, nodes=nodes, saved=kept, dropped=lost, rows=rows, origin=first)
 
     def predicts(self, other: Tape) -> bool:
         """Whether the prediction for the number of rows of a third recording equals that recording."""

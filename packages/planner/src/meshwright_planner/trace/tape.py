@@ -19,6 +19,10 @@ _CREATION_OPS = ("zeros", "empty", "ones", "full")
 """Parts of the names of operations that create tensors without computing values."""
 
 
+Roots = Mapping[int, int]
+"""Value -> the first value of its storage, if that is another."""
+
+
 class Saved(NamedTuple):
     """A tensor that autograd saves for the backward of one node.
 
@@ -179,13 +183,10 @@ class Tape:
         return tuple((tuple(v.shape), v.nbytes) for v in values if not (v.name or "").startswith("param:"))
 
 
-def finish(
-    tape: Tape, notes: Sequence[Note], roots: Mapping[int, int], asking: Iterable[int]
-) -> dict[int, int]:
+def finish(tape: Tape, notes: Sequence[Note], roots: Roots, asking: Iterable[int]) -> dict[int, int]:
     """Drop dead code and find where gradients flow; returns old node index -> new index of the nodes kept.
 
-    `notes`: how each node was run; `roots`: value -> the first value of its storage, if that is another; `asking`: the results
-    that require a gradient.
+    `notes`: how each node was run; `asking`: the results that require a gradient.
     """
     recorded_nodes = tape.nodes
     kept = _remove_dead_code(tape, roots)
@@ -194,14 +195,13 @@ def finish(
     again = [times_again(note.place, gradients.reached) for note in notes]
     tape.again = [again[k] for k in kept]
     numbers: dict[object, int] = {}
-    tape.inside = [
-        tuple(numbers.setdefault(spot.checkpoint, len(numbers)) for spot in notes[k].place) for k in kept
-    ]
+    places = (notes[k].place for k in kept)
+    tape.inside = [tuple(numbers.setdefault(s.checkpoint, len(numbers)) for s in place) for place in places]
     tape.unused = tuple((recorded_nodes[k], again[k]) for k in range(len(recorded_nodes)) if k not in kept)
     return kept
 
 
-def _remove_dead_code(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
+def _remove_dead_code(tape: Tape, roots: Roots) -> dict[int, int]:
     """Drop nodes that no result depends on; returns old index -> new index of those kept."""
     live = set(tape.results)
     # a write to a view is seen by later readers of the storage
@@ -227,7 +227,7 @@ def _remove_dead_code(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
     return new_index
 
 
-def _written_through(tape: Tape, roots: Mapping[int, int]) -> frozenset[int]:
+def _written_through(tape: Tape, roots: Roots) -> frozenset[int]:
     """Views of a storage that is written through them, or while they are in use.
 
     For these a view of a converted copy would be wrong.
@@ -256,7 +256,7 @@ def _written_through(tape: Tape, roots: Mapping[int, int]) -> frozenset[int]:
     return frozenset(views)
 
 
-def _product_writes(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
+def _product_writes(tape: Tape, roots: Roots) -> dict[int, int]:
     """Nodes that write products into a tensor created for it (zeros, say) -> the node that creates it.
 
     Both keep the layout of the product: the write would not reach a converted copy.

@@ -142,10 +142,8 @@ class Checkpoints:
                 frames = [_torch.checkpoint_of(hooks) for hooks in _torch.saving_hooks_above(self._own)]
                 if frames[0] is not None and id(frames[0]) not in self._by_frame:
                     self._top = _torch.observe_checkpoint(self.observe)
-                checkpoints = (
-                    self._by_frame.setdefault(id(f), Checkpoint(f)) for f in frames if f is not None
-                )
-                self._open.extend(checkpoints)
+                held = (f for f in frames if f is not None)
+                self._open.extend(self._by_frame.setdefault(id(f), Checkpoint(f)) for f in held)
         return [*self._reentrant, *self._open]
 
     def place(self, op: Any) -> Place:
@@ -171,7 +169,5 @@ class Checkpoints:
 
 def times_again(place: Place, reached: Collection[Checkpoint]) -> int:
     """How often a node is recomputed; `reached`: the checkpoints that the backward pass enters."""
-    return sum(
-        spot.checkpoint in reached and spot.original.runs_again(spot.saved) and not spot.kept
-        for spot in place
-    )
+    entered = (spot for spot in place if spot.checkpoint in reached)
+    return sum(spot.original.runs_again(spot.saved) and not spot.kept for spot in entered)

@@ -14,7 +14,6 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,26 +73,20 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _generators() -> Iterator[None]:
-    restore = [
-        partial(random.setstate, random.getstate()),
-        partial(torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        restore.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        restore.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    try:
+    with contextlib.ExitStack() as restore:
+        restore.callback(random.setstate, random.getstate())
+        restore.callback(torch.set_rng_state, torch.get_rng_state())
+        if (numpy := sys.modules.get("numpy")) is not None:
+            restore.callback(numpy.random.set_state, numpy.random.get_state())
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            restore.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
         yield
-    finally:
-        for put_back in restore:
-            put_back()
 
 
 _TABLES = (dict, OrderedDict, defaultdict, Counter)
 _ROWS = (list, set, deque)
-_LEFT = (
-    torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, *weakref.ProxyTypes
-)  # fmt: skip
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+_LEFT = (torch.Tensor, nn.Module, type, types.ModuleType, *_FUNCTIONS, *weakref.ProxyTypes)
 
 
 class ModuleState:

@@ -31,11 +31,14 @@ from meshwright_planner import _torch
 from meshwright_planner.trace.batch import Batch, check_signature
 from meshwright_planner.trace.recorder.borrow_model import borrowed
 from meshwright_planner.trace.recorder.replay_blocks import BlockReplayer, BlocksDifferError
-from meshwright_planner.trace.recorder.saved_tensors import saved_and_dropped
+from meshwright_planner.trace.recorder.saved_tensors import note_saved
 from meshwright_planner.trace.recorder.storage_recorder import REAL_ELEMENTS, StorageRecorder
 from meshwright_planner.trace.tape import ModuleInfo, Tape, finish
 
 REAL_RUN_LIMIT_BYTES = 4 * 2**30
+
+Composites = Mapping[Callable[..., Any], Any]
+"""Torch function -> Composite, as in RuleBook.composites."""
 
 
 class NoRunError(UsageError):
@@ -69,7 +72,7 @@ class RecordingCache:
 def record(
     model: nn.Module,
     batch: Batch,
-    composites: Mapping[Callable[..., Any], Any],
+    composites: Composites,
     dtype: torch.dtype | None = None,
     cache: RecordingCache | None = None,
 ) -> Tape:
@@ -78,7 +81,6 @@ def record(
     Args:
         model: any module; parameters may be on the meta device.
         batch: the arguments, real, fake or meta tensors; their values are not used unless the model reads data.
-        composites: torch function -> Composite, as in RuleBook.composites.
         dtype: compute dtype of floating-point parameters, persistent buffers and batch tensors; None: their own.
         cache: shared with earlier recordings of the same model in the same dtype; updated.
 
@@ -110,7 +112,7 @@ def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tens
 def _run_mixed(
     model: nn.Module,
     batch: Batch,
-    composites: Mapping[Callable[..., Any], Any],
+    composites: Composites,
     dtype: torch.dtype | None,
     cache: RecordingCache,
     replay: bool,
@@ -166,11 +168,7 @@ def _is_unreal(tensor: torch.Tensor) -> bool:
 
 
 def _run_real(
-    model: nn.Module,
-    batch: Batch,
-    composites: Mapping[Callable[..., Any], Any],
-    why: BaseException,
-    dtype: torch.dtype | None,
+    model: nn.Module, batch: Batch, composites: Composites, why: BaseException, dtype: torch.dtype | None
 ) -> Tape:
     tensors = [*model.parameters(), *model.buffers(), *(t for _, t in batch.tensors())]
     unreal = [t for t in tensors if _is_unreal(t)]
@@ -242,7 +240,7 @@ def _watch(model: nn.Module, batch: Batch, recorder: StorageRecorder) -> Tape:
     recorder.find_functions()
     asking = [recorder.ref(t).i for t in results if t.requires_grad]
     kept = finish(tape, recorder.notes, recorder.roots, asking)
-    tape.saved, tape.dropped = saved_and_dropped(recorder, kept, tape)
+    note_saved(recorder, kept, tape)
     return tape
 
 
@@ -291,26 +289,11 @@ def _with_copies(calls: Iterable[tuple[str, str]], copied: Mapping[str, str]) ->
 
 
 def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
-    inside: dict[int, frozenset[int]] = {}
-    return {
-        name: ModuleInfo(
-            type(module).__name__,
-            len(_parameters_in(module, inside)),
-            next(module.children(), None) is None,
-            has_forward(module),
-        )
-        for name, module in model.named_modules()
-    }
-
-
-def _parameters_in(module: nn.Module, inside: dict[int, frozenset[int]]) -> frozenset[int]:
-    """Ids of the distinct parameters of a module; `inside`: a cache."""
-    parameters = inside.get(id(module))
-    if parameters is None:
-        direct = (id(p) for p in module.parameters(recurse=False))
-        children = (_parameters_in(child, inside) for child in module.children())
-        parameters = inside[id(module)] = frozenset(direct).union(*children)
-    return parameters
+    infos: dict[str, ModuleInfo] = {}
+    for name, module in model.named_modules():
+        is_leaf, parameters = next(module.children(), None) is None, sum(1 for _ in module.parameters())
+        infos[name] = ModuleInfo(type(module).__name__, parameters, is_leaf, has_forward(module))
+    return infos
 
 
 def _results(out: Any) -> tuple[list[torch.Tensor], bool]:

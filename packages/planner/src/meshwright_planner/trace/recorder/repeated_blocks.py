@@ -17,6 +17,7 @@ from torch import nn
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
+from meshwright_planner.trace.recorder.borrow_model import Swap
 from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 
 MIN_MEMBERS = 3
@@ -56,9 +57,8 @@ def _signature(block: nn.Module) -> Any:
     parts: list[Any] = [hooks]
     order: dict[int, int] = {}
     for name, module in block.named_modules(remove_duplicate=False):
-        attributes = tuple(
-            (key, _attribute(key, value)) for key, value in vars(module).items() if not key.startswith("_")
-        )
+        public = ((key, value) for key, value in vars(module).items() if not key.startswith("_"))
+        attributes = tuple((key, _attribute(key, value)) for key, value in public)
         tensors = tuple(
             (key, tuple(t.shape), t.dtype, t.requires_grad, order.setdefault(id(t), len(order)))
             for table in _torch.own_tensors(module)
@@ -133,10 +133,7 @@ def recorded_hooks(block: nn.Module, recorder: StorageRecorder) -> Iterator[Hook
 
 
 def replay_hooks(
-    hook_calls: list[HookCall],
-    block: nn.Module,
-    recorder: StorageRecorder,
-    fake_copy: Callable[[torch.Tensor], torch.Tensor],
+    hook_calls: list[HookCall], block: nn.Module, recorder: StorageRecorder, fake_copy: Swap
 ) -> bool:
     """Call the hooks of a copied block with fake copies of the recorded tensors; returns whether they were passive."""
     for hook_call in hook_calls:

@@ -152,9 +152,8 @@ class BlockReplayer:
         return tensors, (str(spec), tuple(entries))
 
     def _own_values(self, module: nn.Module) -> dict[str, int]:
-        named = chain(
-            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        )
+        tables = (module.named_parameters, module.named_buffers)
+        named = chain.from_iterable(table(remove_duplicate=False) for table in tables)
         return {name: self.recorder.ref(tensor).i for name, tensor in named}
 
     def _run(
@@ -238,9 +237,8 @@ class BlockReplayer:
                 return x[0], x[0] is None and ref(x[1]).i - run.values[0]
             return x if isinstance(x, (tuple, int, str)) else id(x)
 
-        hooks = [
-            (s.module, s.place, str(s.spec), [label(ref(t).i) for t in s.tensors()]) for s in run.hook_calls
-        ]
+        calls = run.hook_calls
+        hooks = [(s.module, s.place, str(s.spec), [label(ref(t).i) for t in s.tensors()]) for s in calls]
         return entries, values, hooks, str(run.spec), list(map(shown, run.outputs))
 
     def _replay(self, run: _BlockRun, name: str, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
@@ -300,13 +298,9 @@ def _copied(node: Node, value: Callable[[int], int], old: str, new: str) -> Node
     if call is not None:
         call = Call(_renamed(call.module, old, new), call.function, call.occurrence)
     ins, outs = ([Ref(value(r.i)) for r in refs] for refs in (node.ins, node.outs))
-    module, inputs = (
-        _renamed(node.module, old, new),
-        (None if i is None else value(i) for i in node.call_inputs),
-    )
-    return Node(
-        node.op, node.name, args, kwargs, ins, outs, module, call, node.flops, node.mutates, tuple(inputs)
-    )
+    inputs = tuple([None if i is None else value(i) for i in node.call_inputs])
+    rest = (_renamed(node.module, old, new), call, node.flops, node.mutates, inputs)
+    return Node(node.op, node.name, args, kwargs, ins, outs, *rest)
 
 
 def _mapped(tree: Any, value: Callable[[int], int]) -> Any:

@@ -64,9 +64,8 @@ def _per_row(
         shapes = ((gates * hidden, features), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
         weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         try:
-            first, last = (
-                (kept(steps, many, weights) - kept(steps, few, weights)) / (many - few) for steps in STEPS
-            )
+            more = (kept(steps, many, weights) - kept(steps, few, weights) for steps in STEPS)
+            first, last = (nbytes / (many - few) for nbytes in more)
         except RuntimeError:
             # no such kernel on this machine
             return 0.0, 0.0

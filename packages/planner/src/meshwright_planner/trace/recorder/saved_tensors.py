@@ -13,22 +13,14 @@ from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 from meshwright_planner.trace.tape import Saved, Tape
 
 
-def saved_and_dropped(
-    recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape
-) -> tuple[list[Saved], list[Saved]]:
-    """The tensors that live until the backward pass, and those that checkpoints of the model drop.
-
-    `kept`: recorded node -> node of the tape.
-    """
-    items = list(_saved(recorder, kept))
-    # a tensor that leaves a checkpoint and is saved by its consumer counts as the consumer's
-    saved = [
-        item if tape.inside[item.node] == tape.inside[item.by] else item._replace(node=item.by, output=False)
-        for item, again in items
-        if not again
-    ]
-    saved += _kept_by_policies(recorder, kept, tape)
-    return saved, [item for item, again in items if again]
+def note_saved(recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> None:
+    """Set `tape.saved` and `tape.dropped`; `kept`: recorded node -> node of the tape."""
+    for item, again in _saved(recorder, kept):
+        # a tensor that leaves a checkpoint and is saved by its consumer counts as the consumer's
+        if not again and tape.inside[item.node] != tape.inside[item.by]:
+            item = item._replace(node=item.by, output=False)
+        (tape.dropped if again else tape.saved).append(item)
+    tape.saved += _kept_by_policies(recorder, kept, tape)
 
 
 def _saved(recorder: StorageRecorder, kept: Mapping[int, int]) -> Iterator[tuple[Saved, bool]]:

@@ -165,11 +165,7 @@ class StorageRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def composed(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
         """See Recorder.composed."""
         if not any(map(_torch.is_fake, tensors)):
