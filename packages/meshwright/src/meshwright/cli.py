@@ -80,9 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = tuple(sys.argv[1:] if arguments is None else arguments)
     try:
-        result: Any = group.main(
-            args=list(given), prog_name="meshwright", standalone_mode=False, obj=State(arguments=given)
-        )
+        state = State(arguments=given)
+        result: Any = group.main(list(given), "meshwright", standalone_mode=False, obj=state)
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message())
         sys.exit(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,7 @@ from meshwright_dtensor.utils.names import count_of
 if TYPE_CHECKING:
     from meshwright.demo.train import Outcome
 
-_ACTIONS: Mapping[str, str] = MappingProxyType(
-    {"F": "tab:blue", "B": "tab:green", "I": "tab:olive", "W": "tab:green"}
-)
+_ACTIONS = MappingProxyType({"F": "tab:blue", "B": "tab:green", "I": "tab:olive", "W": "tab:green"})
 """Colours of the actions of a schedule."""
 
 
@@ -41,13 +38,9 @@ def draw_plan(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, pat
     figure = _figure(11, 3.4 + (0.9 + 0.28 * len(bars) if bars else 0.0))
     heights = [1, 1, *([0.4 + 0.32 * len(bars)] if bars else [])]
     rows = figure.subplots(len(heights), height_ratios=heights)
-    figure.suptitle(
-        f"{view.name}: {human_seconds(plan.predicted.step_seconds)} a step, "
-        f"{human_bytes(plan.predicted.total_bytes)} a rank (predicted)",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-    )
+    step, size = human_seconds(plan.predicted.step_seconds), human_bytes(plan.predicted.total_bytes)
+    title = f"{view.name}: {step} a step, {size} a rank (predicted)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     for axes, parts, unit, label in (
         (rows[0], view.step_parts(), 1, "seconds of a step"),
         (rows[1], view.memory_parts(), 2**30, "GiB of a rank"),
@@ -66,15 +59,12 @@ def draw_plan(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, pat
         for rank, row in enumerate(bars):
             for kind in {bar.kind for bar in row}:
                 spans = [(bar.start * whole, bar.width * whole) for bar in row if bar.kind == kind]
-                rows[2].broken_barh(
-                    spans, (rank - 0.4, 0.8), color=COLOURS[kind], edgecolor="white", linewidth=0.2
-                )
+                rows[2].broken_barh(spans, (rank - 0.4, 0.8), color=COLOURS[kind], ec="white", lw=0.2)
         rows[2].set_yticks(range(len(bars)), [f"pp rank {rank}" for rank in range(len(bars))], fontsize=7)
         rows[2].invert_yaxis()
         told = "seconds (replayed on the model of the cluster; white: waiting)"
-        rows[2].set_xlabel(
-            "\n".join((told, *(textwrap.fill(f"note: {note}", 130) for note in replayed.notes))), fontsize=8
-        )
+        notes = (textwrap.fill(f"note: {note}", 130) for note in replayed.notes)
+        rows[2].set_xlabel("\n".join((told, *notes)), fontsize=8)
         rows[2].spines[["top", "right"]].set_visible(False)
     _save(figure, path, 130)
 
@@ -109,9 +99,8 @@ def draw_losses(outcome: Outcome, path: Path) -> None:
     upper.plot(numbers, single, linewidth=4, color="0.75", label="one device")
     upper.plot(numbers, parallel, linewidth=1.2, label=f"parallel ({outcome.layout})")
     upper.set_ylabel("loss")
-    upper.set_title(
-        f"{outcome.model}, {outcome.parameters / 1e6:.1f}M parameters, {count_of(outcome.world_size, 'rank')}"
-    )
+    size = f"{outcome.parameters / 1e6:.1f}M parameters"
+    upper.set_title(f"{outcome.model}, {size}, {count_of(outcome.world_size, 'rank')}")
     upper.legend()
     # a difference of zero has no logarithm
     lower.semilogy(numbers, [max(step.difference, 1e-8) for step in outcome.steps], ".-", linewidth=0.8)

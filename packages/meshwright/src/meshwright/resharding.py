@@ -107,14 +107,12 @@ def _share_random_state(ranks: Ranks, there: list[bool], device: torch.device) -
     """Ranks that join draw the same numbers as those that were there, on the CPU and on their device."""
     if all(there):
         return
-    source = there.index(True)
-    torch.set_rng_state(_from(source, torch.get_rng_state(), ranks))
+
+    def shared(state: torch.Tensor) -> torch.Tensor:
+        state = state.to(ranks.device)
+        dist.broadcast(state, src=there.index(True), group=ranks.group)
+        return state.cpu()
+
+    torch.set_rng_state(shared(torch.get_rng_state()))
     if device.type == "cuda":
-        torch.cuda.set_rng_state(_from(source, torch.cuda.get_rng_state(device), ranks), device)
-
-
-def _from(source: int, state: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The state that rank `source` gives."""
-    state = state.to(ranks.device)
-    dist.broadcast(state, src=source, group=ranks.group)
-    return state.cpu()
+        torch.cuda.set_rng_state(shared(torch.cuda.get_rng_state(device)), device)

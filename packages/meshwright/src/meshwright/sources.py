@@ -153,7 +153,7 @@ def _demo(name: str, rows: int, tokens: int, seed: int) -> Source:
 
     recipe = RECIPES[name]
     text = read_text(at_least=recipe.rows.bytes_per_row(tokens))
-    batch = next(batches(recipe.data(text, tokens, rows, seed), rows))
+    batch = next(batches(recipe.rows(text, tokens, rows, seed), rows))
     return Source(name, lambda: (recipe.make(tokens), batch), batch, seed)
 
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -120,12 +121,10 @@ def environment() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = dict.fromkeys(DISTRIBUTIONS, "not installed")
     for name in DISTRIBUTIONS:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            facts[name] = "not installed"
     return facts | {
         "python": platform.python_version(),
         "torch": torch.__version__,

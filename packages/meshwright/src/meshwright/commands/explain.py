@@ -71,9 +71,8 @@ def command(
     **plan_again: str | None,
 ) -> None:
     """Say what a plan does and why; with --model, check that it fits. Neither takes any memory."""
-    check_needs(
-        "--model", model is not None, {"--batch-size": batch_size, "--sequence-length": sequence_length}
-    )
+    given = {"--batch-size": batch_size, "--sequence-length": sequence_length}
+    check_needs("--model", model is not None, given)
     check_needs("--why-not", bool(why_not), {option_name(k): v for k, v in plan_again.items()})
     writes: dict[str, object] = {"--html": html, "--report": report}
     draws = {**writes, "--png": png, "--schedule": schedule}
@@ -208,11 +207,9 @@ def _why_not(
             "give the same batch, or plan for this one"
         )
     answers = [why_not(plan, model, batch, request, pins, state.host) for pins in wanted]
-    if as_json:
-        data = [answer.to_dict() for answer in answers]
-        click.echo(json.dumps(data if len(data) > 1 else data[0]))
-    else:
-        click.echo("".join(map(str, answers)), nl=False)
+    data = [answer.to_dict() for answer in answers]
+    text = json.dumps(data if len(data) > 1 else data[0]) if as_json else "".join(map(str, answers))
+    click.echo(text, nl=as_json)
 
 
 def _timeline(plan: ParallelPlan, png: Path | None, as_json: bool) -> None:
@@ -223,9 +220,8 @@ def _timeline(plan: ParallelPlan, png: Path | None, as_json: bool) -> None:
         from meshwright.pictures import draw_schedule
 
         assert plan.pipeline is not None
-        draw_schedule(
-            table, f"{plan.pipeline.schedule}, {count_of(plan.pipeline.microbatches, 'microbatch')}", png
-        )
+        count = count_of(plan.pipeline.microbatches, "microbatch")
+        draw_schedule(table, f"{plan.pipeline.schedule}, {count}", png)
     if as_json:
         ranks = [[[a.kind, a.stage, a.microbatch] for a in actions] for actions in table.ranks]
         click.echo(json.dumps({"bubble": table.bubble, "alive": table.alive, "ranks": ranks}))

@@ -143,9 +143,8 @@ class Named(click.ParamType):
         return f"[{'|'.join(self.names)}]"
 
 
-DEGREE = click.option(
-    "--degree", "degrees", multiple=True, metavar="AXIS=N", help="Pin the degree of a mesh axis, as tp=2."
-)
+_PIN = "Pin the degree of a mesh axis, as tp=2."
+DEGREE = click.option("--degree", "degrees", multiple=True, metavar="AXIS=N", help=_PIN)
 
 SHARING: tuple[Option, ...] = (
     number("--zero", help="ZeRO stage, 1 to 3; 0 for none. [default: what memory asks for]"),
@@ -212,9 +211,7 @@ PLANNING: tuple[Option, ...] = (
 )
 """One option for each keyword of `plan` but --world-size and --top-k; a test compares the two."""
 
-NAMES = tuple(
-    item.name for item in fields(PlanRequest) if item.name not in ("world_size", "top_k", "compile")
-)
+NAMES = tuple(f.name for f in fields(PlanRequest) if f.name not in ("world_size", "top_k", "compile"))
 """The arguments that the options of PLANNING set."""
 
 

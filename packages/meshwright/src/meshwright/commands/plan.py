@@ -79,10 +79,8 @@ def command(
     if trial is not None:
         from meshwright.trial import tried
 
-        plans = [
-            *tried(plans[:trial], [*chosen.arguments(), "--optimizer", request.optimizer]),
-            *plans[trial:],
-        ]
+        arguments = [*chosen.arguments(), "--optimizer", request.optimizer]
+        plans = [*tried(plans[:trial], arguments), *plans[trial:]]
     if output is not None:
         plans[0].save(output)
     if as_json:

@@ -75,11 +75,11 @@ def command(
         source = ModelChoice(model, batch_size, sequence_length, seed or 0).source()
     seconds = [measure(source.make, source.batch, plan, OPTIMIZERS[optimizer], steps) for plan in loaded]
     if ranks.rank() == 0:
-        data = {"seconds": seconds, "steps": steps, "plans": [str(p) for p in plans]}
+        data = json.dumps({"seconds": seconds, "steps": steps, "plans": [str(p) for p in plans]})
         if output is not None:
-            output.write_text(json.dumps(data))
+            output.write_text(data)
         if as_json:
-            click.echo(json.dumps(data))
+            click.echo(data)
         else:
             for path, plan, taken in zip(plans, loaded, seconds, strict=True):
                 line = f"{path}: {1e3 * taken:.4g} ms a step"

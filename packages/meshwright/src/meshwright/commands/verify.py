@@ -110,10 +110,8 @@ def command(
             instance = source.make()
         instance, plan = apply_request(instance, source.batch, request)
         del instance
-    factory = OPTIMIZERS[optimizer]
-    report = mw.verify(
-        source.make, source.batch, plan, steps=steps, optimizer=factory, tolerance=tolerance, loss=loss_of
-    )
+    checks: Any = {"steps": steps, "optimizer": OPTIMIZERS[optimizer], "tolerance": tolerance}
+    report = mw.verify(source.make, source.batch, plan, **checks, loss=loss_of)
     if ranks.rank() == 0:
         click.echo(json.dumps(report.to_dict()) if as_json else report.render())
     ok = report.ok

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.demo.tasks import BYTES, IMAGE_SIZE, ByteImage, MaskedByte, NextByte, _Rows
 from meshwright_dtensor.errors import UsageError
@@ -42,10 +42,6 @@ class Recipe:
         length = {self.length: sequence_length} if self.length else {}
         config = getattr(transformers, self.config)(**self.settings, **length)
         return getattr(transformers, self.model)(config)
-
-    def data(self, text: Tensor, sequence_length: int, rows: int, seed: int) -> _Rows:
-        """The dataset of `rows` rows drawn from `text`."""
-        return self.rows(text, sequence_length, rows, seed)
 
 
 _LENGTH = "max_position_embeddings"

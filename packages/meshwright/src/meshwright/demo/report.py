@@ -63,10 +63,8 @@ class Report:
         losses, picture = self.out / "losses.json", self.out / "losses.png"
         losses.write_text(json.dumps(outcome.to_dict(), indent=1) + "\n", encoding="utf-8")
         draw_losses(outcome, picture)
-        self.console.print(
-            f"\nplan: {self.out / 'plan.json'}   losses: {losses}   plot: {picture}", soft_wrap=True
-        )
-        self.console.print(verdict(outcome), soft_wrap=True)
+        files = f"\nplan: {self.out / 'plan.json'}   losses: {losses}   plot: {picture}"
+        self.console.print(files, verdict(outcome), sep="\n", soft_wrap=True)
         if self.as_json:
             sys.stdout.write(json.dumps(outcome.to_dict()) + "\n")
 

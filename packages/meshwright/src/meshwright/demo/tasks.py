@@ -6,6 +6,7 @@ model's dropout uses, and any rank can load any part of a batch.
 
 from __future__ import annotations
 
+import string
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,10 +124,8 @@ class ByteImage(_Rows):
 
 def kind_of_byte(byte: Tensor) -> Tensor:
     """int64 of the same shape: 0 space, 1 line end, 2 alphabetic, 3 digit, 4 bracket or quote, 5 anything else."""
-    table = torch.full((BYTES,), 5)
-    for kind, members in enumerate(
-        (b" \t", b"\r\n", bytes(range(65, 91)) + bytes(range(97, 123)) + b"_", b"0123456789", b"()[]{}'\"")
-    ):
+    table, letters = torch.full((BYTES,), 5), string.ascii_letters.encode() + b"_"
+    for kind, members in enumerate((b" \t", b"\r\n", letters, b"0123456789", b"()[]{}'\"")):
         table[list(members)] = kind
     return table[byte]
 

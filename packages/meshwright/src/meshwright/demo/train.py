@@ -69,10 +69,9 @@ class Options:
             if value not in names:
                 raise UsageError(f"--{name} {value} is not known; choose one of {', '.join(names)}")
         for name in ("steps", "batch_size", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)} is less than 1; give a larger one"
-                )
+            option, value = name.replace("_", "-"), getattr(self, name)
+            if value < 1:
+                raise UsageError(f"--{option} {value} is less than 1; give a larger one")
         if self.learning_rate is not None and not 0.0 < self.learning_rate < math.inf:
             raise UsageError(
                 f"--learning-rate {self.learning_rate} is no rate; give a number above 0, such as 1e-3"
@@ -151,11 +150,10 @@ class _Single:
     """The same training on one device, with random numbers of its own."""
 
     def __init__(self, options: Options, make: Callable[[], nn.Module], rows: Any) -> None:
-        outside = torch.get_rng_state()
-        torch.manual_seed(options.seed)
-        self.model = make()
-        self.random = torch.get_rng_state()
-        torch.set_rng_state(outside)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(options.seed)
+            self.model = make()
+            self.random = torch.get_rng_state()
         self.optimizer, self.scheduler = make_optimizer(self.model, options)
         self.batches = batches(rows, options.batch_size)
 
@@ -163,12 +161,11 @@ class _Single:
         """One step: the loss, and the seconds it took."""
         start = time.perf_counter()
         batch = next(self.batches)
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.random)
-        loss = self.model(**batch).loss
-        loss.backward()
-        self.random = torch.get_rng_state()
-        torch.set_rng_state(outside)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random)
+            loss = self.model(**batch).loss
+            loss.backward()
+            self.random = torch.get_rng_state()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -194,7 +191,7 @@ def run(options: Options, watcher: Watcher | None) -> Outcome:
     recipe = RECIPES[options.model]
     rows = options.steps * options.batch_size
     text = read_text(options.text, at_least=recipe.rows.bytes_per_row(options.sequence_length))
-    data = recipe.data(text, options.sequence_length, rows, options.seed)
+    data = recipe.rows(text, options.sequence_length, rows, options.seed)
     example = next(batches(data, options.batch_size))
 
     torch.manual_seed(options.seed)
@@ -213,9 +210,8 @@ def run(options: Options, watcher: Watcher | None) -> Outcome:
     half = plan.precision is not None and plan.precision.parameters != "fp32"
     tolerance = HALF_TOLERANCE if half else TOLERANCE
     outcome = Outcome(options.model, ranks.world_size(), dict(plan.degrees), count, tolerance=tolerance)
-    single = (
-        _Single(options, lambda: recipe.make(options.sequence_length), data) if ranks.rank() == 0 else None
-    )
+    make = partial(recipe.make, options.sequence_length)
+    single = _Single(options, make, data) if ranks.rank() == 0 else None
     if watcher:
         watcher.planned(plan, outcome, options)
 
