@@ -77,16 +77,13 @@ class AlpaPlanner(AlternativePlanner):
         ways = search.ways(degrees)
         preferred = [w for w in ways if w.get("schedule", SCHEDULE) == SCHEDULE] or ways or [{}]
         way = max(preferred, key=lambda w: int(str(w.get("microbatches", 1))))
-        policies, best = [search.setting.recompute], None
-        if policies == [None] and "full" in search.can_recompute(degrees):
-            policies.append("full")
-        for policy in policies:
-            candidate = costs.evaluate(Point.of(degrees, stage, way, policy))
-            if candidate is not None and (best is None or candidate.excess_bytes < best.excess_bytes):
-                best = candidate
-            if best is not None and not best.excess_bytes:
-                break
-        return best
+        fixed = search.setting.recompute
+        plain = costs.evaluate(Point.of(degrees, stage, way, fixed))
+        fits = plain is not None and not plain.excess_bytes
+        if fits or fixed is not None or "full" not in search.can_recompute(degrees):
+            return plain
+        both = (plain, costs.evaluate(Point.of(degrees, stage, way, "full")))
+        return min((c for c in both if c is not None), key=lambda c: c.excess_bytes, default=None)
 
 
 def latency(candidate: Candidate) -> float:

@@ -58,10 +58,8 @@ class EagerPlanner(Planner):
             for name, registered in host.strategies().items()
             if searched[registered.record.axis] != name
         )
-        fitting = [place for place, c in enumerate(ranked) if not c.excess_bytes]
-        why = {
-            place: [*reasons(setting, ranked, place, only=only), *notes] for place in fitting[: request.top_k]
-        }
+        shown = [place for place, c in enumerate(ranked) if not c.excess_bytes][: request.top_k]
+        why = {place: [*reasons(setting, ranked, place, only=only), *notes] for place in shown}
         return [plan_of(setting, ranked[place], self.name, lines, proof) for place, lines in why.items()]
 
     def choose(self, search: Search, request: PlanRequest) -> Choice:

@@ -24,11 +24,7 @@ class ManualPlanner(EagerPlanner):
         return super().proven(choice)[0], Proof(None, words)
 
     def pins(self, request: PlanRequest, strategies: dict[str, Strategy], world_size: int) -> dict[str, int]:
-        """A degree for every axis.
-
-        Raises:
-            UsageError: the degrees do not multiply to the world size.
-        """
+        """A degree for every axis. Raises UsageError where the degrees do not multiply to the world size."""
         given = {axis: degree for axis, degree in request.pins.items() if axis in strategies}
         degrees = {axis: given.get(axis, 1) for axis in strategies}
         filled = "zero" if request.zero and request.zero_degree is None else "dp"

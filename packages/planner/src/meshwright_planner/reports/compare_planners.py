@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch.nn import Module
 
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
@@ -67,11 +67,7 @@ class Comparison:
 
 
 def compare(
-    model: nn.Module,
-    batch: Any,
-    request: PlanRequest,
-    planners: Sequence[str],
-    host: PluginHost | None = None,
+    model: Module, batch: Any, request: PlanRequest, planners: Sequence[str], host: PluginHost | None = None
 ) -> Comparison:
     """The best plan of each planner for one request, with the same costs.
 

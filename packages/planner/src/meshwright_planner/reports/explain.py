@@ -118,10 +118,8 @@ def _details(view: PlanView, alone: bool) -> list[str]:
     lines = [n for n in plan.provenance.notes if alone or not n.startswith("also considered")]
     if predicted is not None and predicted.proof is not None:
         lines.append(optimality(predicted))
-    if predicted is not None and predicted.step_seconds:
-        parts = (
-            f"{p.name} {p.text} ({100 * p.size / predicted.step_seconds:.0f}%)" for p in view.step_parts()
-        )
+    if predicted is not None and (step := predicted.step_seconds):
+        parts = (f"{p.name} {p.text} ({100 * p.size / step:.0f}%)" for p in view.step_parts())
         lines.append("step: " + ", ".join(parts))
         if predicted.split is not None and predicted.split.hidden:
             hidden = (f"{axis} {human_seconds(s)}" for axis, s in predicted.split.hidden.items())

@@ -57,10 +57,8 @@ def _listed(reasons: Iterable[str]) -> Iterator[str]:
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
     """Lines of at most WIDTH columns; a size and its unit stay together."""
-    together = re.sub(r"(\d) (?=[KMG]iB|B\b)", "\\1\N{NO-BREAK SPACE}", text)
-    lines = textwrap.wrap(
-        together, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False
-    )
+    text = re.sub(r"(\d) (?=[KMG]iB|B\b)", "\\1\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
@@ -72,14 +70,11 @@ def _changes(search: Search, closest: Candidate) -> Iterator[str]:
     if not alone and len(pins) > 1:
         free = {name: value for changes in pins.values() for name, value in changes.items()}
         yield from _tried(search, f"without {', '.join(pins)}", **{**free, "options": {}})
-    factor, most = 2, setting.cluster.most_ranks or math.inf
-    while factor <= MOST_RANKS and setting.world_size * factor <= most:
-        ranks = setting.world_size * factor
-        # a pinned degree must not keep the plan from using more ranks
-        if lines := _tried(search, f"world_size={ranks}", world_size=ranks, pins={}, data=None):
-            yield from lines
-            break
-        factor *= 2
+    sizes = (setting.world_size * 2**n for n in range(1, MOST_RANKS.bit_length()))
+    possible = (size for size in sizes if size <= (setting.cluster.most_ranks or math.inf))
+    # a pinned degree must not keep the plan from using more ranks
+    more = (_tried(search, f"world_size={n}", world_size=n, pins={}, data=None) for n in possible)
+    yield from next(filter(None, more), [])
     rows = setting.batch.size
     while rows > 1:
         rows //= 2

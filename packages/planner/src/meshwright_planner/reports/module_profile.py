@@ -134,33 +134,25 @@ def profile_model(
     forward = [forward_flops(node, tape.values, composites) for node in tape.nodes]
     region = Region(tape, merged, forward.__getitem__, rules)
     saved = region.saved(tape) if rules else tape.saved
-    # of operations whose results are unused; they have no backward
-    unused = [(n, round(forward_flops(n, tape.values, composites)), again) for n, again in tape.unused]
-    rows = _rows(model, tape, forward, region.repeated, saved, unused)
+    # operations whose results are unused have no backward
+    work = [(n, forward_flops(n, tape.values, composites), 0.0, again) for n, again in tape.unused]
+    for k, (node, flops) in enumerate(zip(tape.nodes, forward, strict=True)):
+        back = backward_flops(node, tape.values, tape.flows[k], flops)
+        work.append((node, flops, back, tape.again[k] + (k in region.repeated)))
+    rows = _rows(model, tape, work, saved)
     return ModelProfile(tuple(rows.values()), tuple(_folded(rows, merged)), precision, recompute)
 
 
 def _rows(
-    model: nn.Module,
-    tape: Tape,
-    forward_counts: list[float],
-    repeated: frozenset[int],
-    saved: Iterable[Saved],
-    unused: Iterable[tuple[Node, int, int]],
+    model: nn.Module, tape: Tape, work: Iterable[tuple[Node, float, float, int]], saved: Iterable[Saved]
 ) -> dict[str, ModuleProfile]:
-    """Module -> its profile, the model first. `unused`: operations without backward, their FLOPs, and how often they rerun."""
+    """Module -> its profile, the model first. `work`: operations, FLOPs forward and backward, and how often they run again."""
     sums: dict[str, Counter[str]] = {name: Counter() for name in tape.modules}
-    for node, forward, again in unused:
+    for node, forward, back, again in work:
         for name in _within(node.module):
-            sums[name]["forward_flops"] += forward
-            sums[name]["again_flops"] += forward * again
-    for index, node in enumerate(tape.nodes):
-        forward = round(forward_counts[index])
-        back = round(backward_flops(node, tape.values, tape.flows[index], forward_counts[index]))
-        for name in _within(node.module):
-            sums[name]["forward_flops"] += forward
-            sums[name]["backward_flops"] += back
-            sums[name]["again_flops"] += forward * (tape.again[index] + (index in repeated))
+            sums[name]["forward_flops"] += round(forward)
+            sums[name]["backward_flops"] += round(back)
+            sums[name]["again_flops"] += round(forward) * again
     seen: set[int] = set()
     for item in saved:
         if item.root is not None:

@@ -40,9 +40,7 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
         limit=limit,
         mesh=mesh_drawing(plan, [] if cluster is None else cluster.nodes(plan.world_size)),
         tree=tree_of(plan),
-        rows=replayed.rows,
-        whole=replayed.whole,
-        notes=replayed.notes,
+        **vars(replayed),
         colours=COLOURS,
         collectives=sorted(plan.collectives, key=lambda c: -c.count * c.nbytes),
     )

@@ -134,9 +134,12 @@ def why_not(
     left_out = (*pins, "cluster", "cost_model", "degrees")
     kept = {name: value for name, value in pinned.given().items() if name not in left_out}
     kept |= {axis: degree for axis, degree in request.degrees.items() if axis not in pins}
+    if all(_has(winner, name, value) for name, value in pins.items()):
+        return WhyNot(question, "chosen", f"the plan has it: {name_of(winner)}", winner, kept, dropped)
     blocking = _blocking(given, pins)
-    if not blocking or all(_has(winner, name, value) for name, value in pins.items()):
-        answer = _answer(winner, model, batch, request, pinned, pins, question, plugins)
+    if not blocking:
+        best = _planned(model, batch, request, pinned, question, plugins)
+        answer = best if isinstance(best, WhyNot) else _compared(question, winner, best)
         return replace(answer, kept=kept, dropped=dropped)
     free = why_not(winner, model, batch, _without(request, blocking), pins, plugins)
     free = replace(free, dropped={**blocking, **free.dropped})
@@ -173,18 +176,10 @@ def request_of(plan: ParallelPlan, **changes: Any) -> PlanRequest:
     return PlanRequest(**{**given, "world_size": plan.world_size, "top_k": 1})
 
 
-def _answer(
-    winner: ParallelPlan,
-    model: nn.Module,
-    batch: Any,
-    request: PlanRequest,
-    pinned: PlanRequest,
-    pins: Mapping[str, Any],
-    question: str,
-    host: PluginHost,
-) -> WhyNot:
-    if all(_has(winner, name, value) for name, value in pins.items()):
-        return WhyNot(question, "chosen", f"the plan has it: {name_of(winner)}", winner)
+def _planned(
+    model: nn.Module, batch: Any, request: PlanRequest, pinned: PlanRequest, question: str, host: PluginHost
+) -> ParallelPlan | WhyNot:
+    """The best plan with the pins, or the answer why there is none."""
     axes = {*DEGREES, "zero", *pinned.degrees, *request.degrees}
     try:
         pinned.check(axes)
@@ -195,6 +190,7 @@ def _answer(
     planner = host.get(PlannerSpec, request.planner).load()()
     try:
         best: ParallelPlan = planner.plan(model, batch, pinned)[0]
+        return best
     except InfeasibleError as error:
         return WhyNot(question, "infeasible", str(error))
     except (PlanError, UsageError) as error:
@@ -203,7 +199,6 @@ def _answer(
         return WhyNot(question, "illegal", str(error))
     except MeshwrightError as error:
         return WhyNot(question, "illegal", str(error))
-    return _compared(question, winner, best)
 
 
 def _contradicted(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, Any]:

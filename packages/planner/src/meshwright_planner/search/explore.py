@@ -28,7 +28,7 @@ from meshwright_planner.evaluation.context import SHARED, ended_by
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.ilp import Unsolved
 from meshwright_planner.search.finalists import FEW, SPARE, Estimates, exactly
-from meshwright_planner.search.hill_climb import EXACT, Legal, narrowed, neighbours, refusals, starts, untried
+from meshwright_planner.search.hill_climb import EXACT, Legal, adjacent, narrowed, refusals, starts, untried
 from meshwright_planner.search.lower_bound import floor_of
 
 SLACK = 1.1
@@ -274,7 +274,7 @@ class _Explorer:
         better = True
         while better:
             better = False
-            for other in neighbours(dict(here)):
+            for other in adjacent(dict(here)):
                 key = tuple(other.items())
                 if key not in legal or key in self.explored:
                     continue

@@ -21,7 +21,7 @@ Legal = Sequence[Mapping[str, int]]
 
 
 def narrowed(search: Search, combinations: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Legal whose searched axes are not wider than the innermost links, and that share only long sequences.
+    """Combinations whose searched axes are not wider than the innermost links, and that share only long sequences.
 
     Where a condition would leave none, it is dropped.
     """
@@ -42,7 +42,7 @@ def narrowed(search: Search, combinations: Sequence[dict[str, int]]) -> list[dic
     return [d for d in kept if all(d[a] == 1 for a in sequence_axes)] or kept
 
 
-def neighbours(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def adjacent(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """The same number of ranks with one prime factor moved from one axis to another."""
     for source, degree in degrees.items():
         divisors = [n for n in range(2, degree + 1) if degree % n == 0]
@@ -94,11 +94,8 @@ def untried(setting: Setting, legal: Legal, default: Legal, extra: Legal, climbe
         wide, short = f"wider than {setting.cluster.links[0].name}", f"for rows of fewer than {LONG:,} tokens"
         axes.append(f"{axis} above {most}{except_for}, {wide if strategy.placement_search else short}")
     reasons = [f"not tried by default: {', '.join(axes)}"] if axes else []
-    if climbed:
-        reasons.append("chosen by hill climbing from several starts")
-    if ended:
-        reasons.append("the time budget was spent")
-    return "; ".join(reasons)
+    causes = {"chosen by hill climbing from several starts": climbed, "the time budget was spent": ended}
+    return "; ".join([*reasons, *(cause for cause, holds in causes.items() if holds)])
 
 
 def refusals(refused: Iterable[PlanError], possible: Sequence[Sequence[tuple[str, int]]]) -> Iterator[str]:

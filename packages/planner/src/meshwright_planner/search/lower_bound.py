@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.cluster.links import Points
@@ -43,13 +42,13 @@ class Floor:
         setting, problem = basis.setting, candidate.problem
         tape, (rows, tokens) = problem.tape, _local(basis, candidate)
         by_rows, sequence = setting.batch.size / rows, setting.batch.sequence_length is not None
-        lengths = _lengths(tape, sequence)
+        products = _products(tape, sequence)
         others: dict[int, int] = {}
         if other is not None:
             # a tape of one row may have fewer nodes, but has the same products
-            products = _lengths(other, sequence).values()
-            if [p.weights for p in lengths.values()] == [p.weights for p in products]:
-                others = {k: p.length for k, p in zip(lengths, products, strict=True)}
+            same = _products(other, sequence).values()
+            if [names for names, _ in products.values()] == [names for names, _ in same]:
+                others = {k: length for k, (_, length) in zip(products, same, strict=True)}
         # the optimizer's step at the best rate
         measured, states = cluster.measured("update", "float32"), OPTIMIZERS[setting.optimizer]
         streamed = basis.bytes[1] * (3 + 2 * states)
@@ -62,7 +61,7 @@ class Floor:
             node, count = tape.nodes[k], problem.quotient.node_count[k]
             flops = problem.legality.flops(k)
             work = work_of(node, tape.values, tape.flows[k], flops)
-            long = lengths[k].length if k in lengths else 0
+            long = products[k][1] if k in products else 0
             times = float(long in (rows, tokens))
             if other is not None and others.get(k, 0) * rows == long * other.rows:
                 times *= by_rows
@@ -110,15 +109,8 @@ def floor_of(search: Search, cluster: Cluster, exact: Sequence[Candidate]) -> Fl
     return Floor(basis, cluster, candidate, other)
 
 
-class _Product(NamedTuple):
-    """A product of weights with values computed from the batch, which have `length` rows (or tokens)."""
-
-    weights: frozenset[str]
-    length: int
-
-
-def _lengths(tape: Tape, sequence: bool) -> dict[int, _Product]:
-    """The products of a tape, by node."""
+def _products(tape: Tape, sequence: bool) -> dict[int, tuple[frozenset[str], int]]:
+    """Products of weights with values computed from the batch: node -> names of its inputs, and rows (or tokens) of the values."""
     # values that are computed from rows of the batch; others (positions, products of weights) do not grow with them
     inputs = ((i, v) for i, v in enumerate(tape.values) if (v.name or "").startswith("input:"))
     flows = {i for i, value in inputs if value.shape[:1] == (tape.rows,)}
@@ -126,7 +118,7 @@ def _lengths(tape: Tape, sequence: bool) -> dict[int, _Product]:
         if not flows.isdisjoint(ref.i for ref in node.ins):
             flows.update(ref.i for ref in node.outs)
     return {
-        k: _Product(frozenset(tape.values[r.i].name or "" for r in node.ins), length)
+        k: (frozenset(tape.values[r.i].name or "" for r in node.ins), length)
         for k, node in enumerate(tape.nodes)
         if (length := _length(node, tape, flows, sequence))
     }

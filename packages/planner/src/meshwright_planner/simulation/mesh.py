@@ -36,16 +36,12 @@ class Mesh:
         return dict(zip(axes, accumulate((self.degrees[axis] for axis in axes), mul, initial=1)))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Coordinate of a rank on an axis."""
-        return rank // self.strides[axis] % self.degrees[axis]
+        """Coordinate of a rank on an axis; 0 where the mesh has no such axis."""
+        return rank // self.strides.get(axis, 1) % self.degrees.get(axis, 1)
 
     def place(self, rank: int) -> Place:
         """Coordinates of a rank on the loose axes."""
         return tuple(self.coordinate(rank, axis) for axis in self.loose)
-
-    def stage_rank(self, rank: int) -> int:
-        """Coordinate of a rank along pp."""
-        return self.coordinate(rank, "pp") if "pp" in self.degrees else 0
 
     def ranks(self, place: Place, stage_rank: int) -> Iterator[int]:
         """The synchronous ranks of a replica and stage, ascending."""

@@ -45,11 +45,6 @@ class Step:
     gives: tuple[str, int, int] | None = None
     local: bool = False
 
-    @property
-    def needs_what(self) -> str:
-        """The message that it waits for, in words."""
-        return f"{'activations' if self.kind == 'F' else 'gradients'} for stage {self.stage}"
-
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch} of stage {self.stage}"
 

@@ -22,7 +22,9 @@ from meshwright_planner.simulation.schedule_steps import Gathers, Step, compute_
 Joins = list[tuple[float, Join]]
 """Collectives in order, each with the fraction of the pass after which it is joined."""
 
-PASSES = ("forward", "backward")
+PASSES = {"forward": "activations", "backward": "gradients"}
+"""Phase -> content of its messages between stages."""
+
 NOTHING = 1e-9
 """Fraction of a rank's compute time that counts as rounding error."""
 MOST = 2048
@@ -172,7 +174,7 @@ class Workload:
                 rest = slow * self.split.between_seconds
                 program.append(Work(rest, "the rest of the model, on the whole batch"))
             if step.needs is not None:
-                program.append(Receive((place, *step.needs), step.needs_what))
+                program.append(Receive((place, *step.needs), f"{PASSES[phase]} for stage {step.stage}"))
             last = sums if index == last_backward else []
             program += compute_pass(step, seconds, gathers.of(index), last, overlaps, slowdown)
             program += [
@@ -200,7 +202,9 @@ class Workload:
                 continue
             members = self.replicas.members(place, loose)
             bad = {f.rank for f in self.faults.links}
-            ranks = {r for r in bad if self.mesh.place(r) in members and self.mesh.stage_rank(r) == rank}
+            ranks = {
+                r for r in bad if self.mesh.place(r) in members and self.mesh.coordinate(r, "pp") == rank
+            }
             seconds = self._seconds(collective, axes, ranks)
             group = frozenset((other, rank) for other in members)
             count = min(collective.count, MOST)

@@ -112,11 +112,10 @@ class DataRank:
         states_of = dict(self.initial)
         for node, outs in zip(tape.nodes, self.prediction.outs, strict=True):
             states_of.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
-        local = self.grid.local
-        shapes = (
-            local(v.shape, states_of[i]) if i in states_of else v.shape for i, v in enumerate(tape.values)
-        )
-        values = [self._value(i, shape) for i, shape in enumerate(shapes)]
+        values = [
+            self._value(i, self.grid.local(v.shape, states_of[i]) if i in states_of else v.shape)
+            for i, v in enumerate(tape.values)
+        ]
         return replace(
             tape,
             values=values,

@@ -14,7 +14,6 @@ from meshwright_planner.trace.op_kinds import ATTENTION, base_name
 _ADDING = frozenset({"addmm", "baddbmm"})
 """Products whose first tensor is only added."""
 
-
 _RECURRENT = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn"})
 """Layers whose backward pass always computes every gradient."""
 

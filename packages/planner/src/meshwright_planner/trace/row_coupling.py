@@ -97,18 +97,13 @@ class DataRankTapes:
             if rank_tape.real and math.prod(grid.sizes) * work > REAL_WORK:
                 self._tapes[key] = _with_note(rank_tape, NOT_PREDICTED_COST)
             else:
-                self._tapes[key] = self._made(rank_tape, global_tape(), grid, states, _prefixes(modules))
+                self._tapes[key] = self._made(rank_tape, global_tape(), grid, states, modules)
         return self._tapes[key]
 
     def _made(
-        self,
-        rank_tape: Tape,
-        global_tape: Tape,
-        grid: MeshShape,
-        states: InputStates,
-        prefixes: tuple[str, ...],
+        self, rank_tape: Tape, global_tape: Tape, grid: MeshShape, states: InputStates, modules: Sequence[str]
     ) -> Tape:
-        same = same_program(rank_tape, global_tape)
+        same, prefixes = same_program(rank_tape, global_tape), _prefixes(modules)
         if not same and prefixes and any(f"{n.module}.".startswith(prefixes) for n in global_tape.nodes):
             return _with_note(rank_tape, NOT_PREDICTED_EXPERTS)
         rank = self._rank((rank_tape, global_tape, same), grid, states, prefixes)

@@ -7,6 +7,7 @@ would exist on that rank only, and the ranks would run different programs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import sys
@@ -34,15 +35,13 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
     """
     modules = list(model.modules())
     before = ModuleState(modules)
-    memo: dict[int, torch.Tensor] = {}
 
+    # a tensor's hash is its id
+    @functools.cache
     def once(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memo:
-            new = swap(tensor)
-            if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
-                new = nn.Parameter(new, tensor.requires_grad)
-            memo[id(tensor)] = new
-        return memo[id(tensor)]
+        new = swap(tensor)
+        plain = isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter)
+        return nn.Parameter(new, tensor.requires_grad) if plain else new
 
     with _generators():
         try:

@@ -40,6 +40,8 @@ REAL_RUN_LIMIT_BYTES = 4 * 2**30
 Composites = Mapping[Callable[..., Any], Any]
 """Torch function -> Composite, as in RuleBook.composites."""
 
+Dtype = torch.dtype | None
+
 
 class NoRunError(UsageError):
     """A model raises when it is called with its batch or a part of it; `what`: the model and its error."""
@@ -103,19 +105,14 @@ def record(
     return tape
 
 
-def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
+def _dtypes(model: nn.Module, dtype: Dtype) -> Callable[[torch.Tensor], torch.dtype]:
     """Tensor of the model or the batch -> its compute dtype."""
     kept = {id(buffer) for buffer in model.buffers()} - cast_buffers(model)
     return lambda t: t.dtype if dtype is None or id(t) in kept or not t.is_floating_point() else dtype
 
 
 def _run_mixed(
-    model: nn.Module,
-    batch: Batch,
-    composites: Composites,
-    dtype: torch.dtype | None,
-    cache: RecordingCache,
-    replay: bool,
+    model: nn.Module, batch: Batch, composites: Composites, dtype: Dtype, cache: RecordingCache, replay: bool
 ) -> Tape:
     mode, computed = cache.mode, _dtypes(model, dtype)
     devices = (parameter.device for parameter in model.parameters())
@@ -167,9 +164,7 @@ def _is_unreal(tensor: torch.Tensor) -> bool:
     return _torch.is_fake(tensor) or not has_values(tensor)
 
 
-def _run_real(
-    model: nn.Module, batch: Batch, composites: Composites, why: BaseException, dtype: torch.dtype | None
-) -> Tape:
+def _run_real(model: nn.Module, batch: Batch, composites: Composites, why: Exception, dtype: Dtype) -> Tape:
     tensors = [*model.parameters(), *model.buffers(), *(t for _, t in batch.tensors())]
     unreal = [t for t in tensors if _is_unreal(t)]
     size = sum(t.numel() * t.element_size() for t in unreal)
@@ -196,9 +191,8 @@ def _run_real(
 
 
 def _watch(model: nn.Module, batch: Batch, recorder: StorageRecorder) -> Tape:
-    parameters = {}
-    for name, parameter in model.named_parameters(remove_duplicate=True):
-        parameters[name] = recorder.mark(parameter, f"param:{name}").i
+    named = model.named_parameters()
+    parameters = {name: recorder.mark(parameter, f"param:{name}").i for name, parameter in named}
     for name, buffer in model.named_buffers():
         recorder.mark(buffer, f"buffer:{name}")
     for name, tensor in batch.tensors():
@@ -217,9 +211,8 @@ def _watch(model: nn.Module, batch: Batch, recorder: StorageRecorder) -> Tape:
             raise NoRunError(f"{type(model).__name__} raised {_line(error)}") from error
     results, scalar = _results(out)
     if not results:
-        raise UsageError(
-            f"{type(model).__name__} returned no floating-point tensor; there is nothing to train"
-        )
+        kind = type(model).__name__
+        raise UsageError(f"{kind} returned no floating-point tensor; there is nothing to train")
     tape = Tape(
         values=recorder.values,
         nodes=recorder.nodes,
