@@ -48,9 +48,8 @@ def check_world_size(requested: int | None, default: int = 1) -> int:
         return world_size()
     size = default if requested is None else requested
     if not 1 <= size <= MAX_LOCAL_RANKS:
-        raise UsageError(
-            f"--world-size {size} is outside 1..{MAX_LOCAL_RANKS}; give a number of ranks in that range"
-        )
+        possible = f"1..{MAX_LOCAL_RANKS}"
+        raise UsageError(f"--world-size {size} is outside {possible}; give a number of ranks in that range")
     return size
 
 

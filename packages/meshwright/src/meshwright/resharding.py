@@ -61,9 +61,8 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
             str(ranks.size),
         )
     if not any(there for there, *_ in told):
-        raise UsageError(
-            f"this {type(model).__name__} is on no plan; call parallelize() or auto_parallelize() first"
-        )
+        kind = type(model).__name__
+        raise UsageError(f"this {kind} is on no plan; call parallelize() or auto_parallelize() first")
     if len({(digest, optimizes) for _, digest, optimizes in told}) > 1:
         raise UsageError(
             "ranks were given different plans, or an optimizer on some of them only; call reshard() alike"

@@ -202,13 +202,11 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: M
         except MeshwrightError:
             raise
         except Exception as error:
-            raise UsageError(
-                f"--model {name} raised {type(error).__name__}: {error}; mend the function"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise UsageError(f"--model {name} raised {reason}; mend the function") from error
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
-            raise UsageError(
-                f"--model {name} returned a {type(result).__name__}; it must return (model, batch)"
-            )
+            kind = type(result).__name__
+            raise UsageError(f"--model {name} returned a {kind}; it must return (model, batch)")
         return result
 
     return Source(attribute, produce, seed=seed)

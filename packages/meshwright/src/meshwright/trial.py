@@ -79,10 +79,9 @@ def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = 
         UsageError: ranks could not run them here; what they said is on stderr.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-trial-") as folder:
-        files = []
-        for number, plan in enumerate(plans):
-            files.append(str(Path(folder) / f"plan{number}.json"))
-            plan.save(files[-1])
+        files = [str(Path(folder) / f"plan{number}.json") for number in range(len(plans))]
+        for plan, file in zip(plans, files):
+            plan.save(file)
         output = Path(folder) / "measured.json"
         # ranks of a job of their own, whatever job this process is of
         job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

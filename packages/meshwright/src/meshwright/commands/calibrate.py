@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--ranks",
-    "sizes",
+    "text",
     metavar="N,N",
     help="Numbers of ranks to start here and measure collectives with; 1 measures none. [2,4, as far as there are "
     "devices; a job's own under torchrun]",
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 @file("--part", hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON on stdout.")
 @click.pass_obj
-def command(
-    state: State, output: Path, sizes: str | None, name: str, part: Path | None, as_json: bool
-) -> int:
+def command(state: State, output: Path, text: str | None, name: str, part: Path | None, as_json: bool) -> int:
     """Measure this machine: operations by size and dtype, memory, launches, collectives by size and number of ranks.
 
     Plan with it as `meshwright plan --cluster FILE`. It takes one to two minutes; other work on the machine spoils it.
@@ -53,7 +51,7 @@ def command(
 
     # one rank for each accelerator, and as many as are sensible without any
     most = torch.cuda.device_count() if torch.cuda.is_available() else ranks.MAX_LOCAL_RANKS
-    numbers = _numbers(sizes, most)
+    numbers = _numbers(text, most)
     from meshwright_planner.calibration.profile import RankMeasurements, combined_profile, measure_one_rank
 
     with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as folder:

@@ -120,20 +120,15 @@ def command(
 
 
 def _print(
-    state: State,
-    plan: ParallelPlan,
-    machine: Cluster | None,
-    checked: str | None,
-    report: bool,
-    as_json: bool,
+    state: State, plan: ParallelPlan, machine: Cluster | None, fits: str | None, report: bool, as_json: bool
 ) -> None:
     """Print the plan, its report, and the verdict of the check."""
     from meshwright_planner import explain
 
-    verdict = f"checked: the plan fits {checked}" if checked else NOT_CHECKED
+    verdict = f"checked: the plan fits {fits}" if fits else NOT_CHECKED
     if as_json and report:
         data = explain(plan, cluster=machine, host=state.host).to_dict()
-        click.echo(json.dumps({**data, "checked_against": checked}, indent=2))
+        click.echo(json.dumps({**data, "checked_against": fits}, indent=2))
     elif as_json:
         # stdout is the plan itself, which has no field for the verdict
         click.echo(verdict, err=True)

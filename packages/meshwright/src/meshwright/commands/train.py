@@ -13,16 +13,16 @@ from meshwright.commands.options import SHARING, Named, file, number, with_optio
 from meshwright.sources import TOKENS
 
 MODELS = ("gpt2", "llama", "bert", "vit")
+AXES = {"dp": "data", "cp": "context", "tp": "tensor"}
 
 
 @click.command("train")
 @click.option("--model", type=Named(*MODELS), default="gpt2", show_default=True, help="Architecture.")
 @number("--steps", default=50, show_default=True, help="Optimizer steps.")
 @number("--world-size", help="Ranks to start here. [default: the plan's, or 4; a job's own under torchrun]")
-@number("--dp", help="Pin the data-parallel degree.")
-@number("--cp", help="Pin the context-parallel degree.")
-@number("--tp", help="Pin the tensor-parallel degree.")
-@with_options(*SHARING)
+@with_options(
+    *(number(f"--{axis}", help=f"Pin the {name}-parallel degree.") for axis, name in AXES.items()), *SHARING
+)
 @file("--plan", help="Apply this plan instead of planning.")
 @file("--text", help="Train on this file. [default: the standard library]")
 @number("--batch-size", default=8, show_default=True, help="Rows of the global batch.")
@@ -38,9 +38,6 @@ def command(
     /,
     model: str,
     world_size: int | None,
-    dp: int | None,
-    cp: int | None,
-    tp: int | None,
     plan: Path | None,
     sequence_length: int | None,
     out: Path,
@@ -68,7 +65,7 @@ def command(
     from meshwright.sources import check_tokens
 
     check_tokens(model, sequence_length)
-    degrees = {axis: degree for axis, degree in (("dp", dp), ("cp", cp), ("tp", tp)) if degree is not None}
+    degrees = {axis: degree for axis in AXES if (degree := settings.pop(axis)) is not None}
     tokens = TOKENS if sequence_length is None else sequence_length
     options = Options(model=model, degrees=degrees, plan=plan, sequence_length=tokens, **settings)
     report = Report(out, as_json) if ranks.rank() == 0 else None

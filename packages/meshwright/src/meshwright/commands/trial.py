@@ -53,9 +53,8 @@ def command(
     loaded = [ParallelPlan.load(path) for path in plans]
     counts = sorted({plan.world_size for plan in loaded})
     if len(counts) > 1:
-        raise PlanError(
-            "world_size", counts[1], f"the plans are of {counts} ranks: try those of one size", str(counts[0])
-        )
+        rule = f"the plans are of {counts} ranks: try those of one size"
+        raise PlanError("world_size", counts[1], rule, str(counts[0]))
     size = ranks.check_world_size(counts[0])
     if not ranks.is_rank():
         return ranks.launch(size, state.arguments)

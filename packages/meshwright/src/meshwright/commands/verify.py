@@ -80,9 +80,8 @@ def command(
     if optimizer not in OPTIMIZERS:
         raise UsageError(unknown("--optimizer", optimizer, OPTIMIZERS))
     if plan_file is not None and options.given:
-        raise UsageError(
-            f"--plan {plan_file} fixes what {', '.join(options.given)} asks for; leave that out, or the plan"
-        )
+        given = ", ".join(options.given)
+        raise UsageError(f"--plan {plan_file} fixes what {given} asks for; leave that out, or the plan")
     check_rows("verify", True, options.values["global_batch_size"])
     plan = None
     if plan_file is not None:

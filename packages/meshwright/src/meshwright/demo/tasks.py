@@ -124,8 +124,8 @@ class ByteImage(_Rows):
 
 def kind_of_byte(byte: Tensor) -> Tensor:
     """int64 of the same shape: 0 space, 1 line end, 2 alphabetic, 3 digit, 4 bracket or quote, 5 anything else."""
-    table, letters = torch.full((BYTES,), 5), string.ascii_letters.encode() + b"_"
-    for kind, members in enumerate((b" \t", b"\r\n", letters, b"0123456789", b"()[]{}'\"")):
+    table, alphabetic = torch.full((BYTES,), 5), string.ascii_letters.encode() + b"_"
+    for kind, members in enumerate((b" \t", b"\r\n", alphabetic, b"0123456789", b"()[]{}'\"")):
         table[list(members)] = kind
     return table[byte]
 
