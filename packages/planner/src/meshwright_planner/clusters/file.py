@@ -117,10 +117,8 @@ class ClusterFile(_Part):
         """Nodes and levels fit each other."""
         names = [level.name for level in self.links]
         if len(set(names)) < len(names):
-            listed = ", ".join(names)
-            raise ValueError(
-                f"links: two levels have the same name ({listed}); names of levels must be unique"
-            )
+            text = ", ".join(names)
+            raise ValueError(f"links: two levels have the same name ({text}); names of levels must be unique")
         for slow in self.slow_nodes:
             node = f"slow_nodes: node {slow.node}"
             if slow.link is not None and slow.link not in names:

@@ -178,9 +178,7 @@ class AxisCosts:
         if work.back is not None:
             # what the backward pass reads and writes
             tensors = (*zip(node.ins, ins, work.back.ins), *zip(node.outs, outs, work.back.outs))
-            sizes = (
-                times * values[ref.i].nbytes * self.share(state) for ref, state, times in tensors if times
-            )
+            sizes = (times * values[r.i].nbytes * self.share(s) for r, s, times in tensors if times)
             backward_bytes = sum(sizes) + work.back.kept * self.part(split)
         return Operation(
             node.name,

@@ -105,13 +105,8 @@ class Candidate:
     @property
     def bound(self) -> str:
         """The largest part of the step, and whether memory is nearly full."""
-        parts = {
-            "compute": self.compute_seconds,
-            "communication": self.exposed_seconds,
-            "bubble": self.bubble_seconds,
-            "optimizer": self.optimizer_seconds,
-        }
-        largest = max(parts, key=lambda name: parts[name])
+        seconds = self.compute_seconds, self.exposed_seconds, self.bubble_seconds, self.optimizer_seconds
+        largest = ("compute", "communication", "bubble", "optimizer")[seconds.index(max(seconds))]
         full = self.allowed and self.total_bytes > 0.9 * self.allowed
         return f"{largest}, memory {100 * self.total_bytes / self.allowed:.0f}% full" if full else largest
 

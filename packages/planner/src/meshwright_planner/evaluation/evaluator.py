@@ -280,9 +280,8 @@ class Search:
     def _problem(self, point: Point, tape: Tape, axes: Axes) -> PlacementProblem:
         present, meshed = self._present(point) if axes else [], self._meshed(point)
         setting, problems, joined = self.setting, self.shared.problems, self._joined(point, axes)
-        costs = [
-            AxisCosts(setting.cluster, link, degree, meshed, setting.cost_model) for _, degree, link in joined
-        ]
+        cluster, model = setting.cluster, setting.cost_model
+        costs = [AxisCosts(cluster, link, degree, meshed, model) for _, degree, link in joined]
         stored = [setting.stored.get(axis, {}) for axis in axes]
         shape = [(axis, degree) for axis, degree, _ in joined]
         unlinked: tuple[object, ...] = (id(tape), *shape, meshed, setting.sequence_parallel)

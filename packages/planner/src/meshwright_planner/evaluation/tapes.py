@@ -62,14 +62,18 @@ class Tapes:
         if not axes:
             return local
         counted = {name: tuple(t.shape[:1]) == (batch.size,) for name, t in batch.tensors()}
-        many, large = batch.size >= max(BASE_ROWS), len(local.nodes) > SMALL
+        many, large, modules = (
+            batch.size >= max(BASE_ROWS),
+            len(local.nodes) > SMALL,
+            basis.strategy_modules(),
+        )
         if not many or self._family(basis, shapes) is None:
             if rough and large:
                 # each number of rows would have to be recorded
                 return local
         else:
             # one check serves all numbers of rows
-            shapes_of_pair, modules = _pair(basis, shapes), basis.strategy_modules()
+            shapes_of_pair = _pair(basis, shapes)
             few, more = (self._find(basis, s) for s in shapes_of_pair)
             pair = (basis.setting.dtype, *shapes_of_pair[0].values(), modules)
             coupling = self._data_ranks.meet(pair, few, more, counted, modules)
@@ -79,14 +83,8 @@ class Tapes:
         grid = MeshShape(axes, tuple(degrees[a] for a in axes))
         by_name = {name: basis.batch_states(name, tuple(t.shape), degrees) for name, t in batch.tensors()}
         states = {name: tuple(on_axis[a] for a in axes) for name, on_axis in by_name.items()}
-        return self._data_ranks.of(
-            ((basis.setting.dtype, *shapes.values()), grid.axes, grid.sizes, *together.values()),
-            local,
-            lambda: self._find(basis, together),
-            grid,
-            states,
-            basis.strategy_modules(),
-        )
+        key = ((basis.setting.dtype, *shapes.values()), grid.axes, grid.sizes, *together.values())
+        return self._data_ranks.of(key, local, lambda: self._find(basis, together), grid, states, modules)
 
     def quotient(self, tape: Tape) -> Quotient:
         """The quotient of a tape. Tapes that differ in sizes only share one."""

@@ -150,9 +150,7 @@ def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
     seconds = {k: option.seconds for k, option in placement.options.items()}
     forward = {k: option.seconds * option.forward for k, option in placement.options.items()}
     place, gradient, backward = replay.place, replay.gradient, replay.backward_alive
-    temporary = {
-        k: max(backward[n] + gradient.get(n, 0.0), replay.forward_alive[n]) for k, n in place.items()
-    }
+    alive = {k: max(backward[n] + gradient.get(n, 0.0), replay.forward_alive[n]) for k, n in place.items()}
     output_gradients = {k: _output_gradient_bytes(problem, placement, k) for k in place}
     outputs = ((r, s) for k in place for r, s in zip(tape.nodes[k].outs, placement.options[k].outs))
     states = {quotient.value(ref.i): state for ref, state in outputs}
@@ -165,7 +163,7 @@ def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
             whole = sum(seconds[k] for k in run.kinds)
             same = by_kinds[run.kinds] = (
                 whole,
-                max((temporary[k] for k in run.kinds), default=0.0),
+                max((alive[k] for k in run.kinds), default=0.0),
                 sum(output_gradients[k] for k in run.kinds),
                 sum(forward[k] for k in run.kinds) / whole if whole else FORWARD,
             )

@@ -153,8 +153,7 @@ class Replay:
                 root = self.root.get(value)
                 if root is not None:
                     self.last[root] = n
-        for n in reversed(range(len(self.nodes))):
-            k = self.nodes[n]
+        for n, k in reversed(list(enumerate(self.nodes))):
             for ref, flows in zip(tape.nodes[k].ins, tape.flows[k], strict=True):
                 value = quotient.value(ref.i)
                 name = tape.values[ref.i].name or ""

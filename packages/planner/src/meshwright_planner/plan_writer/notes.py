@@ -228,12 +228,6 @@ def comparison(better: Candidate, other: Candidate) -> str:
     if other.excess_bytes and not better.excess_bytes:
         return f"preferred to {other.name}, which exceeds the memory by {human_bytes(other.excess_bytes)}"
     gain = other.step_seconds - better.step_seconds
-    parts = {
-        "compute": other.compute_seconds - better.compute_seconds,
-        "exposed communication": other.exposed_seconds - better.exposed_seconds,
-        "bubble": other.bubble_seconds - better.bubble_seconds,
-        "optimizer": other.optimizer_seconds - better.optimizer_seconds,
-    }
     # some planners choose by their own measure
     if gain < -1e-9 * better.step_seconds:
         faster = -100 * gain / better.step_seconds
@@ -243,8 +237,13 @@ def comparison(better: Candidate, other: Candidate) -> str:
         return f"as fast as {other.name}; " + (
             f"uses {human_bytes(saved)} less memory" if saved > 0 else "the outer axes are filled first"
         )
-    largest = [(name, s) for name, s in parts.items() if abs(s) >= NAMED * gain]
-    largest.sort(key=lambda part: -abs(part[1]))
+    parts = [
+        ("compute", other.compute_seconds - better.compute_seconds),
+        ("exposed communication", other.exposed_seconds - better.exposed_seconds),
+        ("bubble", other.bubble_seconds - better.bubble_seconds),
+        ("optimizer", other.optimizer_seconds - better.optimizer_seconds),
+    ]
+    largest = sorted((p for p in parts if abs(p[1]) >= NAMED * gain), key=lambda part: -abs(part[1]))
     less = [f"{human_seconds(s)} less {name}" for name, s in largest if s > 0]
     more = [f"{human_seconds(-s)} more {name}" for name, s in largest if s < 0]
     share = 100 * gain / other.step_seconds
