@@ -9,19 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright_checkpoint._torch import bytes_of_tensor
-from meshwright_checkpoint.convert.verify import row_blocks
+from meshwright_checkpoint.convert.verify import read_rows
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.format.safetensors_file import lay_out_file
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.pretrained import INDEX, SINGLE
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.read.shared_read import read
-from meshwright_checkpoint.read.wanted import Source, Wanted
+from meshwright_checkpoint.read.wanted import Source
 from meshwright_checkpoint.saving.saving import save
 from meshwright_checkpoint.shards.write_shares import Piece
 from meshwright_checkpoint.state.collect import MODEL
@@ -29,7 +27,7 @@ from meshwright_checkpoint.storage.backend import StrPath, complete_file, storag
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_checkpoint.storage.filesystem import DirectoryStorage, staged_directory
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.sharding.boxes import box_shape, whole_box
+from meshwright_dtensor.sharding.boxes import whole_box
 
 FILE_NBYTES = 5 << 30
 Files = list[tuple[str, list[str]]]
@@ -72,9 +70,8 @@ def export_checkpoint(source: StrPath, path: StrPath, backend: str = DEFAULT) ->
 
 def _directory(path: StrPath) -> DirectoryStorage:
     if "://" in os.fspath(path):
-        raise UsageError(
-            f"{os.fspath(path)} is a URL, and from_pretrained reads directories; export to a local path, and copy it from there"
-        )
+        text = f"{os.fspath(path)} is a URL, and from_pretrained reads directories; export to a local path, and copy it from there"
+        raise UsageError(text)
     return DirectoryStorage(path)
 
 
@@ -116,8 +113,7 @@ def _files(names: Sequence[str], sources: dict[str, Source]) -> Files:
         held += nbytes
     if len(groups) == 1:
         return [(SINGLE, groups[0])]
-    total = len(groups)
-    return [(f"model-{n:05d}-of-{total:05d}.safetensors", group) for n, group in enumerate(groups, 1)]
+    return [(f"model-{n:05d}-of-{len(groups):05d}.safetensors", group) for n, group in enumerate(groups, 1)]
 
 
 def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: dict[str, Source]) -> None:
@@ -127,11 +123,8 @@ def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: di
     with complete_file(Writer(path)) as writer:
         writer.write(body.header)
         for piece, _ in body.pieces:
-            source = sources[piece.key]
-            for box in row_blocks(source):
-                part = torch.empty(box_shape(box), dtype=source.dtype)
-                read(checkpoint, [Wanted(MODEL + piece.key, box, part)])
-                writer.write(bytes_of_tensor(part))
+            for values in read_rows(checkpoint, MODEL + piece.key, piece.box):
+                writer.write(bytes_of_tensor(values))
 
 
 def _texts(checkpoint: Checkpoint, files: Files, sources: dict[str, Source]) -> dict[str, str]:

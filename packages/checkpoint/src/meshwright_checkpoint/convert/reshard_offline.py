@@ -7,14 +7,10 @@ import uuid
 from collections.abc import Callable
 from itertools import chain, product
 
-import torch
-
 from meshwright_checkpoint._torch import bytes_of_tensor
-from meshwright_checkpoint.convert.verify import row_blocks
+from meshwright_checkpoint.convert.verify import read_rows
 from meshwright_checkpoint.format.checksum import BLOCK, block_sums
 from meshwright_checkpoint.format.safetensors_file import FileLayout, dtype_name, lay_out_file
-from meshwright_checkpoint.read.shared_read import read
-from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.saving.background import describe_file, file_name, manifest_of
 from meshwright_checkpoint.shards.write_shares import TensorLayout, plan_writes
 from meshwright_checkpoint.state.collect import MODEL, OPTIMIZER
@@ -23,7 +19,7 @@ from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, region_boxes, region_of, whole_box
+from meshwright_dtensor.sharding.boxes import Box, box_numel, region_boxes, region_of, whole_box
 from meshwright_dtensor.strategy.resolve import parameter_states, resolve_strategies
 from meshwright_dtensor.utils.names import did_you_mean, listing
 
@@ -129,14 +125,9 @@ def _write(checkpoint: Checkpoint, file: WriteFile, body: FileLayout, progress: 
     with complete_file(file) as writer:
         writer.write(body.header)
         for piece, _ in body.pieces:
-            source = checkpoint.tensors[piece.key]
-            part = Source(box_shape(piece.box), source.dtype, ())
             digits, rest = "", b""
-            for inner in row_blocks(part):
-                target = torch.empty(box_shape(inner), dtype=source.dtype)
-                box = tuple((base + at, n) for (base, _), (at, n) in zip(piece.box, inner, strict=True))
-                read(checkpoint, [Wanted(piece.key, box, target)])
-                view = bytes_of_tensor(target)
+            for values in read_rows(checkpoint, piece.key, piece.box):
+                view = bytes_of_tensor(values)
                 writer.write(view)
                 progress(len(view))
                 rest += bytes(view)

@@ -15,20 +15,23 @@ from meshwright_checkpoint.format.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.read.shared_read import CHUNK, read, reader_threads
 from meshwright_checkpoint.read.wanted import Fragment, Source, Wanted
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
-from meshwright_dtensor.sharding.boxes import Box, box_shape, whole_box
+from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, whole_box
 
 STEP_NBYTES = 64 << 20
 
 
-def row_blocks(source: Source) -> Iterator[Box]:
-    """Boxes of whole rows that tile a tensor in memory order, each of about STEP_NBYTES or one row."""
-    if not source.shape:
-        yield ()
-    if not source.shape or not source.nbytes:
+def read_rows(checkpoint: Checkpoint, key: str, box: Box) -> Iterator[torch.Tensor]:
+    """The values of a box of a stored tensor, in memory order: whole rows of about STEP_NBYTES, or one row, at a time."""
+    dtype = checkpoint.tensors[key].dtype
+    if not box_numel(box):
         return
-    rows = max(STEP_NBYTES // max(prod(source.shape[1:]) * source.dtype.itemsize, 1), 1)
-    for start in range(0, source.shape[0], rows):
-        yield ((start, min(rows, source.shape[0] - start)), *whole_box(source.shape[1:]))
+    rows = max(STEP_NBYTES // (prod(box_shape(box[1:])) * dtype.itemsize), 1)
+    start, length = box[0] if box else (0, 1)
+    for at in range(0, length, rows):
+        part = ((start + at, min(rows, length - at)), *box[1:]) if box else ()
+        values = torch.empty(box_shape(part), dtype=dtype)
+        read(checkpoint, [Wanted(key, part, values)])
+        yield values
 
 
 def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
@@ -60,12 +63,10 @@ def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbyt
     if problems:
         return problems
     with ThreadPoolExecutor(reader_threads(1)) as pool:
-        waiting = [
-            pool.submit(check, key, source, fragment)
-            for key, source in checkpoint.tensors.items()
-            for fragment in source.fragments
+        parts = [
+            (key, source, part) for key, source in checkpoint.tensors.items() for part in source.fragments
         ]
-        problems += [text for future in waiting if (text := future.result()) is not None]
+        problems += [text for text in pool.map(lambda part: check(*part), parts) if text is not None]
     return problems
 
 
@@ -84,8 +85,7 @@ def compare(a: Checkpoint, b: Checkpoint) -> list[Difference]:
     for field in ("step", "optimizer", "extra", "model"):
         mine, theirs = (getattr(c.manifest, field) for c in (a, b))
         if mine != theirs:
-            short = f"{mine} / {theirs}" if field == "step" else ""
-            differences.append(Difference(field, "about", short))
+            differences.append(Difference(field, "about", f"{mine} / {theirs}" if field == "step" else ""))
     for key in sorted({*a.tensors, *b.tensors}):
         if key not in b.tensors or key not in a.tensors:
             differences.append(Difference(key, "only in A" if key in a.tensors else "only in B"))
@@ -106,10 +106,8 @@ def compare(a: Checkpoint, b: Checkpoint) -> list[Difference]:
 
 def _unequal(a: Checkpoint, b: Checkpoint, key: str) -> tuple[int, float]:
     count, largest = 0, 0.0
-    for box in row_blocks(a.tensors[key]):
-        parts = [torch.empty(box_shape(box), dtype=a.tensors[key].dtype) for _ in range(2)]
-        for checkpoint, part in zip((a, b), parts, strict=True):
-            read(checkpoint, [Wanted(key, box, part)])
+    whole = whole_box(a.tensors[key].shape)
+    for parts in zip(read_rows(a, key, whole), read_rows(b, key, whole), strict=True):
         if bytes(bytes_of_tensor(parts[0])) == bytes(bytes_of_tensor(parts[1])):
             continue
         wide = [part.to(torch.complex128 if part.is_complex() else torch.float64) for part in parts]
