@@ -34,12 +34,8 @@ def command() -> None:
     """Inspect, verify, compare, export and reshard checkpoints, without the model."""
 
 
-_BACKEND = click.option(
-    "--backend",
-    default=DEFAULT,
-    show_default=True,
-    help="Checkpoint backend; `meshwright plugins` lists them.",
-)
+_BACKEND_HELP = "Checkpoint backend; `meshwright plugins` lists them."
+_BACKEND = click.option("--backend", default=DEFAULT, show_default=True, help=_BACKEND_HELP)
 
 
 @command.command("inspect")
@@ -182,8 +178,7 @@ def overview(manifest: Manifest) -> str:
         if isinstance(manifest.extra, dict) and not any(key.startswith("$") for key in manifest.extra):
             text = listing(manifest.extra) if manifest.extra else "{}"
         lines.append(f"extra: {text}")
-    total = sum(file.nbytes for file in manifest.files)
-    lines.append(f"files: {len(manifest.files)}, {_size(total)}")
+    lines.append(f"files: {len(manifest.files)}, {_size(sum(file.nbytes for file in manifest.files))}")
     rows: dict[tuple[str, str, str, int], Counter[str]] = {}
     for key, stored in manifest.tensors.items():
         if key.startswith("rng/"):
@@ -227,17 +222,11 @@ def draw(key: str, stored: StoredTensor) -> str:
     width = max((len(str(number)) for number in numbers), default=1) + 2
     columns = "|".join(f"{column:^{width}}" for column in cuts[1][:-1])
     lines.append(f"  {'from':>8} |{columns}|")
+
+    def cell(*at: int) -> str:
+        parts = (p for p in stored.parts if all(a <= i < a + n for (a, n), i in zip(p.box, at, strict=False)))
+        return f"{next((part.file for part in parts), '?'):^{width}}"
+
     for row in cuts[0][:-1]:
-        cells = []
-        for column in cuts[1][:-1]:
-            inside = (
-                part.file
-                for part in stored.parts
-                if all(
-                    start <= at < start + length
-                    for (start, length), at in zip(part.box, (row, column), strict=False)
-                )
-            )
-            cells.append(f"{next(inside, '?'):^{width}}")
-        lines.append(f"  {row:>8} |{'|'.join(cells)}|")
+        lines.append(f"  {row:>8} |{'|'.join(cell(row, column) for column in cuts[1][:-1])}|")
     return "\n".join(lines)

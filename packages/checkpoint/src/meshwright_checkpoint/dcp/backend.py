@@ -30,15 +30,8 @@ from meshwright_checkpoint.format.manifest import Group, Manifest, ModelInfo, Op
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read.wanted import ReadFile, Source
 from meshwright_checkpoint.saving.background import merge_optimizers
-from meshwright_checkpoint.state.collect import (
-    EXTRA,
-    MODEL,
-    OPTIMIZER,
-    CollectedState,
-    NamedTensors,
-    collect_optimizer,
-    named_tensors,
-)
+from meshwright_checkpoint.state import collect
+from meshwright_checkpoint.state.collect import EXTRA, MODEL, OPTIMIZER, NamedTensors, named_tensors
 from meshwright_checkpoint.state.optimizer import scalar_from_text
 from meshwright_checkpoint.storage.backend import ForeignStorage
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
@@ -60,8 +53,7 @@ class DcpStorage(ForeignStorage):
 
     def write(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks) -> None:
         """See ForeignStorage. Writes a staging directory next to the path and renames it."""
-        token = ranks.gather(uuid.uuid4().hex)[0]
-        with staged_directory(self.path, token, ranks) as staging:
+        with staged_directory(self.path, ranks.gather(uuid.uuid4().hex)[0], ranks) as staging:
             state = _state(model, optimizer, extra, ranks)
             with warnings.catch_warnings():
                 # torch warns about a single process
@@ -92,8 +84,8 @@ def _state(model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ran
     if ranks.rank == 0 and extra is not None:
         state["extra"] = extra
     if optimizer is not None:
-        collected = CollectedState()
-        about = ranks.run_checked(lambda: collect_optimizer(optimizer, names, collected))
+        collected = collect.CollectedState()
+        about = ranks.run_checked(lambda: collect.collect_optimizer(optimizer, names, collected))
         merged = merge_optimizers(ranks.gather(about))
         states: dict[str, dict[str, Any]] = {}
         for parameter, entries in optimizer.state.items():
@@ -129,7 +121,9 @@ class DcpCheckpoint(Checkpoint):
         try:
             names = named_tensors(model)
             model_names = {*names.tensors, *names.aliases}
-            optim = _optimizer_prefix(self._dcp, model_names)
+            # the prefix before "state." in the names of optimizer states
+            states = (re.fullmatch(r"(|.*?\.)state\.(.+)\.\w+", name) for name in self._dcp.tensors)
+            optim = next((match[1] for match in states if match and match[2] in model_names), None)
             numbered = (re.search(r"(?:^|\.)(state\.\d+\.\w+)$", name) for name in self._dcp.tensors)
             if optim is None and any(match and match[1] not in model_names for match in numbered):
                 self.no_optimizer_reason = (
@@ -150,13 +144,9 @@ class DcpCheckpoint(Checkpoint):
                     rest.append(name)
                     tensors[EXTRA + name] = source
             self.tensors = MappingProxyType(tensors)
+            optimizer, extra = None if optim is None else self._optimizer(optim), self._extra(rest, optim)
             self.manifest = Manifest.model_construct(
-                id="",
-                created="",
-                model=ModelInfo(),
-                optimizer=None if optim is None else self._optimizer(optim),
-                rng=None,
-                extra=self._extra(rest, optim),
+                id="", created="", model=ModelInfo(), optimizer=optimizer, rng=None, extra=extra
             )
         except BaseException:
             self.close()
@@ -178,9 +168,8 @@ class DcpCheckpoint(Checkpoint):
             params = group_options.pop("params", [group])
             group_options.pop("param_names", None)
             if not isinstance(params, list) or not all(isinstance(p, str) for p in params):
-                raise CorruptError(
-                    f"{self.where}: parameters of the optimizer are not names; save it with torch's get_state_dict"
-                )
+                text = f"{self.where}: parameters of the optimizer are not names; save it with torch's get_state_dict"
+                raise CorruptError(text)
             encoded = encode(group_options, _refuse_tensor, "options")
             group_key = group if group.isdigit() else repr(encoded)
             groups.setdefault(group_key, ([], encoded))[0].extend(params)
@@ -207,10 +196,8 @@ class DcpCheckpoint(Checkpoint):
                 parent = parent.setdefault(str(key), {})
             parent[str(last)] = value
         if skipped:
-            warnings.warn(
-                f"{self.where} has values that are not plain data, which are left out: {', '.join(skipped)[:200]}",
-                stacklevel=2,
-            )
+            text = f"{self.where} has values that are not plain data, which are left out: {', '.join(skipped)[:200]}"
+            warnings.warn(text, stacklevel=2)
         return extra.get("extra", extra) if set(extra) <= {"extra"} else extra
 
     def file(self, name: str) -> ReadFile:
@@ -223,12 +210,6 @@ class DcpCheckpoint(Checkpoint):
 
 def _refuse_tensor(path: str, tensor: torch.Tensor) -> str:
     raise UnsupportedError(f"{path} is a tensor inside another value")
-
-
-def _optimizer_prefix(files: DcpFiles, model_names: set[str]) -> str | None:
-    """The prefix before "state." in the names of optimizer states; None if there are none."""
-    matches = (re.fullmatch(r"(|.*?\.)state\.(.+)\.\w+", name) for name in files.tensors)
-    return next((match[1] for match in matches if match and match[2] in model_names), None)
 
 
 def _model_prefix(files: DcpFiles, model_names: set[str], optim: str | None) -> str:

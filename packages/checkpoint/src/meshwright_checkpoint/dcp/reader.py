@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ _DAMAGE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSErro
 
 
 class FileWindow(io.RawIOBase):
-    """A range of a file as a file object, for zipfile."""
+    """A range of a file as a file object, for zipfile, and as a ReadFile. DcpFiles owns and closes the file."""
 
-    def __init__(self, file: ReadFile, start: int, length: int) -> None:
+    def __init__(self, file: ReadFile, start: int, nbytes: int) -> None:
         super().__init__()
-        self.file, self.start, self.length, self.at = file, start, length, 0
+        self.file, self.start, self.nbytes, self.where, self.at = file, start, nbytes, file.where, 0
 
     def readable(self) -> bool:
         return True
@@ -42,31 +43,21 @@ class FileWindow(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        at = offset + (0, self.at, self.length)[whence]
+        at = offset + (0, self.at, self.nbytes)[whence]
         if at < 0:
             raise ValueError("before the start")
         self.at = at
         return at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(self.length - self.at, 0)]
+        view = memoryview(buffer)[: max(self.nbytes - self.at, 0)]
         if len(view):
-            self.file.read_into(view, self.start + self.at)
+            self.read_into(view, self.at)
             self.at += len(view)
         return len(view)
 
-
-class OffsetFile:
-    """A range of a file as a ReadFile. `close` does nothing, because DcpFiles owns the file."""
-
-    def __init__(self, file: ReadFile, start: int, nbytes: int) -> None:
-        self.file, self.start, self.nbytes, self.where = file, start, nbytes, file.where
-
     def read_into(self, buffer: memoryview, offset: int) -> None:
         self.file.read_into(buffer, self.start + offset)
-
-    def close(self) -> None:
-        """See `ReadFile`."""
 
 
 class DcpFiles(OpenFiles):
@@ -125,15 +116,14 @@ class DcpFiles(OpenFiles):
             start = int(offset) + member.header_offset + skip
             if head[:4] != b"PK\x03\x04" or start + member.file_size > int(offset) + int(length):
                 raise CorruptError(f"{self.where}: {name} is damaged")
-            return OffsetFile(opened, start, member.file_size)
+            return FileWindow(opened, start, member.file_size)
 
     def _archive(self, file: str, offset: int, length: int, what: str) -> zipfile.ZipFile:
         try:
             return zipfile.ZipFile(io.BufferedReader(FileWindow(self._open(file), offset, length)))
         except _DAMAGE as error:
-            raise CorruptError(
-                f"{self.where}: {what} is damaged, or was not written by torch.save ({ascii(str(error))[:80]})"
-            ) from None
+            text = f"{self.where}: {what} is damaged, or was not written by torch.save ({ascii(str(error))[:80]})"
+            raise CorruptError(text) from None
 
     def _open(self, name: str) -> ReadFile:
         if Path(name).name != name or name.startswith("."):
@@ -161,11 +151,7 @@ def _check_contiguous(rebuilt: Any, where: str) -> None:
     if not isinstance(rebuilt, Record) or not rebuilt.kind.startswith("_rebuild_tensor"):
         raise CorruptError(f"{where} is not a tensor")
     _, offset, size, stride = rebuilt.args[:4]
-    expected: list[int] = []
-    step = 1
-    for n in reversed(size):
-        expected.insert(0, step)
-        step *= max(n, 1)
+    expected = [prod(max(n, 1) for n in size[dim + 1 :]) for dim in range(len(size))]
     if offset != 0 or any(n > 1 and a != b for n, a, b in zip(size, stride, expected, strict=True)):
         raise CorruptError(f"{where} is not contiguous")
 
@@ -192,24 +178,18 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
                 values[str(name)] = locations[name, None]
             continue
         shape = tuple(int(n) for n in stored.get("size"))
-        dtype = _dtype(stored.get("properties"))
+        state = stored.get("properties").__dict__.get("state", {})
+        # TensorProperties pickles itself as a tuple that starts with its dtype
+        dtype = state.get("dtype") or next(iter(state.get("", ())), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("a tensor without dtype")
         fragments = []
         for chunk in stored.get("chunks"):
             pairs = zip(chunk.get("offsets"), chunk.get("sizes"), strict=True)
             box = tuple((int(start), int(length)) for start, length in pairs)
             offsets = tuple(start for start, _ in box)
-            where = (name, offsets) if (name, offsets) in locations else (name, None)
-            file, at, length = locations[where]
+            file, at, length = locations.get((name, offsets)) or locations[name, None]
             if box_numel(box):
                 fragments.append(Fragment(box, f"{file}:{at}:{length}", 0))
         tensors[str(name)] = Source(shape, dtype, tuple(fragments))
     return tensors, values
-
-
-def _dtype(properties: Record) -> torch.dtype:
-    state = properties.__dict__.get("state", {})
-    # TensorProperties pickles itself as a tuple that starts with its dtype
-    dtype = state.get("dtype") or next(iter(state.get("", ())), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor without dtype")
-    return dtype

@@ -102,8 +102,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 def safe_loads(data: bytes, where: str) -> Any:
     """Load a pickle as plain values and records.
 
-    Raises:
-        CorruptError: the pickle is damaged, or uses names or opcodes that are not allowed. Nothing was run.
+    Raises CorruptError: the pickle is damaged, or uses names or opcodes that are not allowed. Nothing was run.
     """
     try:
         if len(data) > MAX_NBYTES:

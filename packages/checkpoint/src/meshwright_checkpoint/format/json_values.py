@@ -15,13 +15,13 @@ from meshwright_checkpoint.errors import CorruptError
 from meshwright_dtensor.errors import UnsupportedError
 
 MAX_DEPTH = 64
+Put = Callable[[str, torch.Tensor], str]
 
 
-def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str, depth: int = 0) -> Any:
+def encode(value: Any, put: Put, path: str, depth: int = 0) -> Any:
     """`value` as JSON. `put(path, tensor)` stores a tensor and returns its key.
 
-    Raises:
-        UnsupportedError: a value cannot be stored exactly; the message has its path.
+    Raises UnsupportedError: a value cannot be stored exactly; the message has its path.
     """
     if depth > MAX_DEPTH:
         raise UnsupportedError(f"{path} is nested more than {MAX_DEPTH} levels deep; flatten it")
@@ -36,7 +36,7 @@ def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str, depth
     if type(value) is tuple:
         return {"$tuple": [encode(x, put, f"{path}.{i}", depth + 1) for i, x in enumerate(value)]}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, put, path, depth)
+        return _encode_mapping(value, put, path, depth + 1)
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     # subclasses, such as enums of text and numpy floats, are stored as the plain value
@@ -50,13 +50,11 @@ def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str, depth
     raise UnsupportedError(f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold; {fix}")
 
 
-def _encode_mapping(
-    value: Mapping[Any, Any], put: Callable[[str, torch.Tensor], str], path: str, depth: int
-) -> dict[str, Any]:
+def _encode_mapping(value: Mapping[Any, Any], put: Put, path: str, depth: int) -> dict[str, Any]:
     if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(x, put, f"{path}.{key}", depth + 1) for key, x in value.items()}
+        return {key: encode(x, put, f"{path}.{key}", depth) for key, x in value.items()}
     pairs = [
-        [encode(key, put, f"{path} key", depth + 1), encode(x, put, f"{path}.{key}", depth + 1)]
+        [encode(key, put, f"{path} key", depth), encode(x, put, f"{path}.{key}", depth)]
         for key, x in value.items()
     ]
     return {"$items": pairs}

@@ -53,9 +53,8 @@ def dtype_name(dtype: torch.dtype, of: str) -> str:
     """The safetensors name of a dtype; `of` names the tensor in the error. Raises UnsupportedError."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise UnsupportedError(
-            f"{of} has dtype {dtype}, which safetensors files cannot hold; convert it to one of {', '.join(DTYPES)}"
-        )
+        text = f"{of} has dtype {dtype}, which safetensors files cannot hold; convert it to one of {', '.join(DTYPES)}"
+        raise UnsupportedError(text)
     return name
 
 
@@ -132,7 +131,6 @@ def header_length(first: bytes, nbytes: int, where: str) -> int:
     """Length of the header from the first eight bytes of a file of `nbytes`. Raises CorruptError."""
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(MAX_HEADER, nbytes - 8):
-        raise CorruptError(
-            f"{where} is not a valid safetensors file: its header would have {length} bytes, the file has {nbytes}"
-        )
+        text = f"{where} is not a valid safetensors file: its header would have {length} bytes, the file has {nbytes}"
+        raise CorruptError(text)
     return length

@@ -48,8 +48,7 @@ class DirectReader:
             Number of bytes read. It is less than needed at the end of the file, or if the file system has no direct
             reads. Read the rest through the cache.
 
-        Raises:
-            OSError: the disk failed.
+        Raises OSError: the disk failed.
         """
         start, room = offset // ALIGN * ALIGN, pages_nbytes(offset, nbytes)
         done = 0
@@ -86,8 +85,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     resident = np.zeros(1, dtype=np.uint8)
     cached_pages = 0
     try:
-        mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
-        with mapped:
+        with mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start) as mapped:
             address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
             sampled = sorted({pages * (2 * number + 1) // (2 * SAMPLES) for number in range(SAMPLES)})
             # samples only: to look up every page takes a tenth of the load's time

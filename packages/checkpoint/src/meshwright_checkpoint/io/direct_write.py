@@ -42,7 +42,7 @@ class Writer:
         self._direct = False
         self._worker: Worker[None] | None = None
         self._in_flight: deque[Future[None]] = deque()
-        self._buffer, self._filled = _buffer(), 0
+        self._buffer, self._filled = aligned_memory(CHUNK).numpy(), 0
         self._other: tuple[Bytes, Future[None]] | None = None
 
     def write(self, data: memoryview | bytes) -> None:
@@ -61,14 +61,11 @@ class Writer:
             if durable:
                 while self._in_flight:
                     self._in_flight.popleft().result()
-                size = self._at + self._filled
-                last = self._buffer[: self._filled]
-                if self._direct and self._filled % ALIGN:
-                    last = self._buffer[: self._filled + -self._filled % ALIGN]
-                    last[self._filled :] = 0
-                self._write_at(last, self._at)
-                if last.size > self._filled:
-                    os.ftruncate(self._fd, size)
+                size = self._filled + (-self._filled % ALIGN if self._direct else 0)
+                self._buffer[self._filled : size] = 0
+                self._write_at(self._buffer[:size], self._at)
+                if size > self._filled:
+                    os.ftruncate(self._fd, self._at + self._filled)
                 os.fsync(self._fd)
         finally:
             for future in self._in_flight:
@@ -101,7 +98,7 @@ class Writer:
         """Submit the buffer, and switch to the other one."""
         full, future = self._buffer, self._submit(self._buffer[: self._filled])
         if self._other is None:
-            self._buffer = _buffer()
+            self._buffer = aligned_memory(CHUNK).numpy()
         else:
             self._buffer, before = self._other
             before.result()
@@ -132,10 +129,6 @@ class Writer:
             # not supported by this file system
             with suppress(OSError):
                 os.posix_fadvise(self._fd, at, len(view), os.POSIX_FADV_DONTNEED)
-
-
-def _buffer() -> Bytes:
-    return aligned_memory(CHUNK).numpy()
 
 
 def _set_direct(fd: int, on: bool = True) -> bool:

@@ -51,8 +51,7 @@ def shared_memory(fd: int, nbytes: int) -> torch.Tensor:
     memory = room[-room.data_ptr() % HUGE :][:nbytes]
     # map over a part of the reserved range; Python's mmap takes no address
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    address = _libc().mmap(memory.data_ptr(), nbytes, protection, flags, fd, 0)
-    if address != memory.data_ptr():
+    if _libc().mmap(memory.data_ptr(), nbytes, protection, flags, fd, 0) != memory.data_ptr():
         raise OSError(ctypes.get_errno(), "shared memory cannot be mapped")
     return memory
 

@@ -44,9 +44,7 @@ class Destination:
         if len(boxes) > 1 or self.target.dtype != self.dtype or self.target.device.type != "cpu":
             return None
         there = slice_of(self.target, relative_to(boxes[0], self.box))
-        if there.numel() * self.dtype.itemsize != nbytes or not there.is_contiguous():
-            return None
-        return there
+        return there if there.nbytes == nbytes and there.is_contiguous() else None
 
 
 @dataclass
@@ -81,9 +79,8 @@ def destinations_of(store: Store, wanted: Sequence[Wanted]) -> dict[StoredRange,
                 box = relative_to(common, fragment.box)
                 part = parts.setdefault(stored, StoredPart(key, fragment.sums, []))
                 if part.sums != fragment.sums:
-                    raise CorruptError(
-                        f"{store.where}: {key} and {part.key} are stored at the same place with different checksums"
-                    )
+                    text = f"{store.where}: {key} and {part.key} are stored at the same place with different checksums"
+                    raise CorruptError(text)
                 if shape and box[1:] == whole_box(shape[1:]) and target.is_contiguous():
                     # whole rows into whole rows: one contiguous copy
                     inner, (start, length) = prod(shape[1:]), box[0]

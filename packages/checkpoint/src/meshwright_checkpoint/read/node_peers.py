@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -31,14 +32,8 @@ were copied; the sender needs nothing more; the byte ranges that the sender want
 """
 
 
-@dataclass(frozen=True)
-class Message:
-    """A message to another rank: a kind and two numbers. With `data` the second number is its length."""
-
-    kind: bytes
-    first: int
-    second: int
-    data: bytes = b""
+Message = tuple[bytes, int, int, bytes]
+"""A message to another rank: its kind, two numbers, and data, of which the second number is then the length."""
 
 
 class PeerSocket:
@@ -61,7 +56,7 @@ class PeerSocket:
             return None
         kind, first, second = _HEAD.unpack(head)
         data = self._receive_exactly(second) if kind in (FAILED, WANTS) else b""
-        return None if data is None else Message(kind, first, second, data)
+        return None if data is None else (kind, first, second, data)
 
     def shut_down(self) -> None:
         """End the connection. Receivers on both sides get None."""
@@ -74,15 +69,14 @@ class PeerSocket:
 
     def _receive_exactly(self, nbytes: int) -> bytes | None:
         received = bytearray()
-        while len(received) < nbytes:
-            try:
-                some = self._socket.recv(min(nbytes - len(received), 1 << 20))
-            except OSError:
-                return None
-            if not some:
-                return None
-            received += some
-        return bytes(received)
+        with suppress(OSError):
+            while left := nbytes - len(received):
+                some = self._socket.recv(min(left, 1 << 20))
+                if not some:
+                    return None
+                received += some
+            return bytes(received)
+        return None
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,8 @@ def connect_node_peers(ranks: Ranks, what: str, nbytes: Callable[[int], int]) ->
         if listener is not None and len(node_ranks) > 1:
             with suppress(OSError, ValueError):
                 names = [addresses[r][1] for r in node_ranks]
-                peers = _connect(listener, node_ranks, ranks.rank, names, nbytes(len(node_ranks)))
+                me = node_ranks.index(ranks.rank)
+                peers = _connect(listener, node_ranks, me, names, nbytes(len(node_ranks)))
         connected = ranks.gather(peers is not None or len(node_ranks) < 2)
     finally:
         if listener is not None:
@@ -140,8 +135,7 @@ def _listen(what: str) -> tuple[socket.socket | None, list[str] | None]:
     """A listening socket; a text that is equal on ranks of one machine that load `what`; and the socket's random name."""
     name = f"meshwright-{uuid.uuid4().hex}"
     with suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()} {what}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(f"\0{name}".encode())
@@ -150,11 +144,8 @@ def _listen(what: str) -> tuple[socket.socket | None, list[str] | None]:
     return None, None
 
 
-def _connect(
-    listener: socket.socket, node_ranks: list[int], rank: int, names: list[str], nbytes: int
-) -> NodePeers:
+def _connect(listener: socket.socket, ranks: list[int], me: int, names: list[str], nbytes: int) -> NodePeers:
     """Connect to all other members and exchange shared memory. Raises OSError or ValueError."""
-    me = node_ranks.index(rank)
     memory = os.memfd_create("meshwright-load", os.MFD_CLOEXEC)
     sockets: dict[int, socket.socket] = {}
     try:
@@ -168,7 +159,7 @@ def _connect(
             socket.send_fds(sock, [hello], [memory])
             memories[member] = _receive_memory(sock, nbytes, names, member)[1]
         listener.settimeout(CONNECT_TIMEOUT)
-        while len(sockets) < len(node_ranks) - 1:
+        while len(sockets) < len(ranks) - 1:
             sock, _ = listener.accept()
             sock.settimeout(CONNECT_TIMEOUT)
             try:
@@ -182,7 +173,7 @@ def _connect(
         for sock in sockets.values():
             sock.settimeout(None)
         peers = {member: PeerSocket(sock) for member, sock in sockets.items()}
-        return NodePeers(node_ranks, me, peers, memories)
+        return NodePeers(ranks, me, peers, memories)
     except BaseException:
         for sock in sockets.values():
             sock.close()

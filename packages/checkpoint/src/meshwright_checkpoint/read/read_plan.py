@@ -58,10 +58,6 @@ def boxes_in_range(shape: Sequence[int], box: Box, low: int, high: int) -> list[
         return []
     start, length = box[0]
 
-    def rows(first: int, last: int) -> list[Box]:
-        first, last = max(first, start), min(last, start + length)
-        return [((first, last - first), *box[1:])] if first < last else []
-
     def part_of_row(index: int, low: int, high: int) -> list[Box]:
         if not start <= index < start + length:
             return []
@@ -75,7 +71,9 @@ def boxes_in_range(shape: Sequence[int], box: Box, low: int, high: int) -> list[
     if head:
         boxes += part_of_row(first, head, row)
         first += 1
-    boxes += rows(first, last)
+    whole, end = max(first, start), min(last, start + length)
+    if whole < end:
+        boxes.append(((whole, end - whole), *box[1:]))
     return boxes + part_of_row(last, 0, tail) if tail else boxes
 
 

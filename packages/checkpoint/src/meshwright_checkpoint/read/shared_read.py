@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -123,11 +124,8 @@ class SharedRead:
 
     def run(self) -> None:
         """Fill all targets. If one rank of this machine fails, all raise: CorruptError, or else CheckpointError."""
-        run, receive = self._run_guarded, self._receive_from
-        receivers = [
-            threading.Thread(target=run, args=(receive, *item), name="meshwright-take")
-            for item in self._sockets.items()
-        ]
+        receiver = partial(threading.Thread, target=self._run_guarded, name="meshwright-take")
+        receivers = [receiver(args=(self._receive_from, *item)) for item in self._sockets.items()]
         for thread in receivers:
             thread.start()
         try:
@@ -175,10 +173,11 @@ class SharedRead:
             peer.shut_down()
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait, with the condition held. Raises StoppedError after a failure."""
-        self._changed.wait_for(lambda: self._error is not None or reached())
-        if self._error is not None:
-            raise StoppedError("stopped")
+        """Wait for a change of this thread or others. Raises StoppedError after a failure."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or reached())
+            if self._error is not None:
+                raise StoppedError("stopped")
 
     # --- reading --------------------
 
@@ -215,12 +214,10 @@ class SharedRead:
         with ThreadPoolExecutor(threads, thread_name_prefix="meshwright-load") as pool:
             for _ in range(min(threads, len(self._todo))):
                 pool.submit(self._run_guarded, self._read_chunks)
-        with self._changed:
-            self._wait_until(lambda: not any(self._slot_users))
+        self._wait_until(lambda: not any(self._slot_users))
         for peer in self._sockets.values():
             peer.send(node_peers.DRAINED)
-        with self._changed:
-            self._wait_until(lambda: len(self._drained) == len(self._sockets))
+        self._wait_until(lambda: len(self._drained) == len(self._sockets))
         # all ranks have copied everything, so no message follows
         for peer in self._sockets.values():
             peer.send(node_peers.BYE)
@@ -331,28 +328,28 @@ class SharedRead:
             if message is None:
                 self._fail_by_rank(self._peer_ranks[member], b"the process died during the load")
                 return
-            if message.kind == node_peers.BYE:
+            kind, first, second, data = message
+            if kind == node_peers.BYE:
                 return
-            if message.kind == node_peers.DRAINED:
+            if kind == node_peers.DRAINED:
                 with self._changed:
                     self._drained.add(member)
                     self._changed.notify_all()
-            elif message.kind == node_peers.FREE:
-                self._release_slot(message.second, member)
-            elif message.kind == node_peers.READY:
-                with self._changed:
-                    self._wait_until(lambda: self._plan is not None)
+            elif kind == node_peers.FREE:
+                self._release_slot(second, member)
+            elif kind == node_peers.READY:
+                self._wait_until(lambda: self._plan is not None)
                 assert self._plan is not None
-                chunk = self._plan[message.first]
-                self._copy_out(chunk, self._slot_data(chunk, member, message.second))
-                peer.send(node_peers.FREE, 0, message.second)
-            elif message.kind == node_peers.WANTS:
-                ranges = {StoredRange(*where): pieces for *where, pieces in json.loads(message.data)}
+                chunk = self._plan[first]
+                self._copy_out(chunk, self._slot_data(chunk, member, second))
+                peer.send(node_peers.FREE, 0, second)
+            elif kind == node_peers.WANTS:
+                ranges = {StoredRange(*where): pieces for *where, pieces in json.loads(data)}
                 with self._changed:
                     self._wants[member] = ranges
                     self._changed.notify_all()
-            elif message.kind == node_peers.FAILED:
-                self._fail_by_rank(message.first, message.data)
+            elif kind == node_peers.FAILED:
+                self._fail_by_rank(first, data)
                 return
 
     def _fail_by_rank(self, rank: int, text: bytes) -> None:

@@ -54,16 +54,11 @@ class Checkpoint(OpenFiles):
         self.where = storage.where
         self.manifest: Manifest = storage.manifest()
         files = self.manifest.files
-        self.tensors = MappingProxyType(
-            {
-                key: Source(
-                    stored.shape,
-                    DTYPES[stored.dtype],
-                    tuple(Fragment(p.box, files[p.file].name, p.offset, p.sums) for p in stored.parts),
-                )
-                for key, stored in self.manifest.tensors.items()
-            }
-        )
+        tensors = {}
+        for key, stored in self.manifest.tensors.items():
+            fragments = (Fragment(p.box, files[p.file].name, p.offset, p.sums) for p in stored.parts)
+            tensors[key] = Source(stored.shape, DTYPES[stored.dtype], tuple(fragments))
+        self.tensors = MappingProxyType(tensors)
 
     def file(self, name: str) -> ReadFile:
         """See `Store`. Raises CorruptError if the size or the header differs from the manifest."""
@@ -72,9 +67,8 @@ class Checkpoint(OpenFiles):
             opened = self._storage.open(name)
             self._files[name] = opened
             if opened.nbytes != written.nbytes:
-                raise CorruptError(
-                    f"{opened.where} has {opened.nbytes} bytes, and {written.nbytes} were written{self._tensors_in(name)}"
-                )
+                text = f"{opened.where} has {opened.nbytes} bytes, and {written.nbytes} were written{self._tensors_in(name)}"
+                raise CorruptError(text)
             head = bytearray(written.header_nbytes)
             opened.read_into(memoryview(head), 0)
             if block_sums(memoryview(head)) != written.header_sums:

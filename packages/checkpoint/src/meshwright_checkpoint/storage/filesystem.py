@@ -181,9 +181,8 @@ class Reader:
                 except OSError as error:
                     raise CorruptError(f"{self.where} cannot be read: {error.strerror}") from error
                 if not count:
-                    raise CorruptError(
-                        f"{self.where} is truncated: it ends at {offset + done} bytes, {len(buffer) - done} more are expected"
-                    )
+                    text = f"{self.where} is truncated: it ends at {offset + done} bytes, {len(buffer) - done} more are expected"
+                    raise CorruptError(text)
                 done += count
 
     def close(self) -> None:
@@ -205,19 +204,15 @@ class DirectoryStorage:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def begin(self, save_id: str) -> None:
-        """Rank 0: take the lock, remove leftovers of killed saves, create the staging directory.
-
-        Raises CheckpointError: another job saves here, or the path exists.
-        """
+        """Rank 0: take the lock, remove leftovers of killed saves, create the staging directory. Raises CheckpointError."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             free = self._lock.take()
         except OSError as error:
             file = next((parent for parent in self.path.parents if parent.is_file()), None)
             why = error.strerror if file is None else f"{file} is a file"
-            raise CheckpointError(
-                f"{self.where} cannot be created: {why}; save to a path where a directory can be created"
-            ) from error
+            text = f"{self.where} cannot be created: {why}; save to a path where a directory can be created"
+            raise CheckpointError(text) from error
         if not free:
             text = f"another job is saving to {self.where} ({self._holder()}); save elsewhere, or wait for it"
             raise CheckpointError(text)
@@ -237,9 +232,8 @@ class DirectoryStorage:
         """Every rank, after `begin` on rank 0: show that this rank is alive."""
         self._staging = self._staging_path(save_id)
         if not self._staging.is_dir():
-            raise CheckpointError(
-                f"{self._staging} is not there on rank {rank}: all ranks must see one file system; save to a shared directory"
-            )
+            text = f"{self._staging} is not there on rank {rank}: all ranks must see one file system; save to a shared directory"
+            raise CheckpointError(text)
         self._alive = FileLock(self._staging / f"alive-{rank}")
         self._alive.take()
 

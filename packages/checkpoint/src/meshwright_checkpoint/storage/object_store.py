@@ -110,9 +110,8 @@ class ObjectReader:
         except (OSError, ValueError) as error:
             raise CorruptError(f"{self.where} cannot be read: {error}") from error
         if len(data) != len(buffer):
-            raise CorruptError(
-                f"{self.where} is truncated: it ends at {offset + len(data)} bytes, {len(buffer) - len(data)} more are expected"
-            )
+            text = f"{self.where} is truncated: it ends at {offset + len(data)} bytes, {len(buffer) - len(data)} more are expected"
+            raise CorruptError(text)
         buffer[:] = data
 
     def close(self) -> None:
@@ -156,9 +155,8 @@ class ObjectStorage:
 
     def claim(self, save_id: str, rank: int) -> None:
         if lease_holder(self._fs, self._child_path(f"{WORK}-lock")) != save_id:
-            raise CheckpointError(
-                f"rank {rank} does not see the object that rank 0 has written to {self.where}: use a store that all ranks see"
-            )
+            text = f"rank {rank} does not see the object that rank 0 has written to {self.where}: use a store that all ranks see"
+            raise CheckpointError(text)
         self._work = self._child_path(f"{WORK}-{save_id}")
         self._alive_lease = Lease(self._fs, f"{self._work}-alive-{rank}", save_id)
 

@@ -22,16 +22,14 @@ def latest(path: str | os.PathLike[str]) -> str | None:
 
     It lists the directory, without a pointer file that could be stale. Leftovers of killed saves do not count.
 
-    Raises:
-        UsageError: the path is a checkpoint or a file. None would restart the run without notice.
+    Raises UsageError: the path is a checkpoint or a file. None would restart the run without notice.
     """
     storage = storage_of_path(path)
     directory = local_path(storage)
     if directory is not None and (directory.is_file() or (directory / NAME).is_file()):
         what = "a file" if directory.is_file() else "a checkpoint itself"
-        raise UsageError(
-            f"latest() needs a directory of checkpoints, and {storage.where} is {what}; pass its parent directory"
-        )
+        text = f"latest() needs a directory of checkpoints, and {storage.where} is {what}; pass its parent directory"
+        raise UsageError(text)
     paths = checkpoints(path)
     return paths[-1] if paths else None
 
@@ -44,10 +42,7 @@ def _sorted(parent: CheckpointStorage) -> list[tuple[CheckpointStorage, Manifest
             manifest = storage.manifest()
             if all(storage.nbytes(file.name) == file.nbytes for file in manifest.files):
                 complete.append((storage, manifest))
-    return sorted(
-        complete,
-        key=lambda pair: (-1 if pair[1].step is None else pair[1].step, pair[1].created, pair[0].name),
-    )
+    return sorted(complete, key=lambda c: (-1 if c[1].step is None else c[1].step, c[1].created, c[0].name))
 
 
 @dataclass(frozen=True)
@@ -60,9 +55,10 @@ class Retention:
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(
+                text = (
                     f"{name}={value!r} is not a positive integer; pass at least 1, or None to keep everything"
                 )
+                raise UsageError(text)
         if self.keep_every is not None and self.keep_last is None:
             raise UsageError(f"keep_every={self.keep_every} only adds to keep_last; pass keep_last too")
 
