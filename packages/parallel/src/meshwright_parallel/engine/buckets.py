@@ -183,8 +183,7 @@ class Bucket:
         rows = self._filled()
         if self.shard_axis:
             self.result = torch.empty(rows.shape[1], dtype=self.dtype, device=self.device)
-            nbytes = rows.numel() * rows.element_size()
-            record("reduce_scatter", self.shard_axis, nbytes, "backward", function="zero", why="X->S")
+            record("reduce_scatter", self.shard_axis, rows.nbytes, "backward", function="zero", why="X->S")
             group = mesh.get_group(self.shard_axis)
             self.work = dist.reduce_scatter_single(self.result, rows.view(-1), group=group, async_op=True)
         else:
@@ -244,18 +243,13 @@ class Bucket:
     def _sum(self, row: torch.Tensor, mesh: DeviceMesh) -> dist.Work | None:
         if not self.axes:
             return None
-        nbytes = row.numel() * row.element_size()
-        record("all_reduce", "+".join(self.axes), nbytes, "backward", function="data", why="X->I")
+        record("all_reduce", "+".join(self.axes), row.nbytes, "backward", function="data", why="X->I")
         return dist.all_reduce(row, group=group_over(mesh, self.axes), async_op=True)
 
 
 @dataclass
 class Single(Bucket):
-    """One large gradient, reduced in autograd's own memory; it is copied only if something else uses that memory.
-
-    Attributes:
-        flag_bucket: the bucket that has its flag.
-    """
+    """One large gradient, reduced in autograd's memory, and copied only if that is used elsewhere. `flag_bucket`: has its flag."""
 
     flag_bucket: Bucket | None = None
 
@@ -302,9 +296,8 @@ class BucketSizes:
 
     def is_single(self, slot: Slot) -> bool:
         """Whether a slot is reduced alone."""
-        least = self.single
-        if least is None:
-            least = single_bytes(slot.stored.device, bool(slot.shard_axis))
+        sharded = bool(slot.shard_axis)
+        least = single_bytes(slot.stored.device, sharded) if self.single is None else self.single
         return slot.in_rows and slot.numel * slot.stored.dtype.itemsize >= least
 
 

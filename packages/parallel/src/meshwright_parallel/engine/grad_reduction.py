@@ -25,15 +25,8 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.mesh import group_over
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
 from meshwright_dtensor.sharding.states import States
-from meshwright_parallel._torch.core import (
-    add_in_place,
-    at_end_of_backward,
-    gradient_hooks,
-    gradient_is_captured,
-    leaf_of,
-    local_of,
-    with_local,
-)
+from meshwright_parallel._torch import core
+from meshwright_parallel._torch.core import gradient_is_captured, leaf_of, local_of, with_local
 from meshwright_parallel.engine.buckets import Axes, Bucket, BucketSizes, Slot, broadcast_order, make_buckets
 from meshwright_parallel.engine.param_group import UnshardedParameter, unsharded_of
 from meshwright_parallel.strategies.data import BUCKET_BYTES
@@ -94,7 +87,7 @@ class DataReduction:
             if leaf is not previous or leaf.requires_grad != required:
                 self._install()
                 break
-            if gradient_hooks(leaf) > 2:
+            if core.gradient_hooks(leaf) > 2:
                 raise UnsupportedError(
                     f"parameter {name!r} has a gradient hook, which would run before the sum over ranks, on this rank's part "
                     "of the gradient; read or change .grad after backward() instead"
@@ -190,7 +183,7 @@ class DataReduction:
 
         # only autograd holds the callback: if the pass raises, the callback is freed
         self._running = token = weakref.ref(end_of_backward, self._restore_gradients)
-        at_end_of_backward(end_of_backward)
+        core.at_end_of_backward(end_of_backward)
 
     def _restore_gradients(self, token: weakref.ref[Any]) -> None:
         """A pass has raised: restore every `.grad`."""
@@ -220,19 +213,15 @@ class DataReduction:
                     increments.append(bucket.view(slot))
                 elif slot.has_compute_copy or slot.index not in priors:
                     slot.stored.grad = with_local(slot.stored, bucket.view_as_gradient(slot))
-            add_in_place(earlier, increments)
+            core.add_in_place(earlier, increments)
         self._forget_pass()
-        engines = {id(u.group.engine): u.group.engine for u in self._unsharded if u is not None}
-        for engine in engines.values():
+        for engine in dict.fromkeys(u.group.engine for u in self._unsharded if u is not None):
             engine.end_backward()
         if not self._ordered:
             self._reorder(ready)
 
     def _forget_pass(self) -> None:
-        self._running = None
-        self._priors = {}
-        self._ready = []
-        self._launched = 0
+        self._running, self._priors, self._ready, self._launched = None, {}, [], 0
         for bucket in self._buckets:
             bucket.reset()
 
@@ -246,10 +235,9 @@ class DataReduction:
 
     def _sum_now(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         total = local_of(gradient).clone(memory_format=torch.contiguous_format)
-        nbytes = total.numel() * total.element_size()
         axes = tuple(axis for axis in self.axes if axis in slot.all_axes)
         if axes:
-            record("all_reduce", "+".join(axes), nbytes, "backward", function="data", why="X->I")
+            record("all_reduce", "+".join(axes), total.nbytes, "backward", function="data", why="X->I")
             dist.all_reduce(total, group=group_over(self.mesh, axes))
         return with_local(gradient, total)
 
@@ -282,9 +270,8 @@ def _after(engine: DataReduction, index: int) -> Callable[[torch.Tensor], None]:
 def _check(slot: Slot, gradient: torch.Tensor) -> None:
     """Refuse gradients that cannot be summed; autograd itself checks shape and dtype."""
     if gradient.layout != torch.strided:
-        raise UnsupportedError(
-            f"gradient of {slot.name!r} is {gradient.layout}; only dense gradients are summed: use sparse=False"
-        )
+        text = f"gradient of {slot.name!r} is {gradient.layout}; only dense gradients are summed: use sparse=False"
+        raise UnsupportedError(text)
     if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, slot.leaf).placements:
         raise UnsupportedError(
             f"gradient of {slot.name!r} has placements {gradient.placements}, but its parameter has "

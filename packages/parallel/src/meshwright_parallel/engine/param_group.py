@@ -17,11 +17,10 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.layout import Layout
@@ -32,6 +31,9 @@ from meshwright_parallel._torch.checkpoint import selective_checkpointing, witho
 from meshwright_parallel._torch.core import copy_all, count_write, local_of, storage_key, versions
 from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 
+if TYPE_CHECKING:
+    from meshwright_parallel.engine.unshard import UnshardEngine
+
 
 class UnshardState(Enum):
     """State of a group's buffer."""
@@ -39,29 +41,6 @@ class UnshardState(Enum):
     STALE = 0
     IN_FLIGHT = 1
     READY = 2
-
-
-class Unsharder(Protocol):
-    """What a parameter group needs of the engine that schedules it (`unshard.UnshardEngine`).
-
-    Attributes:
-        storages: storage of a buffer -> its group.
-        forward_depth: nested forwards that run now.
-        leaves_are_safe: autograd may save a leaf itself, because nothing frees its memory unnoticed.
-    """
-
-    mesh: DeviceMesh
-    storages: dict[int, ParamGroup]
-    forward_depth: int
-    leaves_are_safe: bool
-
-    @property
-    def phase(self) -> str: ...
-    def unshard(self, group: ParamGroup) -> None: ...
-    def is_outdated(self, group: ParamGroup) -> bool: ...
-    def unshard_for_backward(self, group: ParamGroup) -> None: ...
-    def gradient_consumed(self, group: ParamGroup) -> None: ...
-    def end_backward(self) -> None: ...
 
 
 class UnshardedParameter(ComputeCopy):
@@ -91,7 +70,7 @@ class UnshardedParameter(ComputeCopy):
             shards is not None
             and shards.in_rows
             and stored.dtype == layout.dtype
-            and stored.numel() * stored.element_size() >= single_bytes(stored.device)
+            and stored.nbytes >= single_bytes(stored.device)
         )
         # while resharded: the right shape, no memory, and values that nobody takes for real ones; integers have none
         fill = math.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
@@ -148,8 +127,7 @@ class UnshardedParameter(ComputeCopy):
 
     def stored_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         part = gradient if self.shards is None else self.shards.part(gradient)
-        stored = local_of(self.parameter)
-        return torch.empty_like(stored, requires_grad=False).copy_(part)
+        return torch.empty_like(local_of(self.parameter), requires_grad=False).copy_(part)
 
     def follow(self, requires_grad: bool) -> None:
         self._leaf.requires_grad_(requires_grad)
@@ -188,7 +166,7 @@ class ParamGroup:
         consumed_gradients: parameters whose gradient of this pass was moved to its bucket.
     """
 
-    def __init__(self, engine: Unsharder, index: int, spec: GroupSpec) -> None:
+    def __init__(self, engine: UnshardEngine, index: int, spec: GroupSpec) -> None:
         self.engine, self.index, self.name, self.is_root = engine, index, spec.name, spec.is_root
         self.parameters = tuple(spec.parameters)
         self.state = UnshardState.STALE
@@ -246,8 +224,7 @@ class ParamGroup:
         self.state = UnshardState.IN_FLIGHT
 
     def _all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
-        nbytes = rows.numel() * rows.element_size()
-        record("all_gather", self.axis, nbytes, self.engine.phase, self.name, "zero", "S->X")
+        record("all_gather", self.axis, rows.nbytes, self.engine.phase, self.name, "zero", "S->X")
         group = self.engine.mesh.get_group(self.axis)
         self._works.append(dist.all_gather_single(rows, row, group=group, async_op=True))
 
@@ -299,11 +276,9 @@ class ParamGroup:
 
     def parameter_at(self, offset: int) -> UnshardedParameter:
         """The parameter that holds this element of the buffer."""
-        after = bisect_right(self.parameters, offset, key=lambda unsharded: unsharded.offset)
-        return self.parameters[after - 1]
+        return self.parameters[bisect_right(self.parameters, offset, key=lambda u: u.offset) - 1]
 
 
 def _flat(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The elements of `value` in the memory order of `strides`; a view where `value` has that order."""
-    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
-    return value.permute(order).reshape(-1)
+    return value.permute(sorted(range(value.dim()), key=lambda dim: -strides[dim])).reshape(-1)

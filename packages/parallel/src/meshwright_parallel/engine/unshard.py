@@ -44,6 +44,11 @@ class UnshardEngine:
     Args:
         specs: the parameter groups, in the order of the model's modules.
         reshards: memory is freed between uses (stage 3).
+
+    Attributes:
+        storages: storage of a buffer -> its group.
+        forward_depth: nested forwards that run now.
+        leaves_are_safe: autograd may save a leaf itself, because nothing frees its memory unnoticed.
     """
 
     def __init__(self, mesh: DeviceMesh, specs: Sequence[GroupSpec], reshards: bool) -> None:
@@ -226,8 +231,7 @@ def install_compute_copies(
             unsharded = _unsharded(parameter, axis, dtype)
             if unsharded is not None:
                 key = (name, unsharded.layout.dtype, parameter.dtype, parameter.device)
-                spec = specs.setdefault(key, GroupSpec(name, module is model, []))
-                spec.parameters.append(unsharded)
+                specs.setdefault(key, GroupSpec(name, module is model, [])).parameters.append(unsharded)
     if not specs:
         return
     engine = UnshardEngine(mesh, list(specs.values()), reshards=stage == 3)
