@@ -96,12 +96,9 @@ class ShardedLoader:
 
 def _reads_rows(loader: Iterable[Any]) -> bool:
     """Whether rows can be read one by one: a stock DataLoader that batches a map-style dataset, in order."""
-    return (
-        type(loader) is DataLoader
-        and loader.batch_sampler is not None
-        and not isinstance(loader.dataset, IterableDataset)
-        and getattr(loader, "in_order", True)
-    )
+    if type(loader) is not DataLoader or loader.batch_sampler is None:
+        return False
+    return not isinstance(loader.dataset, IterableDataset) and getattr(loader, "in_order", True)
 
 
 def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
@@ -208,6 +205,3 @@ class _RankRows:
 def _check_ranks_agree(values: list[int], placed: ModelPlacement, message: str) -> None:
     if differing(values, torch.device(placed.mesh.device_type)):
         raise UsageError(message)
-
-
-__all__ = ["ShardedLoader", "shard_loader"]

@@ -67,14 +67,10 @@ def _generators() -> tuple[Any, ...]:
 
 def _check(before: tuple[Any, ...], who: str) -> None:
     after = _generators()
-    if not torch.equal(before[0], after[0]):
-        name = "torch"
-    elif before[1] != after[1]:
-        name = "random"
-    elif before[2] is not None and before[2] != after[2]:
-        name = "numpy"
-    else:
+    same = torch.equal(before[0], after[0]), before[1] == after[1], before[2] is None or before[2] == after[2]
+    if all(same):
         return
+    name = ("torch", "random", "numpy")[same.index(False)]
     raise UnsupportedError(
         f"{who} draws from the default generator of {name}, so its rows would differ from those of one device; "
         "give it a generator of its own that depends on the row, or loop over the plain loader"

@@ -46,8 +46,7 @@ class Route:
     def note(self, tensor: Tensor, phase: str, why: str) -> None:
         """Log a collective that sends `tensor`."""
         if CommLog.listening():
-            nbytes = tensor.numel() * tensor.element_size() * self.size
-            record("all_to_all", self.axis, nbytes, phase, self.module, "experts", why)
+            record("all_to_all", self.axis, tensor.nbytes * self.size, phase, self.module, "experts", why)
 
 
 def as_global(tensor: Any, context: MeshContext) -> GlobalTensor:
@@ -64,8 +63,8 @@ def sum_over_axes(counts: Tensor, context: MeshContext, axes: Iterable[int], mod
     """
     for axis in axes:
         counts = counts.clone(memory_format=torch.contiguous_format)
-        nbytes, why = counts.numel() * counts.element_size(), "which experts have rows"
-        record("all_reduce", context.axes[axis], nbytes, "forward", module, "experts", why)
+        why = "which experts have rows"
+        record("all_reduce", context.axes[axis], counts.nbytes, "forward", module, "experts", why)
         dist.all_reduce(counts, group=context.group(axis))
     return counts
 

@@ -23,10 +23,7 @@ Answer: TypeAlias = tuple[Proved | Rejected, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Experts:
-    """A module that was proved to hold experts.
-
-    `inner`: states in which ranks hold parts of each expert (see `intermediate_dim.inner_states`).
-    """
+    """A module that was proved to hold experts. `inner`: see `intermediate_dim.inner_states`."""
 
     candidate: Candidate
     proved: Proved
@@ -109,8 +106,7 @@ def _flattened(name: str, module: nn.Module) -> Iterator[Candidate]:
 
 def _equal_children(module: nn.Module) -> tuple[str, ...]:
     """Paths of at least two children with equal parameters that together hold every parameter of `module`."""
-    holders = [("", module), *((f"{key}.", child) for key, child in module.named_children())]
-    for prefix, holder in holders:
+    for prefix, holder in [("", module), *((f"{key}.", child) for key, child in module.named_children())]:
         if not isinstance(holder, (nn.ModuleList, nn.ModuleDict)):
             continue
         children = {f"{prefix}{key}": child for key, child in holder.named_children() if _signature(child)}
@@ -137,12 +133,8 @@ def _argument_count(module: nn.Module) -> int:
 
 def _answer(candidate: Candidate, answers: dict[Any, Answer]) -> Answer:
     module = candidate.module
-    attributes = tuple(
-        (key, value)
-        for part in module.modules()
-        for key, value in vars(part).items()
-        if isinstance(value, (int, float, str))
-    )
+    plain = (int, float, str)
+    attributes = tuple(a for part in module.modules() for a in vars(part).items() if isinstance(a[1], plain))
     # it may choose between implementations
     config = id(getattr(module, "config", None))
     key = (type(module), candidate.kind, candidate.count, _signature(module), attributes, config)

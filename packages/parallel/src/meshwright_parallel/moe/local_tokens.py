@@ -71,8 +71,7 @@ class LocalTokens(ExpertsForward):
         axes = self._row_axes(flat._layout)
         if not axes or any(t.shape[:1] != flat.shape[:1] for t in inputs[1:]):
             return self.inner(*args, **kwargs)
-        out = self._on_local_rows(bound, [flat, *inputs[1:]], tokens.ndim, axes)
-        return _reshaped(out, tokens.shape)
+        return _reshaped(self._on_local_rows(bound, [flat, *inputs[1:]], tokens.ndim, axes), tokens.shape)
 
     def _tensors(self, bound: inspect.BoundArguments) -> list[Any] | None:
         """Tokens, assignment and weights; None where the call is of another form."""
@@ -161,11 +160,9 @@ class LocalTokens(ExpertsForward):
             if not needed or not isinstance(out, Tensor):
                 return out
             leaves = [t._local if isinstance(t, GlobalTensor) else t for t in needed]
-            return (
-                wrap(tied(out._local, *leaves), out._layout)
-                if isinstance(out, GlobalTensor)
-                else tied(out, *leaves)
-            )
+            if isinstance(out, GlobalTensor):
+                return wrap(tied(out._local, *leaves), out._layout)
+            return tied(out, *leaves)
 
 
 def _reshaped(t: Any, shape: Sequence[int]) -> Any:

@@ -62,8 +62,7 @@ def _rules(detection: Detection) -> tuple[ExpertsRule, ...]:
     equal: dict[Any, list[Experts]] = {}
     for experts in detection.experts:
         pattern = _pattern(experts.candidate.name)
-        rule = rule_of(experts, pattern)
-        equal.setdefault((pattern, rule.model_dump_json()), []).append(experts)
+        equal.setdefault((pattern, rule_of(experts, pattern).model_dump_json()), []).append(experts)
     patterns = [pattern for pattern, _ in equal]
     rules: list[ExpertsRule] = []
     for (pattern, _), members in equal.items():
@@ -140,8 +139,7 @@ def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
 
     A plan without rules for modules gets them from the probe.
 
-    Raises:
-        PlanError: no expert is sharded, or a sharded parameter belongs to no module with token dispatch.
+    Raises PlanError: no expert is sharded, or a sharded parameter belongs to no module with token dispatch.
     """
     rules = expert_rules(model, plan)
     sharded = {name for name, p in model.named_parameters() if _is_sharded(p, axis)}

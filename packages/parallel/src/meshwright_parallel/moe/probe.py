@@ -34,10 +34,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Proved:
-    """The call of a module that was proved to hold experts.
-
-    `attributes`: paths of those that hold the number of experts. `width`: size of a token.
-    """
+    """The call of a module of experts. `attributes`: paths of those that hold the number of experts. `width`: size of a token."""
 
     assignment: Style
     attributes: tuple[str, ...]
@@ -52,10 +49,7 @@ class Rejected:
 
 
 def probe(candidate: Candidate) -> Proved | Rejected:
-    """Run a copy of the module; the caller's random state does not change.
-
-    A small copy with the same proportions is tried first, then one of full size.
-    """
+    """Run a small copy of the module, and if need be one of full size. The caller's random state does not change."""
     answer = Rejected("it was not run")
     with torch.random.fork_rng(devices=()):
         for factor in dict.fromkeys((candidate.reduction(), 1)):
@@ -63,9 +57,8 @@ def probe(candidate: Candidate) -> Proved | Rejected:
             size = candidate.expert_bytes() * copies
             if factor == 1 and size > LIMIT_BYTES:
                 limit = f"more than {LIMIT_BYTES // 2**30} GiB"
-                return Rejected(
-                    f"{answer.reason} in a small copy, and one of full size would take {size / 2**30:.1f} GiB, {limit}"
-                )
+                reason = f"{answer.reason} in a small copy, and one of full size would take {size / 2**30:.1f} GiB, {limit}"
+                return Rejected(reason)
             result = _probe(candidate, factor, factor > 1 or size <= GRADIENT_BYTES)
             if isinstance(result, Proved):
                 return result
@@ -94,11 +87,7 @@ def _attribute_sets(candidate: Candidate) -> Iterator[tuple[str, ...]]:
         yield ()
         return
     equal = candidate.attributes()
-    tried: set[tuple[str, ...]] = set()
-    for names in (tuple(equal), *((name,) for name in equal), ()):
-        if names not in tried:
-            tried.add(names)
-            yield names
+    yield from dict.fromkeys((tuple(equal), *((name,) for name in equal), ()))
 
 
 class _Trial:
@@ -213,10 +202,8 @@ class _Trial:
             parameter.requires_grad_()
         with torch.enable_grad():
             self._call().square().sum().backward()
-        touched = {
-            expert: any(_reached(part, parameters) for part in parts)
-            for expert, parts in self.sample.parts.items()
-        }
+        parts_of = self.sample.parts.items()
+        touched = {expert: any(_reached(part, parameters) for part in parts) for expert, parts in parts_of}
         for parameter in parameters:
             parameter.grad = None
             parameter.requires_grad_(False)

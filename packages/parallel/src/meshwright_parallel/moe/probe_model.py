@@ -38,8 +38,7 @@ class Candidate:
     def expert_bytes(self) -> int:
         """Bytes of one expert in float32."""
         if self.kind == "container":
-            child = self.module.get_submodule(self.experts[0])
-            return 4 * sum(p.numel() for p in child.parameters())
+            return 4 * sum(p.numel() for p in self.module.get_submodule(self.experts[0]).parameters())
         return 4 * sum(self.module.get_parameter(path).numel() for path in self.experts) // self.count
 
     def sizes(self) -> set[int]:
@@ -89,19 +88,14 @@ class Sample:
         return sorted({size for shape in shapes for size in shape if size > 1})
 
 
-def sample_of(
-    candidate: Candidate, attributes: tuple[str, ...], factor: int, generator: torch.Generator
-) -> Sample:
+def sample_of(candidate: Candidate, attributes: tuple[str, ...], factor: int, rng: torch.Generator) -> Sample:
     """A copy with few experts whose sizes are divided by `factor`.
 
     A fused copy has another number of experts than the original. This proves `attributes` too, which are set to that number.
     In a container only three children have values, as on a rank that has only its own experts.
     """
     sizes = {size: size // factor for size in candidate.sizes()}
-    if candidate.kind == "container":
-        sample = _container(candidate, sizes, generator)
-    else:
-        sample = _fused(candidate, sizes, generator)
+    sample = (_container if candidate.kind == "container" else _fused)(candidate, sizes, rng)
     for prefix, module in sample.module.named_modules():
         for name, value in list(vars(module).items()):
             path = f"{prefix}.{name}" if prefix else name

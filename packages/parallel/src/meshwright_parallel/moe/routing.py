@@ -48,8 +48,7 @@ def chosen_rows(assignment: Tensor, weights: Tensor, rule: ExpertsRule, name: st
         rule: kind of assignment and number of experts.
         name: of the module, for errors.
 
-    Raises:
-        UnsupportedError: the shapes of weights and assignment do not match.
+    Raises UnsupportedError: the shapes of weights and assignment do not match.
     """
     n, experts = assignment.shape[0], rule.count
     masked = rule.assignment == "mask"

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import logging
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -38,9 +39,7 @@ _METHODS = (types.MethodType, types.BuiltinMethodType)
 def version_of(x: Any) -> int:
     """The version counter of a tensor: how often it was written to, as far as torch counts."""
     local = x._local if isinstance(x, GlobalTensor) else x
-    if not isinstance(local, Tensor) or local.is_inference():
-        return 0
-    return local._version
+    return local._version if isinstance(local, Tensor) and not local.is_inference() else 0
 
 
 class ArgumentCopies:
@@ -110,10 +109,7 @@ _Key = str | types.MemberDescriptorType
 
 
 class _Copier:
-    """Copies objects that may refer to each other, each object once.
-
-    Attributes: the `tensors` found, and the `attributes` of each object that cannot be copied.
-    """
+    """Copies objects that may refer to each other, once each: `tensors`, and `attributes` of objects that cannot be copied."""
 
     def __init__(self, tensor: Callable[[Tensor], Tensor], shared: Iterable[Any] = ()) -> None:
         self.tensors: list[_TensorRecord] = []
@@ -234,13 +230,9 @@ def _empty(x: Any) -> Any:
 @functools.lru_cache(maxsize=256)
 def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     """The slots of Python classes; members of C classes may be read-only."""
-    return tuple(
-        member
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for member in vars(base).values()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+    tables = (vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base))
+    members = itertools.chain.from_iterable(tables)
+    return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
 
 
 def _attributes(x: Any) -> dict[_Key, Any]:

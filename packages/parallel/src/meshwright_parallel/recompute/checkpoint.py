@@ -29,8 +29,7 @@ def recomputed_modules(model: nn.Module, plan: ParallelPlan) -> dict[str, Recomp
 
     A module without a forward is not recomputed, but its parts may be.
 
-    Raises:
-        PlanError: a rule matches no module.
+    Raises PlanError: a rule matches no module.
     """
     chosen: dict[str, RecomputeRule] = {}
     used: set[RecomputeRule] = set()

@@ -18,17 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.intervals import zigzag_shard
-from meshwright_dtensor.strategy import (
-    AttentionUse,
-    CollectiveUse,
-    GradientKind,
-    Link,
-    SearchRequest,
-    Stall,
-    Strategy,
-    StrategyCost,
-    divisors,
-)
+from meshwright_dtensor.strategy import CollectiveUse, Stall, Strategy, StrategyCost, divisors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +27,7 @@ if TYPE_CHECKING:
     from meshwright_dtensor.model.batch_size import BatchSize
     from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.sharding.states import State
+    from meshwright_dtensor.strategy import AttentionUse, GradientKind, Link, SearchRequest
 
 LEAST_TOKENS = 2048
 """Least tokens per rank of the degrees that the search tries without a pin."""
@@ -60,11 +51,8 @@ class Context(Strategy):
             return [1]
         least = 1 if request.pins.get(self.axis) or request.exhaustive else LEAST_TOKENS
         chunks = 2 if request.options.get("context_balance") == "zigzag" else 1
-        return [
-            d
-            for d in divisors(request.world_size)
-            if d == 1 or (length % (chunks * d) == 0 and length // d >= least)
-        ]
+        candidates = divisors(request.world_size)
+        return [d for d in candidates if d == 1 or (length % (chunks * d) == 0 and length // d >= least)]
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         """The cost of the cheapest form of attention, or of the pinned one.
@@ -84,11 +72,9 @@ class Context(Strategy):
                 f"context_attention={pinned!r}: attention over {heads} heads (a rank's, as other axes leave them) cannot be "
                 f"spread over cp={degree}; pin cp to a divisor of {heads}, or use 'ring' or 'all_gather'"
             )
-        costs = [
-            self._cost_of(form, balance, request, degree, link)
-            for form in FORMS
-            if form == pinned or (pinned is None and _possible(form, request, degree))
-        ]
+        forms = FORMS if pinned is None else (pinned,)
+        possible = (form for form in forms if _possible(form, request, degree))
+        costs = [self._cost_of(form, balance, request, degree, link) for form in possible]
         return min(costs, key=lambda cost: cost.exposed_seconds)
 
     @staticmethod

@@ -10,20 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright_dtensor.strategy import (
-    CollectiveUse,
-    GradientKind,
-    Link,
-    ParameterSize,
-    SearchRequest,
-    Strategy,
-    StrategyCost,
-    divisors,
-    rows_state,
-)
+from meshwright_dtensor.strategy import CollectiveUse, Strategy, StrategyCost, divisors, rows_state
 
 if TYPE_CHECKING:
     from meshwright_dtensor.sharding.states import State
+    from meshwright_dtensor.strategy import GradientKind, Link, ParameterSize, SearchRequest
 
 BUCKET_BYTES = 25 * 2**20
 """Size at which a gradient bucket is reduced. Larger buckets gain nothing."""

@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.intervals import single_owner_shard
-from meshwright_dtensor.strategy import (
-    CollectiveUse,
-    Link,
-    Phase,
-    SearchRequest,
-    Stall,
-    StrategyCost,
-    Survey,
-    divisors,
-    planned_state,
-)
+from meshwright_dtensor.strategy import CollectiveUse, Stall, StrategyCost, Survey, divisors, planned_state
 from meshwright_dtensor.utils.names import listing
 from meshwright_parallel.strategies.data import RowStrategy
 
@@ -34,6 +24,7 @@ if TYPE_CHECKING:
 
     from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.sharding.states import State
+    from meshwright_dtensor.strategy import Link, Phase, SearchRequest
     from meshwright_parallel.moe.detect import Detection
 
 
@@ -55,17 +46,13 @@ class Expert(RowStrategy):
         from meshwright_parallel.moe.plan_rules import notes_of, parameters_of
 
         detection = detect(model)
-        return Survey(
-            parameters=frozenset(parameters_of(detection)),
-            modules=tuple(e.candidate.name for e in detection.experts),
-            notes=notes_of(detection),
-            details=detection,
-        )
+        names = tuple(e.candidate.name for e in detection.experts)
+        parameters, notes = frozenset(parameters_of(detection)), notes_of(detection)
+        return Survey(parameters=parameters, modules=names, notes=notes, details=detection)
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         """Divisors of the number of experts that divide the batch; 1 where there are no experts."""
-        count = _count(request)
-        return divisors(math.gcd(count or 1, request.batch_size, request.world_size))
+        return divisors(math.gcd(_count(request) or 1, request.batch_size, request.world_size))
 
     def refusal(self, request: SearchRequest, degree: int) -> str | None:
         """Why this degree is impossible, or None."""
@@ -94,11 +81,8 @@ class Expert(RowStrategy):
         divided = all_divided_inside(detection, request.step.degrees)
         inside = request.step.degrees.get("tp", 1) if divided else 1
         width = {e.candidate.name: e.proved.width for e in detection.experts}
-        sizes = Counter(
-            _sent_bytes(inputs, width[name]) * degree
-            for name, inputs in request.sizes.module_inputs.items()
-            if inputs
-        )
+        given = request.sizes.module_inputs.items()
+        sizes = Counter(_sent_bytes(inputs, width[name]) * degree for name, inputs in given if inputs)
         uses = [
             CollectiveUse("all_to_all", nbytes, 2 * count, phase, f"{what} of experts, there and back")
             for nbytes, count in sizes.items()

@@ -18,21 +18,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.cluster import CollectiveKind
-from meshwright_dtensor.strategy import (
-    CollectiveUse,
-    Link,
-    ParameterSize,
-    Phase,
-    SearchRequest,
-    Stall,
-    StrategyCost,
-    planned_state,
-)
+from meshwright_dtensor.strategy import CollectiveUse, Stall, StrategyCost, planned_state
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, RowStrategy
 
 if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.sharding.states import State
+    from meshwright_dtensor.strategy import Link, ParameterSize, Phase, SearchRequest
 
 OUTSIDE = "parameters outside of blocks"
 """In plans: why the parameters outside of blocks are gathered."""
@@ -128,11 +120,8 @@ def _memory(groups: Sequence[_GroupBytes], request: SearchRequest) -> tuple[floa
     # a stage of a pipeline keeps whole gradients until the last microbatch
     gradients = (trained if request.step.stages else trained_shards) + max(group.buffers for group in groups)
     parameters = sum(group.shards for group in groups) + unsharded
-    return (
-        parameters / sum(group.full for group in groups),
-        gradients / trained if trained else 1.0,
-        trained_shards / trained if trained else 1.0,
-    )
+    whole, optimizer = sum(group.full for group in groups), trained_shards / trained if trained else 1.0
+    return parameters / whole, gradients / trained if trained else 1.0, optimizer
 
 
 @dataclass

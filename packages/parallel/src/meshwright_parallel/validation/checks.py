@@ -58,8 +58,7 @@ def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost
         batch: an example of what the model is called with, or None.
         world_size: ranks of the run.
 
-    Raises:
-        PlanError, UsageError, UnsupportedError, PluginError: as `parallelize`.
+    Raises PlanError, UsageError, UnsupportedError, PluginError: as `parallelize`.
     """
     # parameters need a mesh: a plan whose only axis is "pp" gets a data axis of degree 1
     whole = plan if tuple(plan.degrees) != ("pp",) else plan.replace(degrees={**plan.degrees, "dp": 1})
@@ -83,9 +82,8 @@ def check_model(model: nn.Module) -> None:
     """
     check_not_compiled(model)
     if placement_of(model) is not None:
-        raise UsageError(
-            f"this {type(model).__name__} is parallel already; build the model anew to apply another plan to it"
-        )
+        text = f"this {type(model).__name__} is parallel already; build the model anew to apply another plan to it"
+        raise UsageError(text)
     for name, module in model.named_modules():
         if name and placement_of(module) is not None:
             text = f"module {name!r} is parallel already; call parallelize() on the whole model only, once"
@@ -101,9 +99,8 @@ def check_model(model: nn.Module) -> None:
             )
         _check_filled("parameter", name, parameter)
         if gradient_hooks(parameter):
-            raise UnsupportedError(
-                f"parameter {name!r} has gradient hooks, which would be lost; register them after parallelize()"
-            )
+            text = f"parameter {name!r} has gradient hooks, which would be lost; register them after parallelize()"
+            raise UnsupportedError(text)
     for name, buffer in model.named_buffers():
         _check_filled("buffer", name, buffer)
 
@@ -123,11 +120,7 @@ def _check_filled(kind: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_dense(model: nn.Module) -> None:
-    """Refuse embeddings with sparse gradients: gradients over a mesh are DTensors, which are dense.
-
-    Raises:
-        UnsupportedError: naming the module.
-    """
+    """Refuse embeddings with sparse gradients: gradients over a mesh are DTensors, which are dense. Raises UnsupportedError."""
     for name, module in model.named_modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if embeds and module.sparse and module.weight.requires_grad:
@@ -138,11 +131,7 @@ def check_dense(model: nn.Module) -> None:
 
 
 def check_optimizers(model: nn.Module) -> None:
-    """Refuse an optimizer made too early: it would step parameters that are about to be replaced.
-
-    Raises:
-        UsageError: a live optimizer holds a parameter of the model.
-    """
+    """Raises UsageError for an optimizer made too early: it would step parameters that are about to be replaced."""
     names = {id(p): name for name, p in model.named_parameters()}
     for candidate in _live_optimizers():
         for group in candidate.__dict__.get("param_groups", ()):
@@ -172,11 +161,7 @@ def _live_optimizers() -> Iterator[torch.optim.Optimizer]:
 
 
 def _stored_states(model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy]) -> dict[str, States]:
-    """Name -> state per mesh axis of every parameter, tied ones under each of their names.
-
-    Raises:
-        PlanError: two names of one parameter are placed differently, or a placement does not fit its shape.
-    """
+    """Name -> state per mesh axis of every parameter, tied ones under each of their names, which must agree."""
     stored: dict[str, States] = {}
     gathered = frozenset(strategy.axis for strategy in strategies if strategy.gathers)
     for aliases, parameter in all_names(model):
@@ -198,12 +183,7 @@ def _stored_states(model: nn.Module, plan: ParallelPlan, strategies: Sequence[St
 
 
 def _check_plan(model: nn.Module, part: StagePlan, batch: Any, states: Mapping[str, States]) -> None:
-    """Check that the plan fits this model, and this batch if one is given, and that its parts can be combined.
-
-    Raises:
-        PlanError: the plan was made for another model, a pattern matches nothing, or a combination is illegal.
-        UsageError: the batch holds no tensor, or cannot be divided.
-    """
+    """Check that the plan fits this model, and this batch if one is given, and that its parts can be combined."""
     plan = part.plan
     _check_fingerprint(model, plan)
     fqns = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -278,11 +258,9 @@ def _check_fingerprint(model: nn.Module, plan: ParallelPlan) -> None:
     if planned is None or planned[0] == fingerprint(model):
         return
     name = type(model).__name__
-    difference = (
-        f"it was made for a {planned[1]}, this is a {name}"
-        if planned[1] != name
-        else f"it was made for a {name} with other modules, parameter shapes or dtypes (another configuration?)"
-    )
+    difference = f"it was made for a {planned[1]}, this is a {name}"
+    if planned[1] == name:
+        difference = f"it was made for a {name} with other modules, parameter shapes or dtypes (another configuration?)"
     text = f"{difference}; plan again for this model, or remove the field"
     raise PlanError("provenance.model", planned[0], text, fingerprint(model))
 

@@ -70,17 +70,16 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
 
 
 def _unequal_nesting(here: Situation) -> Found | None:
+    degree = here.plan.degree
     searched = [
-        (place, s.axis)
-        for place, s in enumerate(here.strategies)
-        if s.placement_search and here.plan.degree(s.axis) > 1
+        (i, s.axis) for i, s in enumerate(here.strategies) if s.placement_search and degree(s.axis) > 1
     ]
     if len(searched) < 2:
         return None
     for name, parameter in here.model.named_parameters():
         for dim, size in enumerate(parameter.shape):
             axes = [(place, axis) for place, axis in searched if _shards(here.states[name][place], dim)]
-            if len(axes) > 1 and size % math.prod(here.plan.degree(axis) for _, axis in axes):
+            if len(axes) > 1 and size % math.prod(degree(axis) for _, axis in axes):
                 place, axis = axes[-1]
                 return f"parameters ({name}).{axis}", format_state(here.states[name][place])
     return None
@@ -187,11 +186,7 @@ RULES: tuple[Rule, ...] = (
 def check_composition(
     model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy], states: Mapping[str, States]
 ) -> None:
-    """Refuse a plan with an illegal combination; nothing has been allocated yet.
-
-    Raises:
-        PlanError: field, value, the reason and the fix.
-    """
+    """Refuse a plan with an illegal combination, before anything is allocated. Raises PlanError with the reason and the fix."""
     here = Situation(model, plan, strategies, states)
     for rule in RULES:
         broken = rule.broken(here)
