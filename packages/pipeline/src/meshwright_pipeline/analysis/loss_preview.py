@@ -70,8 +70,7 @@ class LossChecker:
 
         `single`: microbatches have one row. Models may skip operations that repeat rows then.
 
-        Raises:
-            CannotBeCut: the model cannot run as a pipeline.
+        Raises CannotBeCut: the model cannot run as a pipeline.
         """
         args, kwargs = example
         size = BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((args, dict(kwargs))))

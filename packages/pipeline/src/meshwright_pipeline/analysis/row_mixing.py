@@ -138,7 +138,6 @@ class _BetweenUnits(RepeatedUnitProfiler):
         self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(2))
 
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
-        """See Profiler."""
         # before the run changes its arguments
         called, arguments = signature(call), _copied(call)
         result = super().shape(unit, forward, call, device, drawn)
@@ -147,7 +146,6 @@ class _BetweenUnits(RepeatedUnitProfiler):
         return result
 
     def value(self, label: Label, like: Tensor, device: torch.device) -> Tensor:
-        """See Profiler."""
         if not (like.is_floating_point() or like.is_complex()):
             return torch.zeros(like.shape, dtype=like.dtype)
         if self.half is None:
@@ -169,10 +167,7 @@ class _BetweenUnits(RepeatedUnitProfiler):
 
 
 class _Trial:
-    """Runs a model on a few rows: the batch `call`, with plain tensors on the CPU.
-
-    `read`: units whose parameters are used by code between units; set by `verdict`.
-    """
+    """Runs a model on the rows `call`, on the CPU. `read`, set by `verdict`: units whose parameters are used between units."""
 
     def __init__(self, model: nn.Module, units: tuple[str, ...], call: Call) -> None:
         self.call, self.units = call, units
@@ -199,8 +194,7 @@ class _Trial:
                 return _writes("", again[0])
         parts = []
         for half, part in enumerate(microbatches(*self.call, 2)):
-            profile = self._run(part, half)
-            if profile.order != whole.order:
+            if self._run(part, half).order != whole.order:
                 raise ValueError("other modules are called for fewer rows")
             parts.append(list(self.between.given))
             at = written_from_rows(before, after, self._state())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline.partition.units import Ownership
-from meshwright_pipeline.trace.profile import PARAMETERS, Key, Label, Profile
+from meshwright_pipeline.trace.profile import NO_LABELS, PARAMETERS, Key, Label, Profile
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,7 @@ def crossing(profile: Profile, stage: Mapping[Key, int], count: int) -> tuple[tu
     needs = [(stage[key], labels) for key, labels in profile.consumes.items()] + [(count - 1, profile.final)]
     boundaries: list[tuple[Label, ...]] = []
     for before in range(count - 1):
-        labels = {
-            label
-            for after, needed in needs
-            if after > before
-            for label in needed
-            if label[1] != PARAMETERS and stage[label[:2]] <= before
-        }
-        boundaries.append(tuple(sorted(labels, key=lambda label: (position[label[:2]], label[2:]))))
+        needed = NO_LABELS.union(*(labels for after, labels in needs if after > before))
+        sent = [label for label in needed if label[1] != PARAMETERS and stage[label[:2]] <= before]
+        boundaries.append(tuple(sorted(sent, key=lambda label: (position[label[:2]], label[2:]))))
     return tuple(boundaries)

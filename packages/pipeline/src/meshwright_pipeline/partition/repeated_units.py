@@ -67,11 +67,9 @@ class RepeatedUnitProfiler(Profiler):
         self._numbers = {unit: numbers[unit] for group in groups.values() if len(group) > 1 for unit in group}
 
     def kind(self, unit: str) -> Hashable:
-        """See Profiler."""
         return self._built[unit]
 
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
-        """See Profiler."""
         called = signature(call)
         built = self._built[unit]
         like = (built, called)
@@ -91,10 +89,7 @@ class RepeatedUnitProfiler(Profiler):
     def _tried(
         self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog
     ) -> Result | None:
-        """The result for all units of the group; None, with the unit unchanged, if their results may differ.
-
-        They may differ if the unit does more than pass on its numbers, or changes its own attributes.
-        """
+        """The result for all units of the group; None, with the unit unchanged, if it uses its numbers or changes itself."""
         module, seen = self.model.get_submodule(unit), list[str]()
         entries = [(part.__dict__, dict(part.__dict__)) for part in module.modules()]
         mark, before = drawn.mark(), dict(_attributes(module))

@@ -128,8 +128,7 @@ class Ownership:
 def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
     """The ownership that a plan's pipeline rule describes.
 
-    Raises:
-        PlanError: a pattern matches nothing, a unit with parameters is named in no stage, or a stage has none.
+    Raises PlanError: a pattern matches nothing, a unit with parameters is named in no stage, or a stage has none.
     """
     units = find_units(model, _named_in_parts(model, rule))
     names = [*units.names, *units.free]

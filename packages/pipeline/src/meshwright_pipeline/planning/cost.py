@@ -14,17 +14,12 @@ from meshwright_dtensor.schedule.schedule import ForwardsFirst, Schedule, Shape
 from meshwright_dtensor.strategy import CollectiveUse, Link, Peak, SearchRequest, StrategyCost
 from meshwright_dtensor.strategy.cost import TIED
 from meshwright_pipeline.analysis.loss_preview import LossForecast
+from meshwright_pipeline.planning import simulate
 from meshwright_pipeline.planning.activation_memory import MemoryPeak
 from meshwright_pipeline.planning.full_batch_loss import tail_memory, tail_of, with_tail, without_tail
 from meshwright_pipeline.planning.recompute_cuts import recompute_to_fit
 from meshwright_pipeline.planning.search_space import microbatches, single_microbatch_note
-from meshwright_pipeline.planning.simulate import (
-    Prediction,
-    StageCosts,
-    input_gradient_share,
-    predict,
-    straggler_delay,
-)
+from meshwright_pipeline.planning.simulate import Prediction, StageCosts
 from meshwright_pipeline.planning.stage_costs import StageDivision, divide, even_cuts
 from meshwright_pipeline.planning.survey import ModelSurvey, survey_of
 from meshwright_pipeline.planning.unit_costs import ModelCosts, UnitWork
@@ -50,8 +45,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
 
     If the request asks to free memory, units are recomputed stage by stage, as few as necessary.
 
-    Raises:
-        PlanError: there are not enough modules, rows cannot be divided equally, or the schedule does not fit.
+    Raises PlanError: there are not enough modules, rows cannot be divided equally, or the schedule does not fit.
     """
     survey = survey_of(request)
     if survey is None:
@@ -76,11 +70,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
 
 
 def _forecast(request: SearchRequest, survey: ModelSurvey, degree: int, shape: Shape) -> LossForecast | None:
-    """The forecast for the loss. None for one microbatch, for which only p2p is checked.
-
-    Raises:
-        PlanError: the runtime cannot run the model as a pipeline.
-    """
+    """The forecast for the loss; None for one microbatch, for which only p2p is checked (PlanError: it cannot run)."""
     several, query = shape.microbatches > 1, request.pipeline
     single = several and shape.microbatches == request.batch_size
     try:
@@ -122,8 +112,8 @@ def _strategy_cost(
         forwards=tuple(f / (f + b) if f + b else 1 / 3 for f, b in times),
         full_batch_share=0.0 if tail is None else tail.seconds * shape.microbatches / model.whole,
         model_share=case.operations(outcome),
-        straggler_delay=straggler_delay(schedule, shape),
-        input_gradient_share=input_gradient_share(schedule, shape) if outcome.costs.split else 1.0,
+        straggler_delay=simulate.straggler_delay(schedule, shape),
+        input_gradient_share=simulate.input_gradient_share(schedule, shape) if outcome.costs.split else 1.0,
         held_parameters=fullest.holds,
         peak=fullest.moment(request, 1 if tail is None else shape.microbatches),
         recompute=policies,
@@ -170,7 +160,7 @@ class _Case:
         slowdown = request.pipeline.shared_cores
         key = (schedule.name, shape, costs, slowdown)
         try:
-            step = self.model.once(key, lambda: predict(schedule, shape, costs, slowdown))
+            step = self.model.once(key, lambda: simulate.predict(schedule, shape, costs, slowdown))
         except UsageError as error:
             raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
         if self.tail is not None:

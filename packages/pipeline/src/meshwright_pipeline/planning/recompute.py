@@ -135,11 +135,7 @@ def _dominant(moments: Iterable[Moment]) -> tuple[Moment, ...]:
 
 @functools.lru_cache(maxsize=256)
 def moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
-    """For each rank, the moments at which its memory may peak. No backward is split, as with recomputation.
-
-    Raises:
-        UsageError: as `predict`.
-    """
+    """For each rank, the moments at which its memory may peak. No backward is split. Raises UsageError as `predict`."""
     shapes = simulated_shapes(shape)
     if len(shapes) > 1 and not any(map(schedule.refusal, shapes)):
         # if two shorter steps have the same moments, so does a long one

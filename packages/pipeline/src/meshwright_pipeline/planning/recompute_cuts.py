@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import accumulate
+from itertools import accumulate, compress
 
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.strategy import ModuleWork, SearchRequest
@@ -194,12 +194,7 @@ class _MemoryFit:
             return [m.kept[stage] * kept + (choice.over if m.running == stage else 0) for m, _ in peaks]
 
         left = self.limit - lasting + share * request.sizes.gradient_bytes - passing
-        free = [
-            left
-            - constant
-            - sum(size for made, size in zip(moment.has_gradients, gradients, strict=True) if made)
-            for moment, constant in peaks
-        ]
+        free = [left - constant - sum(compress(gradients, m.has_gradients)) for m, constant in peaks]
         choices = [self.options.choices.of(self.options.kinds[a:b]) for a, b in stages]
         return cheapest(choices, memory, free)
 

@@ -25,8 +25,7 @@ def pipeline_choices(request: SearchRequest, degree: int) -> Iterator[dict[str, 
     """
     options, survey = request.options, survey_of(request)
     installed = discover().all(ScheduleSpec) if survey is None else survey.installed
-    names = [options["schedule"]] if "schedule" in options else list(installed)
-    for name in names:
+    for name in [options["schedule"]] if "schedule" in options else list(installed):
         try:
             schedule = schedule_named(name) if survey is None else survey.schedule(name)
         except (PluginError, UsageError):
@@ -120,11 +119,7 @@ def degree_refusal(request: SearchRequest, degree: int) -> str | None:
 
 
 def microbatches(request: SearchRequest, degree: int) -> int:
-    """The number of microbatches: as the user set it, otherwise up to PER_STAGE for each stage.
-
-    Raises:
-        PlanError: the rows cannot be split into so many.
-    """
+    """Microbatches: pinned, or up to PER_STAGE for each stage. Raises PlanError: the rows cannot be split into so many."""
     pinned = request.options.get("microbatches")
     reason = _cannot_split(request)
     if pinned is not None and int(pinned) > 1 and reason is not None:

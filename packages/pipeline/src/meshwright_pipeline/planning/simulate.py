@@ -74,8 +74,7 @@ def predict(
     `slowdown`: for ranks that share cores, the factor on `costs` while 1, 2, ..., all ranks compute; () if each rank has
     its own device.
 
-    Raises:
-        UsageError: the schedule refuses the pipeline, is incomplete, or would hang; `slowdown` has another length.
+    Raises UsageError: the schedule refuses the pipeline, is incomplete, or would hang; `slowdown` has another length.
     """
     if slowdown and (len(slowdown) != shape.ranks or min(slowdown) <= 0):
         text = f"slowdown={slowdown}: expected one positive number for each of the {shape.ranks} ranks"
@@ -277,8 +276,7 @@ def shared_core_time(
     Between two events all computing ranks run at the same pace: while n ranks compute, an action takes
     `slowdown[n - 1]` times its `seconds`.
 
-    Raises:
-        ValueError: the actions wait for each other, or a time is not finite.
+    Raises ValueError: the actions wait for each other, or a time is not finite.
     """
     if not all(math.isfinite(a.seconds) and math.isfinite(a.sending) for actions in ranks for a in actions):
         raise ValueError("every action, and every message, must take a finite time")

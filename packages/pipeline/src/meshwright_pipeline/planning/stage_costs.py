@@ -16,8 +16,7 @@ def linear_partition(costs: Sequence[float], count: int) -> list[int]:
 
     Exact dynamic programming over prefixes. Of equal solutions it takes the one with the earliest cuts.
 
-    Raises:
-        ValueError: fewer elements than parts.
+    Raises ValueError: fewer elements than parts.
     """
     total = len(costs)
     if total < count:
@@ -70,11 +69,7 @@ class StageDivision:
 
 
 def even_cuts(model: ModelCosts, survey: ModelSurvey, ranks: int, stages: int) -> tuple[int, ...]:
-    """The cuts for which the slowest stage is fastest.
-
-    Raises:
-        PlanError: there are fewer modules than stages.
-    """
+    """The cuts for which the slowest stage is fastest. Raises PlanError: there are fewer modules than stages."""
     blocks = model.blocks
     units = len({run.unit for block in blocks for run in block} & survey.holding)
     if units < stages:

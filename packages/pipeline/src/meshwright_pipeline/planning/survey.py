@@ -198,7 +198,7 @@ class ModelSurvey:
         """The costs of the model by unit, cached for the same work."""
         costs = self._costs.get(id(work))
         if costs is None or costs.work is not work:
-            costs = self._costs[id(work)] = model_costs(work, self, self.holding)
+            costs = self._costs[id(work)] = model_costs(work, self)
         return costs
 
 

@@ -38,10 +38,7 @@ def _without_self(function: Forward) -> inspect.Signature:
 
 @contextlib.contextmanager
 def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Iterator[None]:
-    """Inside, a call of a unit runs `handler((unit, call), original forward, args, kwargs)` in place of its forward.
-
-    Hooks of the module still run around the handler.
-    """
+    """Inside, calls of units run `handler((unit, call), original forward, args, kwargs)` instead. Hooks still run around it."""
     counts: Counter[str] = Counter()
     before: list[tuple[nn.Module, Any]] = []
 

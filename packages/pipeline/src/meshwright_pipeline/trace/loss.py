@@ -20,6 +20,7 @@ _MARK = "meshwright_pipeline: of a unit"
 _MOST = 512
 """Autograd nodes that are compared, nearest to the loss first."""
 LossPath = tuple[str, ...]
+LossPaths = dict[tuple[bool, ...], LossPath]
 
 
 def loss_of(result: Any) -> torch.Tensor | None:
@@ -36,11 +37,7 @@ def loss_of(result: Any) -> torch.Tensor | None:
 
 
 def need_loss(result: Any) -> torch.Tensor:
-    """The loss.
-
-    Raises:
-        UsageError: the result has none.
-    """
+    """The loss. Raises UsageError: the result has none."""
     loss = loss_of(result)
     if loss is None:
         raise UsageError(
@@ -102,15 +99,12 @@ def loss_path(loss: torch.Tensor) -> LossPath:
     return tuple(names[:_MOST])
 
 
-def check_loss_path(
-    paths: dict[tuple[bool, ...], LossPath], flags: Iterable[bool], loss: torch.Tensor
-) -> None:
+def check_loss_path(paths: LossPaths, flags: Iterable[bool], loss: torch.Tensor) -> None:
     """Compare the loss path of one microbatch with that of the first step.
 
     `flags`: which parameters and received values require a gradient. `paths`: of each combination of these.
 
-    Raises:
-        UnsupportedError: the loss was computed by other operations than in the first step.
+    Raises UnsupportedError: the loss was computed by other operations than in the first step.
     """
     path = loss_path(loss)
     if paths.setdefault(tuple(flags), path) != path:

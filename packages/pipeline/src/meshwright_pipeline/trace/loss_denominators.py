@@ -116,7 +116,6 @@ class DenominatorCounter(GlueMode):
         self.sums: dict[Place, tuple[Tensor, int]] = {}
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """See Glue."""
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None:
             self.counts.append(_count(arguments))
@@ -139,7 +138,6 @@ class BatchDenominatorMode(GlueMode):
         self._counts = list(denominators.counts)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """See Glue."""
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None and self._counts:
             arguments.pop("size_average", None)
@@ -156,8 +154,7 @@ def sum_denominators(parts: Sequence[Denominators], averaging: int, wanted: Sequ
     `averaging`, `wanted`: in the profiled run, the number of losses that average over targets, and the places of the numbers that
     only inputs determine.
 
-    Raises:
-        UnsupportedError: the microbatches computed other numbers.
+    Raises UnsupportedError: the microbatches computed other numbers.
     """
     for part in parts:
         if len(part.counts) != averaging or set(part.sums) != set(wanted):

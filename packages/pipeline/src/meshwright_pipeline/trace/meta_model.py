@@ -67,12 +67,8 @@ def move_to_meta(module: nn.Module, replacement: Callable[[str, Tensor], Tensor]
 
 def _attributes(module: nn.Module) -> list[Attribute]:
     """The tensors in the attributes of a module and its submodules."""
-    return [
-        (part, name, value)
-        for part in module.modules()
-        for name, value in part.__dict__.items()
-        if isinstance(value, Tensor)
-    ]
+    held = ((part, name, value) for part in module.modules() for name, value in part.__dict__.items())
+    return [attribute for attribute in held if isinstance(attribute[2], Tensor)]
 
 
 def meta_tensors(module: nn.Module) -> list[Attribute]:
@@ -82,11 +78,10 @@ def meta_tensors(module: nn.Module) -> list[Attribute]:
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
     """Zeros. Pages of large tensors are allocated on first access: of many experts only a few are read."""
-    nbytes = like.numel() * like.element_size()
-    if device.type != "cpu" or nbytes < LARGE:
+    if device.type != "cpu" or like.nbytes < LARGE:
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     # calloc
-    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(like.dtype).view(like.shape)
+    return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape)
 
 
 @contextlib.contextmanager

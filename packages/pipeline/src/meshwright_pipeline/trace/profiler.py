@@ -16,24 +16,10 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline._torch import (
-    TorchDispatchMode,
-    WeakTensorKeys,
-    draws,
-    forward_hooks,
-    hooks_of,
-    named_arguments,
-    op_name,
-    written_arguments,
-)
-from meshwright_pipeline.pytrees import (
-    attribute_tensors,
-    expanded_zeros,
-    is_expanded,
-    leaves_of,
-    map_leaves,
-    tensors_of,
-)
+from meshwright_pipeline import _torch, pytrees
+from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys, hooks_of
+from meshwright_pipeline.pytrees import expanded_zeros, leaves_of, map_leaves, tensors_of
+from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
@@ -41,14 +27,6 @@ from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
 from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label, Profile, Result
 from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
 from meshwright_pipeline.trace.row_tracer import RowTracer
-from meshwright_pipeline.trace.side_outputs import (
-    attribute_leaves,
-    check_grown,
-    check_sendable,
-    is_attribute,
-    new_side_outputs,
-    part_of,
-)
 from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState
 
 _MISSING = object()
@@ -102,7 +80,7 @@ class _LabelMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        random = draws(func, args, kwargs)
+        random = _torch.draws(func, args, kwargs)
         if random:
             check_generator(self.key, func, kwargs)
         if self.tracer is None or self._depth:
@@ -113,20 +91,20 @@ class _LabelMode(TorchDispatchMode):
             self.draws.note(self.key, func, args, kwargs, result)
         if not self._depth:
             labels = self.of((args, kwargs))
-            if labels and op_name(func) not in _SHAPE_ONLY:
+            if labels and _torch.op_name(func) not in _SHAPE_ONLY:
                 for tensor in tensors_of(result):
                     self.labels[tensor] = self.labels.get(tensor, NO_LABELS) | labels
         return result
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation. A write to expanded zeros is recorded and skipped."""
-        written = [] if self._depth else written_arguments(func)
-        target = named_arguments(func, args, kwargs)[written[0]] if len(written) == 1 else None
+        written = [] if self._depth else _torch.written_arguments(func)
+        target = _torch.named_arguments(func, args, kwargs)[written[0]] if len(written) == 1 else None
         if not isinstance(target, torch.Tensor) or target.is_meta:
             return func(*args, **kwargs)
         if (returned := self._returned.get(target.untyped_storage().data_ptr())) is not None:
             self.written.add(returned[1])
-        return target if is_expanded(target) else func(*args, **kwargs)
+        return target if pytrees.is_expanded(target) else func(*args, **kwargs)
 
 
 class Profiler:
@@ -238,7 +216,7 @@ class _ProfiledRun:
     def _unit_call(self, key: Key, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in place of a unit's forward."""
         # tensors inside objects count too: the stage that gets the object may read them
-        inside = [tensor for leaf in leaves_of((args, kwargs)) for tensor in attribute_tensors(leaf)]
+        inside = [tensor for leaf in leaves_of((args, kwargs)) for tensor in pytrees.attribute_tensors(leaf)]
         labels = self.mode.of((args, kwargs, inside))
         self.consumes[key] = labels - {_BATCH}
         if _BATCH in labels or any(label[:2] in self.of_batch for label in labels):
@@ -254,8 +232,8 @@ class _ProfiledRun:
         """Set the attributes that the unit sets, and call the hooks of its submodules."""
         unit = self.model.get_submodule(key[0])
         for path, value in result.side.items():
-            if is_attribute(path):
-                part, name = part_of(unit, path)
+            if side_outputs.is_attribute(path):
+                part, name = side_outputs.part_of(unit, path)
                 self._old_attributes.append((part, name, part.__dict__.get(name, _MISSING)))
                 part.__dict__[name] = self._labelled(key, path, value)
             else:
@@ -282,7 +260,7 @@ class _ProfiledRun:
         # the loss may be in an object that pytree does not know
         final = mode.of((output, loss_of(output), list(buffers.values()))) - {_BATCH}
         used = final.union(*consumes.values())
-        check_grown({key: result.grown for key, result in self.results.items()}, used)
+        side_outputs.check_grown({key: result.grown for key, result in self.results.items()}, used)
         read = tuple(sorted({unit for unit, call, _, _ in used if call == PARAMETERS}))
         draws, of_batch, written = tuple(mode.draws.draws), frozenset(self.of_batch), frozenset(mode.written)
         state, order, results = WrittenState(tuple(buffers), writes.numbers()), tuple(consumes), self.results
@@ -305,22 +283,22 @@ def _unit_result(
         return lambda _module, _args, output: hook_outputs.__setitem__(path, output)
 
     def argument(_: int, tensor: torch.Tensor) -> torch.Tensor:
-        if use_zeros:
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        return tensor.to("meta")
+        return (
+            torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) if use_zeros else tensor.to("meta")
+        )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(back_on_meta(unit))
         for path, part in unit.named_modules():
             if path and hooks_of(part):
-                stack.enter_context(forward_hooks(part, {-1: record(path)}))
+                stack.enter_context(_torch.forward_hooks(part, {-1: record(path)}))
         if use_zeros:
             stack.enter_context(with_zeros(unit, device))
         args, kwargs = map_leaves(argument, call)
-        before = attribute_leaves(unit)
+        before = side_outputs.attribute_leaves(unit)
         output = forward(*args, **kwargs)
-        check_sendable(name, output, (args, kwargs))
-        attributes, grown = new_side_outputs(before, unit)
+        side_outputs.check_sendable(name, output, (args, kwargs))
+        attributes, grown = side_outputs.new_side_outputs(before, unit)
     side = {path: _zeros(value, device) for path, value in (hook_outputs | attributes).items()}
     return Result(_zeros(output, device), side, grown)
 

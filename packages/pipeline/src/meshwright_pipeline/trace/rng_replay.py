@@ -57,8 +57,9 @@ class DrawLog:
                 "rows of a microbatch. Use dropout and in-place random functions, or pp=1"
             )
         op, rest, named = fills
-        draw = Draw(key, place, op, tuple(result.shape), result.stride(), result.dtype, rest, named)
-        self.draws.append(draw)
+        self.draws.append(
+            Draw(key, place, op, tuple(result.shape), result.stride(), result.dtype, rest, named)
+        )
 
 
 def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> FillOp | None:
@@ -77,11 +78,7 @@ def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
 
 
 def check_generator(key: Key, op: Any, kwargs: dict[str, Any]) -> None:
-    """Check that a random operation uses the default generator.
-
-    Raises:
-        UnsupportedError: it uses another one. Each microbatch, and each rank that runs this code, would advance it.
-    """
+    """Raises UnsupportedError if an operation uses its own generator, which each microbatch and rank would advance."""
     if uses_other_generator(kwargs):
         raise UnsupportedError(
             f"module {key[0] or 'the model'!r} draws random numbers ({op_name(op)}) from its own generator. A pipeline cannot "
@@ -229,8 +226,7 @@ class RngReplay:
     def unit(self, key: Key) -> Iterator[None]:
         """Inside, random operations are those of this unit call.
 
-        Raises:
-            UnsupportedError: it ran another number of them than in the profiled run, so its numbers may belong to others.
+        Raises UnsupportedError: it ran another number of them than in the profiled run, so its numbers may belong to others.
         """
         before, self.key = self.key, key
         try:

@@ -196,8 +196,7 @@ def _reduction(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
     dims = [dim % rank for dim in given] if given else list(range(rank))
     same = rows_without(rows, dims)
     if same is not None:
-        keeps_dims = op.out.dim() == rank
-        for dim in () if keeps_dims else sorted(dims, reverse=True):
+        for dim in () if op.out.dim() == rank else sorted(dims, reverse=True):
             same = same.squeeze(dim)
         return _expanded(same, op)
     others = [size for dim, size in enumerate(compact(rows).shape) if dim not in dims]

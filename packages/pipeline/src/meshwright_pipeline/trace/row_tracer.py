@@ -15,22 +15,10 @@ from torch import nn
 
 from meshwright_pipeline._torch import WeakTensorKeys, draws, named_arguments, op_name, written_arguments
 from meshwright_pipeline.pytrees import differing_dims, expanded_zeros, map_leaves, tensors_of
+from meshwright_pipeline.trace import row_provenance
 from meshwright_pipeline.trace.loss_denominators import SUMS, GlueMode, Place, mean_over_targets
 from meshwright_pipeline.trace.profile import Label, Profile
-from meshwright_pipeline.trace.row_provenance import (
-    FIXED,
-    MOVES,
-    UNKNOWN,
-    Operation,
-    Provenance,
-    combine_rows,
-    compact,
-    growth_power,
-    moved_rows,
-    result_provenance,
-    rows_without,
-    several_rows_along,
-)
+from meshwright_pipeline.trace.row_provenance import FIXED, UNKNOWN, Operation, Provenance
 
 Tensor = torch.Tensor
 Inputs = dict[int, Provenance]
@@ -166,7 +154,7 @@ class RowTracer(GlueMode):
             raise ReadsValues(f"values decide a shape ({name})")
         if not all(value.known for value in inputs.values()):
             return [UNKNOWN] * len(outs)
-        if name in MOVES and all(value.rows is not None for value in inputs.values()):
+        if name in row_provenance.MOVES and all(value.rows is not None for value in inputs.values()):
             return self._moved(func, args, kwargs, inputs, out, index)
         named: dict[str, Provenance] = {}
         for arg, argument in arguments.items():
@@ -182,19 +170,19 @@ class RowTracer(GlueMode):
         ]
 
     def _moved(
-        self, func: Any, args: Any, kwargs: Any, inputs: Inputs, out: Any, index: int
+        self, func: Any, args: Any, kwargs: Any, inputs: Inputs, out: Any, at: int
     ) -> list[Provenance]:
-        """The results of an operation that only moves elements of rows."""
+        """The results of an operation that only moves elements of rows; `at`: its index on the tape."""
         arguments, name = named_arguments(func, args, kwargs), op_name(func).removesuffix("_")
 
         def rows_of(tensor: Tensor) -> Tensor | None:
             return inputs[id(tensor)].rows if id(tensor) in inputs else None
 
-        results = moved_rows(func, args, kwargs, rows_of, out)
+        results = row_provenance.moved_rows(func, args, kwargs, rows_of, out)
         source = rows_of(arguments["self"]) if name in _TAKES_PART else None
         takes_rows = name in _TAKES_PART and _takes_some_rows(name, arguments, source, out)
         constants = [arg for arg in arguments if arg not in _SHAPES]
-        if takes_rows or any(self._scale(index, arg, arguments) != 0 for arg in constants):
+        if takes_rows or any(self._scale(at, arg, arguments) != 0 for arg in constants):
             return [UNKNOWN] * len(results)
         live = any(value.live for value in inputs.values())
         fixed = any(value.fixed for value in inputs.values())
@@ -202,7 +190,7 @@ class RowTracer(GlueMode):
 
     def _computed(self, op: Operation, pointwise: bool, random: bool) -> Provenance:
         """The first result of an operation that computes."""
-        result = result_provenance(op, pointwise)
+        result = row_provenance.result_provenance(op, pointwise)
         if random:
             # random numbers have the rows of their shape, and inputs do not determine them
             result = UNKNOWN if result.rows is None else Provenance(result.rows)
@@ -236,12 +224,11 @@ class RowTracer(GlueMode):
         before, after = self.before.tape[index][1].get(arg), self.tape[index][1].get(arg)
         # a list with tensors that depend on rows: its constants must be equal
         if not any(depends) and isinstance(before, float) and isinstance(after, float):
-            return growth_power(before, after, self.before.rows, self.rows)
+            return row_provenance.growth_power(before, after, self.before.rows, self.rows)
         return 0 if before == after else None
 
     # ---- torch functions, above autograd
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """See GlueMode."""
         place = self.place(func, sys._getframe(2))
         self.calls.append(getattr(func, "__name__", str(func)))
         averaging = mean_over_targets(func, args, kwargs)
@@ -278,11 +265,13 @@ class RowTracer(GlueMode):
         operands = [of_target.rows]
         if of_scores is not None:
             classes = min(1, scores.dim() - 1)
-            rows = None if of_scores.rows is None else rows_without(of_scores.rows, [classes])
+            rows = of_scores.rows
+            rows = None if rows is None else row_provenance.rows_without(rows, [classes])
             if rows is None:
                 return UNKNOWN
             operands.append(rows.squeeze(classes).expand(target.shape))
-        return UNKNOWN if combine_rows(operands, target.shape) is None else Provenance(power=0)
+        interact = row_provenance.combine_rows(operands, target.shape) is None
+        return UNKNOWN if interact else Provenance(power=0)
 
 
 def _shape_only(func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -> Any:
@@ -321,7 +310,7 @@ def sketch(value: Any) -> Any:
     no_values = value.is_meta or not value.numel() or value.is_complex()
     if no_values or (isinstance(value, nn.Parameter) and shape):
         return shape
-    small = compact(value.detach())
+    small = row_provenance.compact(value.detach())
     if small.dtype == torch.bool:
         small = small.to(torch.uint8)
     low, high = small.aminmax()
@@ -337,4 +326,4 @@ def _takes_some_rows(name: str, arguments: dict[str, Any], rows: Tensor | None, 
         return True
     if name == "slice" and out.shape == tensor.shape and arguments.get("end") in (None, sys.maxsize):
         return False
-    return several_rows_along(rows, arguments["dim"] % tensor.dim())
+    return row_provenance.several_rows_along(rows, arguments["dim"] % tensor.dim())

@@ -80,8 +80,7 @@ def new_side_outputs(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any
 def check_sendable(unit: str, output: Any, given: Any) -> None:
     """Check that the output of a unit can be sent. It may return objects that it was given: each stage has its part of a cache.
 
-    Raises:
-        CannotBeCut: an object contains tensors that pytree does not find.
+    Raises CannotBeCut: an object contains tensors that pytree does not find.
     """
     inputs = {id(leaf) for leaf in leaves_of(given)}
     for leaf in leaves_of(output):
@@ -96,11 +95,7 @@ def check_sendable(unit: str, output: Any, given: Any) -> None:
 def check_grown(
     grown: Mapping[tuple[str, int], frozenset[str]], used: frozenset[tuple[str, int, str, int]]
 ) -> None:
-    """Check that code outside does not read containers that a unit appends to: other stages do not have the new tensors.
-
-    Raises:
-        CannotBeCut: it does.
-    """
+    """Refuse (CannotBeCut) code outside that reads containers a unit appends to: other stages do not have the new tensors."""
     for unit, call, path, _ in sorted(used):
         if path in grown.get((unit, call), ()):
             inside, _, name = path.partition(":")
