@@ -110,8 +110,9 @@ def test_peer_that_dies_between_actions_is_reported(training: bool, monkeypatch:
     table = timetable(schedule_named("1f1b"), Shape(2, 2, 2))
     stage: Any = SimpleNamespace(
         is_last=False,
+        index=0,
         cut=SimpleNamespace(sent=lambda index: [0]),
-        run=lambda args, kwargs, received, *_: ({0: torch.ones(2, requires_grad=True)}, None),
+        run=lambda call, received, *_: ({0: torch.ones(2, requires_grad=True)}, None),
     )
     transport = Transport(None, torch.device("cpu"))  # type: ignore[arg-type]
     stages = RankStages({0: stage}, Peers(transport, table), None)

@@ -56,10 +56,8 @@ class StageRanks:
         self.device = device
         self.group: dist.ProcessGroup | None = None
         if mesh is not None and mesh.size() > 1:
-            names = mesh.mesh_dim_names
-            # meshes of plans have names
-            assert names is not None
-            self.group = group_over(mesh, [name for name, n in zip(names, mesh.shape, strict=True) if n > 1])
+            sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+            self.group = group_over(mesh, [name for name, n in sizes if n > 1])
 
     def refusal(self, batch: str | None, per_microbatch: bool = False) -> str | None:
         """Why this step cannot run (collective): "" for a failure of another rank, None where it can.
@@ -115,15 +113,10 @@ class Vote:
 
 
 class Agreement:
-    """Agreement between all ranks of a run.
+    """Agreement between all ranks of a run. `last`: rank -> the action that ends its steps, if nothing else is known of it."""
 
-    `last_action`: rank -> the action that ends its steps, for a rank of which nothing else is known.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, last_action: Callable[[int], Action]
-    ) -> None:
-        self.group, self.device, self.last_action = group, device, last_action
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, last: Callable[[int], Action]) -> None:
+        self.group, self.device, self.last_action = group, device, last
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def settle(self, vote: Vote) -> Report | tuple[float, float]:
@@ -187,22 +180,15 @@ class Broadcast:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def send(self, header: Any, tensors: Sequence[Tensor]) -> None:
-        """Send `header`, which is pickled, and dense tensors.
-
-        Raises RankLost: a rank has not received them; all others have.
-        """
+        """Send `header`, which is pickled, and dense tensors. Raises RankLost: a rank has not received them; all others have."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         content = packets(pickle.dumps(header), _BROADCAST, self.device)
         content += [(_BROADCAST + 2 + place, tensor) for place, tensor in enumerate(tensors)]
-        lost = send_to_each(content, others, self.group)
-        for rank, error in lost.items():
+        for rank, error in send_to_each(content, others, self.group).items():
             raise RankLost(rank, _result_lost(error))
 
     def receive(self, source: int, buffers: Callable[[Any], list[Tensor]]) -> tuple[Any, list[Tensor]]:
-        """(header, tensors). `buffers`: header -> empty tensors for those that follow.
-
-        Raises RankLost: the source is gone.
-        """
+        """(header, tensors). `buffers`: header -> empty tensors for those that follow. Raises RankLost: the source is gone."""
         try:
             header = pickle.loads(receive_bytes(self.group, source, _BROADCAST, self.device)())
             tensors = buffers(header)

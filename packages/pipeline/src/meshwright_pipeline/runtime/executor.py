@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
-from meshwright_pipeline.partition.boundaries import Cut
 from meshwright_pipeline.runtime.p2p import Specs, TensorSpec
 from meshwright_pipeline.runtime.p2p_step import Failure, Peers, StepMessages
 from meshwright_pipeline.runtime.split_backward import SplitBackward
@@ -132,10 +131,7 @@ class StepRun:
         return self.outcome
 
     def run_backward(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> StepOutcome:
-        """Run the backwards of a step whose forwards have been run.
-
-        `gradients`: microbatch -> gradients of the unit outputs, on the rank of the last stage.
-        """
+        """Run the backwards of a step, after its forwards. `gradients`: microbatch -> those of the last stage's unit outputs."""
         self.gradients = dict(gradients)
         self.messages.begin_backward()
         self._run(lambda action: action.kind != "F")
@@ -178,10 +174,10 @@ class StepRun:
     # ---- compute
     def _forward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
         stage, index, microbatch = self.stages.stages[action.stage], action.stage, action.microbatch
-        values, leaves = self._inputs(index, stage.cut, received)
+        values, leaves = self._inputs(stage, received)
         stop = self.start_backward is None and stage.is_last
         glue = BatchDenominatorMode(self.numbers) if self.numbers is not None and stage.is_last else None
-        results, result = stage.run(*self.calls[microbatch], values, microbatch, stop, glue)
+        results, result = stage.run(self.calls[microbatch], values, microbatch, stop, glue)
         outputs: list[Tensor] = []
         if stage.is_last and self.start_backward is not None:
             starts = self.start_backward(microbatch, result)
@@ -206,16 +202,14 @@ class StepRun:
         self.outcome.unit_outputs[microbatch], self.outcome.specs = detached, specs
         return []
 
-    def _inputs(
-        self, index: int, cut: Cut, received: list[Tensor]
-    ) -> tuple[dict[Label, Tensor], list[Tensor]]:
+    def _inputs(self, stage: Stage, received: list[Tensor]) -> tuple[dict[Label, Tensor], list[Tensor]]:
         """The values of what was received, by label, and the leaves among them that get a gradient."""
         values: dict[Label, Tensor] = {}
         leaves: list[Tensor] = []
-        if not index:
+        if not stage.index:
             return values, leaves
-        specs = self.messages.specs[index - 1]
-        for label, spec, local in zip(cut.received(index), specs, received, strict=True):
+        specs = self.messages.specs[stage.index - 1]
+        for label, spec, local in zip(stage.cut.received(stage.index), specs, received, strict=True):
             leaf = local.detach()
             if spec.differentiable and torch.is_grad_enabled():
                 leaves.append(leaf.requires_grad_())

@@ -62,10 +62,7 @@ class Tail:
     mesh: DeviceMesh | None
 
     def run(self, whole: Call, outcome: StepOutcome) -> tuple[TailLeaves, Any]:
-        """Run it on the batch `whole`, after the forwards of a step. Returns also the result of the model.
-
-        Its gradients stop at leaves of its own, where gradients are on.
-        """
+        """Run it on the batch `whole`, after the forwards. Returns leaves, at which its gradients stop, and the model's result."""
         training = torch.is_grad_enabled()
         leaves: TailLeaves = {}
         for microbatch in sorted(outcome.unit_outputs):
@@ -83,7 +80,7 @@ class Tail:
             value, rows = torch.cat(values, dim), self.stage.profile.leaf(label).shape[dim]
             # the last microbatches may have rows that are not in the batch
             received[label] = value if value.shape[dim] == rows else value.narrow(dim, 0, rows).clone()
-        _, result = self.stage.run(*whole, received)
+        _, result = self.stage.run(whole, received)
         return leaves, result
 
 
@@ -106,8 +103,7 @@ def row_dims(labels: Sequence[Label], part: Profile, whole: Profile, count: int)
     """For each unit output that the code takes, the dim along which those of microbatches are concatenated; None where all
     have the same value. From the profiles of one of `count` microbatches and of the batch.
 
-    Raises:
-        UnsupportedError: one cannot be joined, or a microbatch is computed in another way than the batch.
+    Raises UnsupportedError: one cannot be joined, or a microbatch is computed in another way than the batch.
     """
     if part.order != whole.order or part.final != whole.final:
         raise UnsupportedError(

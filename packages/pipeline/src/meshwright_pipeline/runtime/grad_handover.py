@@ -79,16 +79,13 @@ class _StageCopy(ComputeCopy):
 
     @property
     def computing(self) -> bool:
-        """See ComputeCopy."""
         return self.inner is not None and self.inner.computing
 
     @property
     def of_engine(self) -> ComputeCopy | None:
-        """See ComputeCopy."""
         return self.inner
 
     def take(self) -> Tensor:
-        """See ComputeCopy."""
         if self.inner is None:
             return self.sink.stand_in
         # not through a leaf, which would keep the unsharded memory beyond its one use
@@ -96,15 +93,12 @@ class _StageCopy(ComputeCopy):
         return _ToSink.apply(unsharded, self.sink.anchor, self.sink)  # type: ignore[no-any-return]
 
     def leaf(self) -> Tensor:
-        """See ComputeCopy."""
         return self.sink.leaf
 
     def stored_gradient(self, gradient: Tensor) -> Tensor:
-        """See ComputeCopy."""
         return gradient if self.inner is None else self.inner.stored_gradient(gradient)
 
     def follow(self, requires_grad: bool) -> None:
-        """See ComputeCopy."""
         if self.inner is not None:
             self.inner.follow(requires_grad)
 
@@ -124,10 +118,7 @@ class _ToSink(torch.autograd.Function):
 
 
 class Sinks:
-    """The sinks of all trainable parameters of this rank, ordinary ones or mesh parameters.
-
-    `plain`: compute with ordinary tensors although parameters are on a mesh (of one rank).
-    """
+    """The sinks of all trainable parameters of this rank. `plain`: compute with ordinary tensors, not on the mesh (of one rank)."""
 
     def __init__(self, model: nn.Module, plain: bool) -> None:
         self.model, self.plain = model, plain

@@ -56,10 +56,7 @@ class InputGradients:
         return copied
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients of `given` (collective along the axis); None where no stage has used one.
-
-        Raises RankLost: a rank of the axis is gone.
-        """
+        """The gradients of `given` (collective along the axis); None where no stage has used one. Raises RankLost."""
         gradients: dict[str, Tensor | None] = {}
         for place, (name, given) in enumerate(zip(self._names, self.given, strict=True)):
             *parts, whole = (copies[place] for copies in self._copies)

@@ -60,8 +60,7 @@ class TensorSpec:
         """The tensor that has `local` as this rank's part."""
         if self.states is None or mesh is None:
             return local
-        context = MeshContext.of(mesh)
-        return wrap(local, layout_of(context, self.states, self.shape, self.dtype))
+        return wrap(local, layout_of(MeshContext.of(mesh), self.states, self.shape, self.dtype))
 
 
 Specs = tuple[TensorSpec, ...]
@@ -102,10 +101,7 @@ def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int, device: torch.d
 def send_to_each(
     tensors: Sequence[tuple[int, Tensor]], ranks: Iterable[int], group: dist.ProcessGroup
 ) -> dict[int, RuntimeError]:
-    """Send the same tensors, each with its tag, to several ranks.
-
-    Returns: the ranks that did not receive them, and why.
-    """
+    """Send the same tensors, each with its tag, to several ranks. Returns the ranks that did not receive them, and why."""
     works: list[tuple[int, dist.Work | None]] = []
     lost: dict[int, RuntimeError] = {}
     for rank in ranks:
@@ -150,14 +146,10 @@ class Transport:
         return content
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, phase: Any, place: int) -> None:
-        """Send tensors, which must not be written to any more.
-
-        `place`: index, among the peer's actions, of the action that takes them.
-        """
+        """Send tensors, not to be written to any more. `place`: index, among the peer's actions, of the action that takes them."""
         for number, tensor in enumerate(tensors):
             contiguous = tensor.detach().contiguous()
-            nbytes = contiguous.numel() * contiguous.element_size()
-            record("send_recv", "pp", nbytes, phase, function="pipeline")
+            record("send_recv", "pp", contiguous.nbytes, phase, function="pipeline")
             self._isend(contiguous, peer, tag + number, place)
 
     def receive(self, specs: Specs, peer: int, tag: int) -> Callable[[], list[Tensor]]:
@@ -187,10 +179,7 @@ class Transport:
         self._sent = [sent for sent in self._sent if sent.peer != peer or sent.place > place]
 
     def flush(self, lost_ranks: Collection[int]) -> tuple[Sent, RuntimeError] | None:
-        """Wait until all messages have left, except those to `lost_ranks`.
-
-        Returns: the first message that could not leave, and why; None where all have.
-        """
+        """Wait until all messages have left, except those to `lost_ranks`. Returns the first that could not leave, and why."""
         pending, self._sent = self._sent, []
         first: tuple[Sent, RuntimeError] | None = None
         dead = set(lost_ranks)

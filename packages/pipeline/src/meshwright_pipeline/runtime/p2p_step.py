@@ -48,8 +48,7 @@ class Header:
 class Peers:
     """The stages next to those of this rank, and what was exchanged with them in earlier steps.
 
-    Attributes:
-        sent_headers, received_headers: headers of earlier steps and their pickles; one that comes again is not pickled again.
+    `sent_headers`, `received_headers`: headers of earlier steps and their pickles; one that comes again is not pickled again.
     """
 
     def __init__(self, transport: Transport, table: Timetable) -> None:

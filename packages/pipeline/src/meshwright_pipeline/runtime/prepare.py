@@ -23,7 +23,7 @@ from meshwright_pipeline.runtime.full_batch_tail import Tail, row_dims
 from meshwright_pipeline.runtime.p2p import Transport
 from meshwright_pipeline.runtime.p2p_step import Peers
 from meshwright_pipeline.runtime.stage import Stage
-from meshwright_pipeline.trace.loss import LossPath, loss_of
+from meshwright_pipeline.trace.loss import LossPaths, loss_of
 from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
 from meshwright_pipeline.trace.microbatch import Call, outline, rows_of, signature
 from meshwright_pipeline.trace.profile import Profile
@@ -54,7 +54,7 @@ class Prepared:
     cut: Cut
     tail: Tail | None = None
     additivity: Additivity | Reason | None = None
-    loss_paths: dict[tuple[bool, ...], LossPath] = field(default_factory=dict)
+    loss_paths: LossPaths = field(default_factory=dict)
 
 
 class Preparation:

@@ -21,9 +21,7 @@ Tensor = torch.Tensor
 
 @dataclass
 class _WeightNode:
-    """A node on the path to the inputs where weights come in: the leaves that only this node leads to, and gradients of its
-    results, once the first half has passed it.
-    """
+    """A node on the path to the inputs where weights come in: leaves that only it leads to, and gradients of its results."""
 
     node: Node
     weights: list[Tensor]
@@ -36,10 +34,7 @@ class _WeightNode:
 
 @dataclass
 class SplitBackward:
-    """The two halves of the backward pass of `outputs`.
-
-    `inputs`: leaves whose gradients the first half computes; without any, the second half does all.
-    """
+    """The two halves of the backward pass of `outputs`. `inputs`: leaves of the first half; without any, the second does all."""
 
     outputs: Sequence[Tensor]
     inputs: Sequence[Tensor]
@@ -54,9 +49,8 @@ class SplitBackward:
         self._nodes, at_once = _weight_nodes(self.outputs, self.inputs)
         hooks = [weight_node.node.register_prehook(weight_node.record) for weight_node in self._nodes]
         try:
-            torch.autograd.backward(
-                self.outputs, gradients, retain_graph=True, inputs=[*self.inputs, *at_once]
-            )
+            wanted = [*self.inputs, *at_once]
+            torch.autograd.backward(self.outputs, gradients, retain_graph=True, inputs=wanted)
         finally:
             for hook in hooks:
                 hook.remove()

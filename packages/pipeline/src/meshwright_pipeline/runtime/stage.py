@@ -20,13 +20,16 @@ from meshwright_dtensor.utils.names import count_of
 from meshwright_pipeline._torch import hooks_of, ordinary_call
 from meshwright_pipeline.partition.boundaries import Cut
 from meshwright_pipeline.pytrees import leaves_of, map_leaves
-from meshwright_pipeline.trace.forward_hooks import intercepted
+from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import mark_unit_output
 from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
+from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Key, Label, Profile
 from meshwright_pipeline.trace.profiler import call_hooks
 from meshwright_pipeline.trace.rng_replay import RngReplay
 from meshwright_pipeline.trace.side_outputs import is_attribute, part_of
+
+Values = Mapping[Label, torch.Tensor]
 
 
 class _EndOfStage(Exception):
@@ -69,15 +72,9 @@ class Stage:
         return Denominators(tuple(counter.counts), counter.sums)
 
     def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        received: Mapping[Label, torch.Tensor],
-        microbatch: int = 0,
-        stop: bool = False,
-        glue: GlueMode | None = None,
+        self, call: Call, received: Values, number: int = 0, stop: bool = False, glue: GlueMode | None = None
     ) -> tuple[dict[Label, torch.Tensor], Any]:
-        """Run the stage on one microbatch, with the values `received` from the previous stage.
+        """Run the stage on microbatch `number`, with the values `received` from the previous stage.
 
         `stop`: end after the last unit of the model. `glue`: sees the functions that code between units calls.
 
@@ -92,10 +89,10 @@ class Stage:
         forward = _StageForward(self, received, stop, glue)
         result, ended = None, False
         if self.streams is not None:
-            self.streams.forward(microbatch, self.index)
+            self.streams.forward(number, self.index)
         with intercepted(self.model, self.units, forward.call_unit), glue or contextlib.nullcontext():
             try:
-                result = ordinary_call(self.model, args, kwargs)
+                result = ordinary_call(self.model, *call)
                 ended = forward.is_end
             except _EndOfStage:
                 ended = not forward.is_end
@@ -104,7 +101,7 @@ class Stage:
                     self.streams.forward(None)
         return forward.checked_values(ended), result
 
-    def skip(self, key: Key, received: Mapping[Label, torch.Tensor]) -> Any:
+    def skip(self, key: Key, received: Values) -> Any:
         """The result of a unit of an earlier stage, without running it; its side outputs are set."""
         unit, result = self.model.get_submodule(key[0]), self.profile.results[key]
 
@@ -134,9 +131,7 @@ class Stage:
 class _StageForward:
     """One forward of a stage: intercepts the calls of units and collects the values to send."""
 
-    def __init__(
-        self, stage: Stage, received: Mapping[Label, torch.Tensor], stop: bool, glue: GlueMode | None
-    ) -> None:
+    def __init__(self, stage: Stage, received: Values, stop: bool, glue: GlueMode | None) -> None:
         self.stage, self.received, self.stop, self.glue = stage, received, stop, glue
         cut = stage.cut
         self.wanted = frozenset(cut.final if stop else cut.sent(stage.index))
@@ -147,9 +142,7 @@ class _StageForward:
         for label in self.wanted.intersection(received):
             self._keep(label, received[label])
 
-    def call_unit(
-        self, key: Key, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_unit(self, key: Key, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit of this stage, skip one of an earlier stage, or end the forward."""
         stage = self.stage
         index = stage.cut.stage.get(key)

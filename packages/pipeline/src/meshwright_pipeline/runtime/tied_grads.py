@@ -20,6 +20,8 @@ from meshwright_dtensor.model.tied_parameters import all_names
 from meshwright_pipeline._torch import local_gradient
 from meshwright_pipeline.runtime.agreement import RankLost
 
+Tensor = torch.Tensor
+Gradients = dict[str, Tensor | None]
 _TAG = (1 << 30) + (1 << 20)
 _FLAGS = (1 << 30) + (5 << 20)
 
@@ -52,7 +54,7 @@ class _Packed:
     tag: int
     ties: tuple[Tie, ...]
     names: tuple[str, ...]
-    content: torch.Tensor
+    content: Tensor
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -63,36 +65,30 @@ class _Packed:
 class TiedSum:
     """Sums gradients over the ranks that hold a parameter.
 
-    `shared`: all ties, the same on every rank. `what`: name of the tensors in the communication log.
+    `ties`: all ties, the same on every rank. `what`: name of the tensors in the communication log.
     `any`: whether any ranks share a parameter.
     """
 
-    def __init__(
-        self, shared: Sequence[Tie], group: dist.ProcessGroup, what: str = "tied parameters"
-    ) -> None:
+    def __init__(self, ties: Sequence[Tie], group: dist.ProcessGroup, what: str = "tied parameters") -> None:
         self.group, self.rank, self.what = group, dist.get_rank(group), what
-        self.any = bool(shared)
+        self.any = bool(ties)
         self._lost: dict[int, RankLost] = {}
-        self.ties = [(place, tie) for place, tie in enumerate(shared) if self.rank in tie.ranks]
+        self.ties = [(place, tie) for place, tie in enumerate(ties) if self.rank in tie.ranks]
 
     def _local_name(self, tie: Tie, names: Mapping[str, object]) -> str | None:
         """The name of the parameter on this rank; None where it is not among `names` (it is not trained)."""
         return next((name for name in tie.names if name in names), None)
 
     def sum(
-        self,
-        gradients: dict[str, torch.Tensor | None],
-        like: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> dict[str, torch.Tensor | None]:
+        self, gradients: Gradients, like: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+    ) -> Gradients:
         """`gradients`, in place, with those of tied parameters summed; None where no rank has one.
 
         Args:
             like: name -> the parameter's leaf, for the shape of a missing gradient.
             dtypes: name -> the dtype to sum in.
 
-        Raises:
-            RankLost: a rank that holds one is gone; all others have come to the end.
+        Raises RankLost: a rank that holds one is gone; all others have come to the end.
         """
         messages = self._packed(gradients, like, dtypes)
         for packed in messages:
@@ -102,18 +98,14 @@ class TiedSum:
                 self._reduce(packed)
         self._raise_lost()
         for packed in messages:
-            *parts, present = packed.content.split(
-                [*(like[n].numel() for n in packed.names), len(packed.names)]
-            )
+            sizes = [*(like[name].numel() for name in packed.names), len(packed.names)]
+            *parts, present = packed.content.split(sizes)
             for name, part, has in zip(packed.names, parts, present.tolist(), strict=True):
                 gradients[name] = part.view(like[name].shape) if has else None
         return gradients
 
     def _packed(
-        self,
-        gradients: Mapping[str, torch.Tensor | None],
-        like: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
+        self, gradients: Gradients, like: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
     ) -> list[_Packed]:
         """The messages: one for each set of ranks and dtype, in the same order on all ranks."""
         groups: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, Tie, str]]] = {}
@@ -132,8 +124,7 @@ class TiedSum:
                 if gradient is not None:
                     part.copy_(gradient.reshape(-1))
                     present[index] = 1
-            nbytes = content.numel() * content.element_size()
-            record("send_recv", "pp", nbytes, "backward", function=self.what)
+            record("send_recv", "pp", content.nbytes, "backward", function=self.what)
             messages.append(
                 _Packed(_TAG + members[0][0], tuple(tie for _, tie, _ in members), names, content)
             )
@@ -145,12 +136,8 @@ class TiedSum:
         if other in self._lost:
             return
         theirs = torch.zeros_like(packed.content)
-        both = ((dist.isend, packed.content), (dist.irecv, theirs))
         try:
-            for work in dist.batch_isend_irecv(
-                [dist.P2POp(move, t, group=self.group, group_peer=other, tag=packed.tag) for move, t in both]
-            ):
-                work.wait()
+            _swap(packed.content, theirs, self.group, other, packed.tag)
         except RuntimeError as error:
             self._note_lost(other, packed.ties[0], error)
             return
@@ -170,7 +157,7 @@ class TiedSum:
         for rank in packed.ranks[1:]:
             self._message(dist.send, content, rank, tag, tie)
 
-    def _message(self, move: Any, tensor: torch.Tensor, rank: int, tag: int, tie: Tie) -> None:
+    def _message(self, move: Any, tensor: Tensor, rank: int, tag: int, tie: Tie) -> None:
         """Send or receive. A lost rank gets no more messages; the others do."""
         if rank in self._lost:
             return
@@ -193,10 +180,7 @@ class TiedSum:
 
     @torch.no_grad()
     def equalize(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Copy the gradient of the first rank to the others: reductions over other axes may have rounded differently.
-
-        Raises RankLost: a rank that holds one is gone.
-        """
+        """Copy the gradient of the first rank to the others: other reductions may have rounded differently. Raises RankLost."""
         for place, tie in self.ties:
             name = self._local_name(tie, parameters)
             gradient = None if name is None else local_gradient(parameters[name])
@@ -211,6 +195,14 @@ class TiedSum:
             if dense is not gradient:
                 gradient.copy_(dense)
         self._raise_lost()
+
+
+def _swap(ours: Tensor, theirs: Tensor, group: dist.ProcessGroup, peer: int, tag: int) -> None:
+    """Send `ours` to a peer while `theirs` is received from it."""
+    both = ((dist.isend, ours), (dist.irecv, theirs))
+    operations = [dist.P2POp(move, t, group=group, group_peer=peer, tag=tag) for move, t in both]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
 class TiedFlags:
@@ -250,13 +242,8 @@ class TiedFlags:
         ours = changed.to(self.device)
         theirs = [torch.zeros_like(ours) for _ in self.peers]
         for peer, buffer in zip(self.peers, theirs, strict=True):
-            both = ((dist.isend, ours), (dist.irecv, buffer))
             try:
-                operations = [
-                    dist.P2POp(move, t, group=self.group, group_peer=peer, tag=_FLAGS) for move, t in both
-                ]
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
+                _swap(ours, buffer, self.group, peer, _FLAGS)
             except RuntimeError as error:
                 raise RankLost(peer, f"it has died or hangs ({str(error).splitlines()[0]})") from error
         changes = torch.stack([ours, *theirs]).amax(0).tolist()

@@ -79,13 +79,11 @@ class _Writer(ActionWriter):
         self._deferred: deque[Action] = deque()
 
     def count(self, kind: Kind, stage: int) -> int:
-        """See ActionWriter."""
         if kind == "F":
             return super().count(kind, stage)
         return super().count("B", stage) + super().count("I", stage)
 
     def add(self, stage: int, *kinds: Kind) -> None:
-        """See ActionWriter."""
         super().add(stage, *kinds)
         self._deferred.extend(a._replace(kind="W") for a in self.actions[-len(kinds) :] if a.kind == "I")
 

@@ -18,7 +18,6 @@ class GPipe(Schedule):
     name: ClassVar[str] = "gpipe"
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        """See Schedule."""
         stages, microbatches = self.own(rank, shape), range(shape.microbatches)
         forwards = [Action("F", stage, m) for stage in stages for m in microbatches]
         return [*forwards, *(Action("B", stage, m) for stage in reversed(stages) for m in microbatches)]
@@ -32,7 +31,6 @@ class LoopedBFS(Schedule):
     most_each: ClassVar[int] = 4
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        """See Schedule."""
         stages, microbatches = self.own(rank, shape), range(shape.microbatches)
         forwards = [Action("F", stage, m) for stage in stages for m in microbatches]
         return [*forwards, *(Action("B", action.stage, action.microbatch) for action in reversed(forwards))]

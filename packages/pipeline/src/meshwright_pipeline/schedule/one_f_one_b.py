@@ -27,7 +27,6 @@ class OneForwardOneBackward(Schedule):
         return None
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        """See Schedule."""
         count = shape.microbatches
         warmup = min(count, shape.ranks - 1 - rank)
         actions = [Action("F", rank, m) for m in range(warmup)]
@@ -59,7 +58,6 @@ class Interleaved(Schedule):
         return (shape.each - 1) * shape.ranks + 2 * (shape.ranks - 1 - rank)
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        """See Schedule."""
         stages, total = self.own(rank, shape), shape.microbatches * shape.each
         groups = (range(m, m + shape.ranks) for m in range(0, shape.microbatches, shape.ranks))
         order = [(stage, m) for group in groups for stage in stages for m in group]
@@ -81,7 +79,6 @@ class ZeroBubble(Interleaved):
         return (shape.each - 1) * shape.ranks + shape.ranks - 1 - rank
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        """See Schedule."""
         actions: list[Action] = []
         deferred: deque[Action] = deque()
         for action in super().actions(rank, shape):

@@ -24,7 +24,6 @@ class VShaped(Schedule):
         return None
 
     def owner(self, stage: int, shape: Shape) -> int:
-        """See Schedule."""
         return stage if stage < shape.ranks else shape.stages - 1 - stage
 
 
@@ -52,7 +51,6 @@ class ZBV(VShaped):
     name: ClassVar[str] = "zbv"
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        """See Schedule."""
         ranks, down, up = shape.ranks, rank, shape.stages - 1 - rank
         # with fewer microbatches, those beyond are dropped at the end
         total = max(2 * ranks - 1, shape.microbatches)
