@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.errors import PluginError, UsageError
@@ -157,8 +158,6 @@ def installed(host: PluginHost) -> dict[str, Strategy]:
 
 def running_ranks() -> int:
     """The number of ranks of the running job, from torch.distributed or the environment of torchrun; else 1."""
-    import torch.distributed as dist
-
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     text = os.environ.get("WORLD_SIZE", "1")

@@ -138,15 +138,10 @@ def _table(views: Sequence[PlanView]) -> Table:
     """The table of these plans, at least one."""
     first = views[0].plan
     columns = [*_plan_columns(views), *_predicted_columns(views)]
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{first.world_size} rank(s) of {first.provenance.cluster or '?'}, one step per rank (comm: exposed communication)",
-        title_justify="left",
-        title_style="",
-        pad_edge=False,
-    )
-    for title in ("", *(title for title, _ in columns)):
-        table.add_column(Text(title), justify="right", no_wrap=True)
+    title = f"{first.world_size} rank(s) of {first.provenance.cluster or '?'}, one step per rank (comm: exposed communication)"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="", pad_edge=False)
+    for heading in ("", *(heading for heading, _ in columns)):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
     table.add_column(Text("bound by"))
     for number, view in enumerate(views, 1):
         bound = NONE if view.plan.predicted is None else view.bound.partition(",")[0]

@@ -158,12 +158,8 @@ def request_of(plan: ParallelPlan, **changes: Any) -> PlanRequest:
     given: dict[str, Any] = dict(plan.provenance.request)
     for name, value in given.items():
         if name not in names:
-            raise PlanError(
-                f"provenance.request.{name}",
-                value,
-                "plan() has no such keyword; remove it",
-                did_you_mean(name, names),
-            )
+            rule, fix = "plan() has no such keyword; remove it", did_you_mean(name, names)
+            raise PlanError(f"provenance.request.{name}", value, rule, fix)
     if given.get("planner") == "trial":
         # the trial planner would run plans on ranks of this machine
         del given["planner"]

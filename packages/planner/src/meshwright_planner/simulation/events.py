@@ -61,6 +61,10 @@ class Join:
     lane: str | None = None
 
 
+Joins: TypeAlias = list[tuple[float, Join]]
+"""Collectives in order, each with a number: the fraction of the pass after which it is joined, or a weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Wait until all collectives that the actor has joined on this stream have ended.

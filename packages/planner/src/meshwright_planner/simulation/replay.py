@@ -94,13 +94,7 @@ class Simulation:
             "faults": list(self.faults),
             "busy": [vars(b) | {"ranks": list(b.ranks), "seconds": dict(b.seconds)} for b in self.busy],
             "waiting": [
-                {
-                    "who": list(w.who),
-                    "alike": w.alike,
-                    "for": list(w.for_whom),
-                    "why": w.why,
-                    "seconds": w.seconds,
-                }
+                {"who": [*w.who], "alike": w.alike, "for": [*w.for_whom], "why": w.why, "seconds": w.seconds}
                 for w in self.waiting
             ],
             "chain": [{"ranks": list(r), "kind": k, "seconds": s} for r, k, s in self.chain],

@@ -15,7 +15,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Action, ForwardsFirst, Schedule, Shape
-from meshwright_planner.simulation.events import Join, Operation, Wait, Work
+from meshwright_planner.simulation.events import Join, Joins, Operation, Wait, Work
 
 PARTS: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5})
 """Kind of action -> its part of a whole forward or backward pass."""
@@ -113,7 +113,7 @@ class Gathers:
             passes[phase] = indices if self.every_pass else sorted(first.values())
         return passes
 
-    def of(self, index: int) -> list[tuple[float, Join]]:
+    def of(self, index: int) -> Joins:
         """The all-gathers of one step, in order, each with its weight in the compute that follows; 0 before the blocks."""
         step = self.steps[index]
         phase = "forward" if step.kind == "F" else "backward"
@@ -145,12 +145,7 @@ def wait_for(join: Join, slowdown: float) -> Wait:
 
 
 def compute_pass(
-    step: Step,
-    seconds: float,
-    gathers: Sequence[tuple[float, Join]],
-    sums: Sequence[tuple[float, Join]],
-    overlaps: bool,
-    slowdown: float,
+    step: Step, seconds: float, gathers: Joins, sums: Joins, overlaps: bool, slowdown: float
 ) -> list[Operation]:
     """One forward or backward of so many seconds.
 

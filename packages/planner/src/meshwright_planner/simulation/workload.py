@@ -14,13 +14,10 @@ from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.strategy.cost import TIED
 from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.context import SHARED
-from meshwright_planner.simulation.events import Actor, Join, Operation, Receive, Send, Wait, Work
+from meshwright_planner.simulation.events import Actor, Join, Joins, Operation, Receive, Send, Wait, Work
 from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
 from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
 from meshwright_planner.simulation.schedule_steps import Gathers, Step, compute_pass, steps_of, wait_for
-
-Joins = list[tuple[float, Join]]
-"""Collectives in order, each with the fraction of the pass after which it is joined."""
 
 PASSES = {"forward": "activations", "backward": "gradients"}
 """Phase -> content of its messages between stages."""
@@ -202,9 +199,8 @@ class Workload:
                 continue
             members = self.replicas.members(place, loose)
             bad = {f.rank for f in self.faults.links}
-            ranks = {
-                r for r in bad if self.mesh.place(r) in members and self.mesh.coordinate(r, "pp") == rank
-            }
+            staged = (r for r in bad if self.mesh.coordinate(r, "pp") == rank)
+            ranks = {r for r in staged if self.mesh.place(r) in members}
             seconds = self._seconds(collective, axes, ranks)
             group = frozenset((other, rank) for other in members)
             count = min(collective.count, MOST)

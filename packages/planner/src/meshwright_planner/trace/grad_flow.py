@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import or_
-from typing import NamedTuple
 
 import torch
 
@@ -88,19 +87,12 @@ def find_function_gradients(
             note_call(function, last)
 
 
-class Flows(NamedTuple):
-    """The gradients of a tape: per value, and per node and tensor input; and the checkpoints that the backward pass enters."""
-
-    values: list[bool]
-    inputs: list[tuple[bool, ...]]
-    reached: frozenset[Checkpoint]
-
-
 def flows(
     nodes: Sequence[Node], notes: Sequence[Note], starts: Iterable[int], values: int, roots: Mapping[int, int]
-) -> Flows:
-    """The gradients from `starts`, the values among the results that require one.
+) -> tuple[list[bool], list[tuple[bool, ...]], set[Checkpoint]]:
+    """Whether each value, and each input per node, gets a gradient from `starts`; and the checkpoints of the backward pass.
 
+    `starts`: the values among the results that require one.
     `values`: how many there are; `roots`: value -> the first value of its storage, if that is another.
     """
     maker = {ref.i: note for node, note in zip(nodes, notes, strict=True) for ref in node.outs}
@@ -133,4 +125,4 @@ def flows(
             ends = kind == LEAF and made is not None and (note.enabled or made.enabled)
             if wanted and not ends:
                 comes_to(ref.i)
-    return Flows(grad, inputs, frozenset(reached))
+    return grad, inputs, reached

@@ -52,6 +52,4 @@ def kind_of(node: Node, flops: float, width: int = 64) -> str:
         return "view"
     if name in ATTENTION:
         return attention_kind(width)
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    return "matmul" if flops else "pointwise"
+    return _BY_NAME.get(name, "matmul" if flops else "pointwise")

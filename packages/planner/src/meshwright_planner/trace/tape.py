@@ -190,12 +190,12 @@ def finish(tape: Tape, notes: Sequence[Note], roots: Roots, asking: Iterable[int
     """
     recorded_nodes = tape.nodes
     kept = _remove_dead_code(tape, roots)
-    gradients = flows(tape.nodes, [notes[k] for k in kept], asking, len(tape.values), roots)
-    tape.grad, tape.flows = gradients.values, gradients.inputs
-    again = [times_again(note.place, gradients.reached) for note in notes]
+    run = [notes[k] for k in kept]
+    tape.grad, tape.flows, reached = flows(tape.nodes, run, asking, len(tape.values), roots)
+    again = [times_again(note.place, reached) for note in notes]
     tape.again = [again[k] for k in kept]
     numbers: dict[object, int] = {}
-    places = (notes[k].place for k in kept)
+    places = (note.place for note in run)
     tape.inside = [tuple(numbers.setdefault(s.checkpoint, len(numbers)) for s in place) for place in places]
     tape.unused = tuple((recorded_nodes[k], again[k]) for k in range(len(recorded_nodes)) if k not in kept)
     return kept
