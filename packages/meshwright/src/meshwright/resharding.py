@@ -54,12 +54,8 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     old = getattr(model, "parallel_plan", None)
     told = ranks.gather([old is not None, zlib.crc32(plan.executed_json().encode()), optimizer is not None])
     if plan.world_size > ranks.size:
-        raise PlanError(
-            "world_size",
-            plan.world_size,
-            f"there are {count_of(ranks.size, 'rank')}; start more, and make a default process group of all of them first",
-            str(ranks.size),
-        )
+        rule = f"there are {count_of(ranks.size, 'rank')}; start more, and make a default process group of all of them first"
+        raise PlanError("world_size", plan.world_size, rule, str(ranks.size))
     if not any(there for there, *_ in told):
         kind = type(model).__name__
         raise UsageError(f"this {kind} is on no plan; call parallelize() or auto_parallelize() first")

@@ -114,6 +114,7 @@ def resolve(
         UsageError: there is no such model, it does not return a model and a batch, or it would ignore a given size.
     """
     from meshwright.demo.models import RECIPES
+    from meshwright.demo.tasks import batches, read_text
 
     for option, value in (("--batch-size", batch_size), ("--sequence-length", sequence_length)):
         if value is not None and value < 1:
@@ -122,7 +123,10 @@ def resolve(
     tokens = sequence_length or defaults.get("sequence_length", TOKENS)
     if name in RECIPES:
         check_tokens(name, sequence_length)
-        return _demo(name, rows, tokens, seed)
+        recipe = RECIPES[name]
+        text = read_text(at_least=recipe.rows.bytes_per_row(tokens))
+        batch = next(batches(recipe.rows(text, tokens, rows, seed), rows))
+        return Source(name, lambda: (recipe.make(tokens), batch), batch, seed)
     if name.endswith(".json"):
         return _config(Path(name), rows, tokens, seed)
     if ":" in name:
@@ -145,16 +149,6 @@ def check_tokens(name: str, sequence_length: int | None) -> None:
         raise UsageError(
             f"--sequence-length {sequence_length} has no effect on {name}, whose rows have a fixed size; leave it out"
         )
-
-
-def _demo(name: str, rows: int, tokens: int, seed: int) -> Source:
-    from meshwright.demo.models import RECIPES
-    from meshwright.demo.tasks import batches, read_text
-
-    recipe = RECIPES[name]
-    text = read_text(at_least=recipe.rows.bytes_per_row(tokens))
-    batch = next(batches(recipe.rows(text, tokens, rows, seed), rows))
-    return Source(name, lambda: (recipe.make(tokens), batch), batch, seed)
 
 
 def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Source:

@@ -61,8 +61,7 @@ def command(
         size = ranks.check_world_size(world_size, default=2)
         if size > 1 and not ranks.is_rank():
             return ranks.launch(size, state.arguments)
-    facts = environment()
-    facts["plugin problems"] = list(map(str, state.host.problems))
+    facts = environment() | {"plugin problems": list(map(str, state.host.problems))}
     facts["plugins turned off"] = list(state.host.disabled)
     if model is not None:
         facts["programs"] = programs(ModelChoice(model, batch_size, sequence_length), pins)
