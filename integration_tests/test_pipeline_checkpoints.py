@@ -62,7 +62,8 @@ def alone(rank: int, size: int) -> list[float]:
 def test_stages_are_saved_and_loaded_in_any_layout(rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "step-2")
     held = rank_pool.run(2, save_from_stages, path)
-    assert all(count < len(list(CASES["gpt2"].model().parameters())) for count in held)
+    # those of the other stage are there, and have no memory
+    assert all(count == len(list(CASES["gpt2"].model().parameters())) for count in held)
     (want,) = rank_pool.run(1, alone)
     for size, pins in ((1, {}), (2, {"pp": 2}), (2, {"dp": 1, "tp": 2})):
         for losses in rank_pool.run(size, go_on, path, pins):

@@ -132,13 +132,15 @@ def parts(rank: int, size: int, pins: dict[str, Any], folder: str) -> None:
     attempts: list[Callable[[], Any]] = [
         lambda: saved(state),
         lambda: saved(optimizer.state_dict()),
-        lambda: saved({name: value.cpu() for name, value in state.items()}),
         lambda: saved({name: value.clone() for name, value in state.items()}),
         lambda: saved(model),
         lambda: saved(list(model.parameters())),
         lambda: pickle.dumps(optimizer.state_dict()),
         lambda: save_file({name: value.clone() for name, value in state.items()}, Path(folder, "part.st")),
     ]
+    # of pipeline stages, a copy on the CPU is the whole value on every rank
+    if "pp" not in pins:
+        attempts.append(lambda: saved({name: value.cpu() for name, value in state.items()}))
     # zero 1 and 2 shard optimizer states and gradients, and the stored parameters with them
     if "zero" in pins or "tp" in pins:
         attempts += [lambda: copy.copy(part), lambda: pickle.dumps(part.detach())]

@@ -39,6 +39,7 @@ from meshwright_checkpoint.storage.backend import ForeignStorage, any_storage_of
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import slice_of
+from meshwright_dtensor.stages.optimizers import own_state
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_dtensor.utils.names import count_of, listing
 
@@ -87,7 +88,7 @@ def load(
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     options = _Options(patterns, bool(strict), bool(cast), bool(random))
     ranks, inner = Ranks(), unwrapped(model)
-    with ExitStack() as opened:
+    with own_state(inner, optimizer), ExitStack() as opened:
         store, with_optimizer = _open_on_all(path, inner, optimizer, options, backend, ranks, opened)
         fit = _Fit(store, ranks.run_checked(lambda: named_tensors(inner)), options)
         wanted = ranks.run_checked(fit.match_model)

@@ -7,6 +7,7 @@ state.check(model, optimizer).fill()      # local boxes are copied, others are s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,8 @@ from meshwright_checkpoint.state.collect import (
 )
 from meshwright_checkpoint.state.optimizer import empty_state, refuse_tensor, scalar_from_text
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.stages.optimizers import own_state
+from meshwright_dtensor.stages.whole_model import own_stages
 from meshwright_dtensor.tensor.compute_copy import touch
 
 BUFFER = "buffer/"
@@ -60,8 +63,12 @@ class LiveState:
 
         Raises UsageError: the optimizer has a parameter that the model does not have, or a parameter has a gradient.
         """
+        with own_state(unwrapped(model), optimizer):
+            return cls._of(unwrapped(model), optimizer)
+
+    @classmethod
+    def _of(cls, inner: nn.Module, optimizer: Optimizer | None) -> LiveState:
         self = cls()
-        inner = unwrapped(model)
         names = named_tensors(inner)
         for name, tensor in _tensors(inner, names).items():
             if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
@@ -99,12 +106,17 @@ class LiveState:
             MismatchError: no rank has a tensor that the model needs.
         """
         ranks = ranks or Ranks()
-        names, want, mine = ranks.run_checked(lambda: self._offer(model, optimizer, here))
-        gathered = ranks.gather(mine)
-        new_optimizer: _NewOptimizer | None = None
-        if optimizer is not None:
-            new_optimizer = ranks.run_checked(lambda: _NewOptimizer.of(gathered, optimizer, names, want))
-        plan = transfer.plan_rounds(self.collected.shards, want.shards, ranks)
+        # of all stages
+        parameters = dict(unwrapped(model).named_parameters()) if here else {}
+        with own_stages(unwrapped(model)):
+            names, want, mine = ranks.run_checked(lambda: self._offer(model, optimizer, here))
+            gathered = ranks.gather(mine)
+            new_optimizer: _NewOptimizer | None = None
+            if optimizer is not None:
+                new_optimizer = ranks.run_checked(
+                    lambda: _NewOptimizer.of(gathered, optimizer, parameters, names, want)
+                )
+            plan = transfer.plan_rounds(self.collected.shards, want.shards, ranks)
         return PlannedReshard(self, optimizer, ranks, names, want, new_optimizer, plan)
 
     def _offer(
@@ -162,9 +174,17 @@ class _NewOptimizer:
 
     @classmethod
     def of(
-        cls, gathered: list[Any], optimizer: Optimizer, names: NamedTensors, want: CollectedState
+        cls,
+        gathered: list[Any],
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        names: NamedTensors,
+        want: CollectedState,
     ) -> _NewOptimizer:
-        """New states, also added to `want`. Raises UsageError if ranks have different optimizers."""
+        """New groups of `parameters`, and new states of those in `names`, which are also added to `want`.
+
+        Raises UsageError if ranks have different optimizers.
+        """
         states, shards_of_ranks, kinds = zip(*gathered, strict=True)
         optimizers = [state for state in states if state is not None]
         if any(kind != kinds[0] for kind in kinds):
@@ -193,23 +213,19 @@ class _NewOptimizer:
             values.update(saved["values"])
         self = cls([[] for _ in optimizer.param_groups], [], [])
         self.options = [decode(group["options"], scalar_from_text) for group in optimizers[0]["groups"]]
-        for name, parameter in names.tensors.items():
+        for raw, parameter in parameters.items():
+            name = plain_name(raw)
             if name not in group_of:
-                # a buffer, or a parameter without optimizer
                 continue
             number = group_of[name]
             self.groups[number].append(parameter)
-            entries: dict[str, Any] = {}
-            for state, (shape, dtype, _) in keys.get(name, {}).items():
+            # of this rank's stages
+            if name in names.tensors:
                 options = {**optimizer.defaults, **self.options[number]}
-                value = empty_state(tuple(shape), DTYPES[dtype], state, parameter, options)
-                transfer.deallocate(local_of(value))
-                key = f"{OPTIMIZER}{name}/{state}"
-                want.shards[key] = local_shards(value, key, parameter)
-                entries[state] = value
-            for state, value in values.get(name, {}).items():
-                entries[state] = decode(value, refuse_tensor)
-            if entries:
+                entries = _empty_states(name, keys.get(name, {}), parameter, options, want)
+                entries.update(
+                    (key, decode(value, refuse_tensor)) for key, value in values.get(name, {}).items()
+                )
                 self.states.append((parameter, entries))
         return self
 
@@ -222,4 +238,23 @@ class _NewOptimizer:
                     group[key] = value
         optimizer.state.clear()
         for parameter, state in self.states:
-            optimizer.state[parameter] = state
+            if state:
+                optimizer.state[parameter] = state
+
+
+def _empty_states(
+    name: str,
+    kinds: dict[str, list[Any]],
+    parameter: torch.Tensor,
+    options: dict[str, Any],
+    want: CollectedState,
+) -> dict[str, Any]:
+    """States of a parameter without memory, which are added to `want`. `kinds`: state -> its shape and dtype."""
+    entries: dict[str, Any] = {}
+    for state, (shape, dtype, _) in kinds.items():
+        value = empty_state(tuple(shape), DTYPES[dtype], state, parameter, options)
+        transfer.deallocate(local_of(value))
+        key = f"{OPTIMIZER}{name}/{state}"
+        want.shards[key] = local_shards(value, key, parameter)
+        entries[state] = value
+    return entries

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright_checkpoint._torch import unwrapped
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.format.safetensors_file import DTYPES, FileLayout, lay_out_file
 from meshwright_checkpoint.plugin import DEFAULT
@@ -34,6 +35,7 @@ from meshwright_checkpoint.storage.backend import CheckpointStorage, ForeignStor
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Box
+from meshwright_dtensor.stages.optimizers import own_state
 from meshwright_dtensor.utils.names import listing
 
 MAX_PLANS = 4
@@ -88,12 +90,14 @@ def save(
             raise UsageError(text)
         ranks = Ranks()
         _check_arguments(ranks.gather_checked(lambda: _arguments(storage, model, optimizer, extra)))
-        storage.write(model, optimizer, extra, ranks)
+        with own_state(unwrapped(model), optimizer):
+            storage.write(model, optimizer, extra, ranks)
         return SaveHandle(storage.where, None)
     if step is None:
         match = re.search(r"(\d{1,18})$", storage.name)
         step = int(match[1]) if match else None
-    handle = _saver().save(storage, model, optimizer, extra, step, retention, asynchronous)
+    with own_state(unwrapped(model), optimizer):
+        handle = _saver().save(storage, model, optimizer, extra, step, retention, asynchronous)
     if not asynchronous:
         handle.wait()
     return handle
@@ -114,7 +118,9 @@ def prepare_save(model: nn.Module, *, optimizer: Optimizer | None = None, wait: 
         CheckpointError: an earlier asynchronous save failed.
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
-    _saver().prepare(model, optimizer)
+    check_model("prepare_save", model)
+    with own_state(unwrapped(model), optimizer):
+        _saver().prepare(model, optimizer)
     if wait:
         _saver().buffer.prepared()
 

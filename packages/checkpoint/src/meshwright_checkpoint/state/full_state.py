@@ -12,6 +12,7 @@ from torch import nn
 from meshwright_checkpoint._torch import full_value, plain_name, unwrapped
 from meshwright_checkpoint.state.collect import check_model
 from meshwright_dtensor.model.stage_info import stages_of
+from meshwright_dtensor.stages.whole_model import own_stages
 
 
 def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, Any]:
@@ -29,6 +30,11 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
     """
     check_model("full_state_dict", model)
     inner = unwrapped(model)
+    with own_stages(inner):
+        return _full_state(inner, everywhere)
+
+
+def _full_state(inner: nn.Module, everywhere: bool) -> dict[str, Any]:
     # as values that are read: parameters with another order of elements have that of one device
     held = {plain_name(name): value for name, value in inner.state_dict().items()}
     objects = {plain_name(name): id(value) for name, value in inner.state_dict(keep_vars=True).items()}

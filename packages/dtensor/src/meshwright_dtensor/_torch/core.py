@@ -58,6 +58,15 @@ def functorch_active() -> bool:
 # bound, not wrapped: these run on every torch call of a model
 # (class, data): a tensor of the class with the metadata of the data, 1 us
 make_subclass = torch.Tensor._make_subclass
+
+
+def wrapper_like(cls: type[torch.Tensor], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of ``cls`` without memory, with the shape, strides and dtype of ``tensor``, on ``device``."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device
+    )
+
+
 any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -372,3 +381,8 @@ def without_tracing(function: F) -> F:
     """Let torch.compile call a function instead of tracing it. torch.compiler.disable would import the compiler."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dicts in which a module holds its own parameters and buffers."""
+    return module._parameters, module._buffers  # type: ignore[return-value]

@@ -32,6 +32,7 @@ from meshwright_dtensor.propagate.choose import Underivable
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, wrap
+from meshwright_dtensor.tensor.staged import Staged, StagedOperand
 from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, Args, Function, Kwargs, is_in_place
 from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.trace.module_stack import FRAMES
@@ -57,6 +58,8 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
         # -0.0 is not 0.0, and nan is nan
         return (t, a.hex())
     if isinstance(a, Tensor):
+        if isinstance(a, Staged):
+            raise StagedOperand
         tensors.append(a)
         if isinstance(a, DetachedView):
             a.check_fresh()
@@ -88,26 +91,30 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
     tensors: list[Any] = []
     key: list[Any] = [func]
     context: MeshContext | None = None
-    for a in args:
-        kind = type(a)
-        if kind is GlobalTensor:
-            layout = a._layout
-            context = layout.context
-            tensors.append(a)
-            key.append(layout)
-        elif kind is int:
-            key.append(a)
-        elif kind is MeshParameter:
-            tensors.append(a)
-            key.append(a._key)
+    try:
+        for a in args:
+            kind = type(a)
+            if kind is GlobalTensor:
+                layout = a._layout
+                context = layout.context
+                tensors.append(a)
+                key.append(layout)
+            elif kind is int:
+                key.append(a)
+            elif kind is MeshParameter:
+                tensors.append(a)
+                key.append(a._key)
+            else:
+                key.append(_freeze(a, tensors))
+        if kwargs:
+            for name in kwargs:
+                key.append(name)
+                key.append(_freeze(kwargs[name], tensors))
         else:
-            key.append(_freeze(a, tensors))
-    if kwargs:
-        for name in kwargs:
-            key.append(name)
-            key.append(_freeze(kwargs[name], tensors))
-    else:
-        kwargs = {}
+            kwargs = {}
+    except StagedOperand:
+        # their own rules run the call
+        return NotImplemented
     count = len(tensors)
     if count > 1 and (tensors[0] is tensors[1] if count == 2 else len(set(map(id, tensors))) < count):
         key.append(_repeats(tensors))
@@ -118,8 +125,7 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
     target = None
     if stack and stack[-1].rules:
         target = stack[-1].target(func)
-        if target is not None:
-            key.append(target)
+        key.append(target)
     if context is None:
         context = _context_of(tensors)
     frozen = tuple(key)

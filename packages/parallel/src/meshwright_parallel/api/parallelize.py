@@ -32,6 +32,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
 from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.stages.whole_model import show_all_stages
 from meshwright_dtensor.stored.permuted import install_true_order
 from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.engine.grad_reduction import install_reduction, make_groups
@@ -117,6 +118,7 @@ def parallelize(
     _refuse_pickling(model)
     undo.finish(model)
     LIVE.add(placed)
+    show_all_stages(model)
     return model
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.stage_info import StageInfo, is_repeated, stage_link
+from meshwright_dtensor.stages.whole_model import own_tensors
 from meshwright_parallel._torch.core import local_of, scale_in_place
 
 CHUNK = 1024
@@ -44,9 +45,10 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [p.grad for p in given if p.grad is not None]
-    total = _total_norm(gradients, _stages([*given, *gradients]), norm_type, error_if_nonfinite)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    with own_tensors(given) as mine:
+        gradients = [p.grad for p in mine if p.grad is not None]
+        total = _total_norm(gradients, _stages([*mine, *gradients]), norm_type, error_if_nonfinite)
     with torch.no_grad():
         # no branch on the value: it would wait for the device
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -62,8 +64,8 @@ def get_total_norm(
 
     Arguments, result and errors as in `clip_grad_norm_`; an empty list has norm 0.
     """
-    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    return _total_norm(given, _stages(given), norm_type, error_if_nonfinite)
+    with own_tensors([tensors] if isinstance(tensors, torch.Tensor) else tensors) as mine:
+        return _total_norm(mine, _stages(mine), norm_type, error_if_nonfinite)
 
 
 @torch.no_grad()

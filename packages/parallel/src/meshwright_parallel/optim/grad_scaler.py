@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_dtensor.stages.whole_model import own_tensors, whole_model_among
 from meshwright_parallel._torch.core import local_of, unscale_in_place
 
 
@@ -41,7 +42,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [local_of(p.grad) for p in parameters if p.grad is not None]
+        with own_tensors(parameters) as mine:
+            gradients = [local_of(p.grad) for p in mine if p.grad is not None]
         nonfinite = unscale_in_place(gradients, inv_scale, found_inf)
         for mesh in {p.device_mesh for p in parameters if isinstance(p, DTensor)}:
             names = tuple(mesh.mesh_dim_names or ())
@@ -49,4 +51,8 @@ class GradScaler(torch.amp.GradScaler):
             nbytes = nonfinite.element_size()
             record("all_reduce", "+".join(names), nbytes, "backward", function="GradScaler")
             dist.all_reduce(nonfinite, op=dist.ReduceOp.MAX, group=group)
+        stages = whole_model_among(parameters)
+        if stages is not None:
+            record("all_reduce", "pp", nonfinite.element_size(), "backward", function="GradScaler")
+            dist.all_reduce(nonfinite, op=dist.ReduceOp.MAX, group=stages.group)
         return {nonfinite.device: nonfinite}

@@ -23,6 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter, state_like
+from meshwright_dtensor.stages.optimizers import show_states, steps_each_parameter
+from meshwright_dtensor.stages.stage_tensor import StageTensor, value_of
+from meshwright_dtensor.stages.whole_model import WholeModel, whole_model_among
 from meshwright_dtensor.stored.elementwise import parts_correspond
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, permuted_layout
@@ -49,16 +52,45 @@ def watch_optimizer_steps() -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    if not any(isinstance(p, MeshParameter) for group in optimizer.param_groups for p in group["params"]):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(p, (MeshParameter, StageTensor)) for p in parameters):
         return None
+    model = whole_model_among(parameters)
+    if model is not None:
+        model.begin_step()
     _distribute_states(optimizer)
+    if model is not None:
+        if not steps_each_parameter(optimizer):
+            model.end_step()
+            show_states(optimizer)
+            return None
+        args = (args[0], *(_outside(model, x) for x in args[1:]))
+        kwargs = {key: _outside(model, value) for key, value in kwargs.items()}
     if not args or args[0] is not optimizer:
         return None
     replacement = local_optimizer(optimizer) or whole_optimizer(optimizer)
-    return None if replacement is None else ((replacement, *args[1:]), kwargs)
+    return (args, kwargs) if replacement is None else ((replacement, *args[1:]), kwargs)
+
+
+def _outside(model: WholeModel, closure: Any) -> Any:
+    """A closure in the arguments of a step that sees all stages; any other argument itself."""
+    if not callable(closure):
+        return closure
+
+    def run() -> Any:
+        model.end_step()
+        try:
+            return closure()
+        finally:
+            model.begin_step()
+
+    return run
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    model = whole_model_among([p for group in optimizer.param_groups for p in group["params"]])
+    if model is not None:
+        model.end_step()
     replaced = args and args[0] is not optimizer and type(args[0]) is type(optimizer)
     if replaced and type(optimizer) in ELEMENTWISE:
         copy_states_back(optimizer, args[0])
@@ -70,6 +102,8 @@ def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
             continue
         distributed = MeshValue if permuted_layout(parameter) is None else PermutedDTensor
         for key, value in entries.items():
+            if isinstance(value, StageTensor):
+                value = entries[key] = value_of(value)
             if type(value) is distributed or not isinstance(value, torch.Tensor) or key == "step":
                 continue
             if key in NUMBERS and not value.dim() and not isinstance(value, DTensor):

@@ -30,6 +30,7 @@ from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.model.tied_parameters import tied_names
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.stages.whole_model import own_stages
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.optim.clip_grad import clip_grad_norm_
@@ -196,7 +197,8 @@ class _Run:
         stages = stages_of(model)
         # a tied parameter goes by its first name
         aliases = {} if stages is None else stages.aliases
-        self.named = {aliases.get(name, name): p for name, p in model.named_parameters()}
+        with own_stages(model):
+            self.named = {aliases.get(name, name): p for name, p in model.named_parameters()}
         self.names = {id(p): name for name, p in self.named.items()}
 
     def backward(self, call: _Call, max_norm: float | None) -> torch.Tensor:
@@ -257,7 +259,8 @@ class _Runs:
     def compare_initial(self) -> None:
         """Before the first step the values must be equal bit for bit."""
         expected, actual = self.one_device.named, self.parallel.named
-        self.comparisons += compare(-1, "parameter", expected, actual, 0.0, actual_only=self.is_staged)
+        with own_stages(self.parallel.model):
+            self.comparisons += compare(-1, "parameter", expected, actual, 0.0, actual_only=self.is_staged)
 
     def step(self, step: int, seed: int, call: _Call, max_norm: float | None, adaptive: bool) -> None:
         """Run one training step in every run, and compare its tensors."""
@@ -284,11 +287,12 @@ class _Runs:
 
     def _compare(self, step: int, kind: Kind, reach: Mapping[str, float] | None = None) -> list[Comparison]:
         runs = (self.one_device, self.parallel, self.perturbed)
-        want, got, near = (run.tensors(kind) for run in runs)
         staged, limit = self.is_staged, self.tolerance
-        comparisons = compare(
-            step, kind, want, got, limit, perturbed=near, reach=reach or {}, actual_only=staged
-        )
+        with own_stages(self.parallel.model):
+            want, got, near = (run.tensors(kind) for run in runs)
+            comparisons = compare(
+                step, kind, want, got, limit, perturbed=near, reach=reach or {}, actual_only=staged
+            )
         self.comparisons += comparisons
         return comparisons
 

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.model.stage_info import StageInfo, describe_stages
+from meshwright_dtensor.model.stage_info import StageInfo, describe_stages, stages_of
 from meshwright_dtensor.plan import PipelineRule, Prediction
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable, timetable
+from meshwright_dtensor.stages.whole_model import WholeModel, names_of
 from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, replace_call
 from meshwright_pipeline.install.fixed_modules import refuse_additions
@@ -64,6 +65,12 @@ class StageDivision(Division):
         self.ties = ties(model, holders)
         self.hooks_before = {module: frozenset(hooks_of(module)) for module in model.modules()}
         everything = frozenset(model.state_dict())
+        self.names = names_of(model)
+        self.buffers = {
+            name: frozenset(ranks)
+            for unit, ranks in _owners(self.owned, self.schedule, self.shape).items()
+            for name, _ in model.get_submodule(unit).named_buffers(unit, remove_duplicate=False)
+        }
         self.skeleton = skeleton(model, self.owned.units, dtype)
         here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
         for unit in self.owned.units:
@@ -105,8 +112,13 @@ class StageDivision(Division):
         )
         call.claim_hooks(self.hooks_before)
         model.__dict__[_ATTRIBUTE] = call
-        model.register_load_state_dict_pre_hook(_IgnoreKeys(self.elsewhere))
-        watch_steps(model.parameters(), self.group, device)
+        if mesh is None:
+            model.register_load_state_dict_pre_hook(_IgnoreKeys(self.elsewhere))
+            watch_steps(model.parameters(), self.group, device)
+        else:
+            info = stages_of(model)
+            assert info is not None
+            WholeModel(model, self.names, info, mesh, self.buffers, device)
         replace_call(model, call)
         refuse_additions(model)
 
@@ -145,11 +157,16 @@ def _holders(
 ) -> dict[str, tuple[int, ...]]:
     """Parameter name, aliases included -> ranks that hold it under that name."""
     holders: dict[str, tuple[int, ...]] = {}
-    owners = {
-        unit: tuple(sorted({schedule.owner(stage, shape) for stage in owned.allowed(unit)}))
-        for unit in owned.units
-    }
+    owners = _owners(owned, schedule, shape)
     for name, _ in model.named_parameters(remove_duplicate=False):
         unit = next((unit for unit in owners if name == unit or name.startswith(f"{unit}.")), None)
         holders[name] = tuple(range(shape.ranks)) if unit is None else owners[unit]
     return holders
+
+
+def _owners(owned: Ownership, schedule: Schedule, shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Unit -> ranks that hold it."""
+    return {
+        unit: tuple(sorted({schedule.owner(stage, shape) for stage in owned.allowed(unit)}))
+        for unit in owned.units
+    }

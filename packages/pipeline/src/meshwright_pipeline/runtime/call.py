@@ -18,6 +18,7 @@ from meshwright_dtensor.model.batch_text import BatchTexts
 from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
+from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import hooks_of, pytree
 from meshwright_pipeline.analysis.loss_additivity import (
@@ -170,6 +171,16 @@ class PipelinedCall:
             StageError: a stage failed, or ranks were given different batches; on every rank.
         """
         refuse_traced_call()
+        whole = whole_model_of(self.model)
+        if whole is not None:
+            # if a step of an optimizer has raised
+            whole.end_step()
+            # a value of one stage, such as the mean of a parameter
+            args, kwargs = whole.on_every_rank((args, kwargs))
+        with own_stages(self.model):
+            return self._step(args, kwargs)
+
+    def _step(self, args: Any, kwargs: Any) -> Any:
         try:
             self.flags.agree(self.model)
             plan = self.prepare((args, kwargs))
@@ -363,7 +374,11 @@ class PipelinedCall:
             )
 
         def backward(gradients: list[Tensor | None]) -> list[Tensor | None]:
-            with self.sinks.active(), self._random_numbers(plan.prepared.streams, step.drawn):
+            with (
+                own_stages(self.model),
+                self.sinks.active(),
+                self._random_numbers(plan.prepared.streams, step.drawn),
+            ):
                 unit_gradients: Mapping[int, Sequence[Tensor | None]] = {}
                 if step.tail is not None:
                     try:
@@ -390,6 +405,9 @@ class PipelinedCall:
             state.put(self.model, values)
 
     def _after_backward(self) -> None:
+        whole = whole_model_of(self.model)
+        if whole is not None:
+            whole.gradients_changed()
         self.end.equalize_later(self.model)
 
     def _shown(self, value: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from meshwright_dtensor.errors import StageError, UnsupportedError
 from meshwright_dtensor.schedule.schedule import NAMES, Action
 from meshwright_dtensor.schedule.timetable import Timetable
+from meshwright_dtensor.stages.whole_model import own_stages
 from meshwright_pipeline._torch import at_end_of_backward
 from meshwright_pipeline.runtime.agreement import Agreement, Broadcast, RankContext, RankLost, Report, Vote
 from meshwright_pipeline.runtime.grad_handover import Sink
@@ -136,7 +137,8 @@ class StepEnd:
         def equalize() -> None:
             failure = None
             try:
-                self.tied.equalize(dict(model.named_parameters()))
+                with own_stages(model):
+                    self.tied.equalize(dict(model.named_parameters()))
             except RankLost as lost:
                 failure = self.failure_of(lost)
             self.agree(failure)

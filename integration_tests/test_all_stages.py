@@ -1,0 +1,335 @@
+"""What users do with `model.parameters()` around the loop gives the values of one device, under a pipeline too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_once import plan_once
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.stages.stage_tensor import StageValue, value_of
+from meshwright_dtensor.stages.whole_model import own_stages
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+PLANS = {
+    "pp": (2, {"pp": 2}),
+    "pp-tp": (4, {"pp": 2, "tp": 2}),
+    "pp-zero2": (4, {"pp": 2, "dp": 2, "zero": 2}),
+    "zero3": (2, {"dp": 2, "zero": 3}),
+    "tp": (2, {"tp": 2}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 10), nn.Linear(10, 6, bias=False), nn.LayerNorm(6)
+        self.register_buffer("scale", torch.tensor([0.5, 0.25, 1.0, 2.0, 0.75, 1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.norm(x) * self.scale
+        return x + self.down(torch.tanh(self.up(scaled)))
+
+
+class Model(nn.Module):
+    """Four blocks between an embedding and a head that share a weight, and a number that no block has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.arange(20).reshape(4, 5) * 7 % 11
+    return {"ids": ids, "labels": ids.roll(1, 0)}
+
+
+def backward(model: nn.Module) -> Tensor:
+    loss: Tensor = model(**batch())["loss"]
+    loss.backward()
+    return loss
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters()]
+
+
+# ---- what users do: each gives values to compare, and may change the model
+def facts(model: nn.Module) -> Iterator[Any]:
+    yield [
+        (name, tuple(p.shape), p.dtype, p.numel(), p.requires_grad) for name, p in model.named_parameters()
+    ]
+    yield [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
+    yield sum(p.numel() for p in model.parameters())
+    yield [(name, tuple(value.shape)) for name, value in model.named_buffers()]
+
+
+def norms(model: nn.Module) -> Iterator[Any]:
+    yield sum(p.detach().square().sum() for p in model.parameters()).sqrt().item()
+    yield max(p.detach().abs().max() for p in model.parameters())
+    backward(model)
+    yield torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
+    yield torch.stack([g.norm() for g in gradients(model)])
+    yield torch.nn.utils.get_total_norm(gradients(model), norm_type=1.0)
+    yield torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    yield from gradients(model)
+    yield torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    yield mw.clip_grad_norm_(model.parameters(), 0.02)
+    yield from gradients(model)
+
+
+def penalty(model: nn.Module) -> Iterator[Any]:
+    """L2 of all parameters, in the loss and alone."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(**batch())["loss"] + 0.01 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        yield loss.item()
+        yield from gradients(model)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    sum(p.abs().sum() for p in model.blocks[3].parameters()).backward()
+    yield from gradients(model)
+    yield from torch.autograd.grad(
+        sum(p.square().sum() for p in model.parameters()), list(model.parameters())
+    )
+    yield from torch.autograd.grad(model(**batch())["loss"], list(model.parameters()))
+
+
+def initialisation(model: nn.Module) -> Iterator[Any]:
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    yield torch.rand(2)
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            nn.init.kaiming_uniform_(p)
+        elif "bias" in name:
+            nn.init.zeros_(p)
+    yield torch.rand(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    yield torch.rand(2)
+
+
+def average(model: nn.Module) -> Iterator[Any]:
+    averages = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        with torch.no_grad():
+            for name, value in model.state_dict().items():
+                averages[name].mul_(0.9).add_(value, alpha=0.1)
+            for name, p in model.named_parameters():
+                averages[name].lerp_(p.detach(), 0.01)
+    yield from averages.values()
+    model.load_state_dict(averages)
+    model.load_state_dict({name: value * 2 for name, value in Model().state_dict().items()}, strict=True)
+
+
+def vectors(model: nn.Module) -> Iterator[Any]:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    yield vector
+    nn.utils.vector_to_parameters(vector.detach() * 1.5 + 0.1, model.parameters())
+    backward(model)
+    flat = torch.cat([g.flatten() for g in gradients(model)])
+    yield flat
+    place = 0
+    for p in model.parameters():
+        p.grad = (flat[place : place + p.numel()] * 2).view_as(p)
+        place += p.numel()
+    yield from gradients(model)
+
+
+def reading(model: nn.Module) -> Iterator[Any]:
+    for p in model.parameters():
+        yield f"{p.detach().mean():.3f}"
+        yield p.detach().cpu().numpy().sum().item()
+        yield p.detach().flatten()[:2].tolist()
+        yield bool((p > 0).any()), torch.equal(p, p.clone()), p.max().item(), len(p), p.stride()
+        yield (p.detach() > 0).nonzero()
+    first, last = model.blocks[0].up.weight, model.blocks[3].up.weight
+    yield first.detach() @ last.detach().T
+    yield torch.allclose(first, last)
+    yield first.detach().std(), torch.aminmax(last.detach())[1]
+    yield [float(x) for x in torch._foreach_norm([p.detach() for p in model.parameters()])]
+
+
+def writing(model: nn.Module) -> Iterator[Any]:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.4, 0.4)
+            p[p < 0] = 0.1
+            p.data = p.data * 0.5
+            p.data.mul_(3)
+        model.blocks[3].up.weight.copy_(model.blocks[0].up.weight)
+        model.blocks[0].down.weight[0] = model.blocks[3].down.weight[1]
+        torch._foreach_mul_(list(model.parameters()), 0.9)
+        torch._foreach_add_(
+            list(model.parameters()), [p.detach().clone() for p in model.parameters()], alpha=0.1
+        )
+    yield None
+
+
+def frozen(model: nn.Module) -> Iterator[Any]:
+    """All of one stage frozen: the optimizer has parameters on every rank."""
+    model.blocks[2:].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    yield len(optimizer.param_groups[0]["params"])
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        yield [g is None for g in gradients(model)]
+        optimizer.zero_grad()
+
+
+class WithGlobalNorm(torch.optim.Optimizer):
+    """Signs of averaged gradients, which are scaled by the norm of all of them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.sqrt(sum(p.grad.pow(2).sum() for p in parameters))
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["average"] = torch.zeros_like(p)
+            average = self.state[p]["average"].mul_(0.9).add_(p.grad / norm, alpha=0.1)
+            p.add_(average, alpha=-self.param_groups[0]["lr"])
+
+
+def optimizers(model: nn.Module) -> Iterator[Any]:
+    for kind in (WithGlobalNorm, partial(torch.optim.LBFGS, max_iter=2), torch.optim.Adafactor):
+        optimizer: torch.optim.Optimizer = kind(model.parameters())
+
+        def closure(optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            return backward(model)
+
+        for _ in range(2):
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        yield sum(p.detach().sum() for p in model.parameters()).item()
+
+
+USES: list[Callable[[nn.Module], Iterator[Any]]] = [
+    facts,
+    norms,
+    penalty,
+    initialisation,
+    average,
+    vectors,
+    reading,
+    writing,
+    frozen,
+    optimizers,
+]
+
+
+def plain(value: Any) -> Any:
+    """Tensors of any class as numbers of one device."""
+    if isinstance(value, Tensor):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return whole.detach().clone()
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def differs(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return not isinstance(actual, Tensor) or not torch.allclose(actual, expected, rtol=2e-5, atol=2e-6)
+    if isinstance(expected, (list, tuple)):
+        return len(actual) != len(expected) or any(map(differs, actual, expected))
+    return (
+        abs(actual - expected) > 2e-5 * max(1.0, abs(expected))
+        if isinstance(expected, float)
+        else actual != expected
+    )
+
+
+def build(pins: dict[str, int]) -> tuple[nn.Module, nn.Module]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model())
+    microbatches = {"microbatches": 2} if "pp" in pins else {}
+    mw.parallelize(models[1], plan_once(models[1], batch(), cluster="laptop-cpu", **microbatches, **pins))
+    return models[0], models[1]
+
+
+def check(rank: int, size: int, pins: dict[str, int]) -> list[str]:
+    """The uses whose values, or those of the model afterwards, are not those of one device."""
+    wrong = []
+    for use in USES:
+        expected: list[Any] = []
+        actual: list[Any] = []
+        for model, values in zip(build(pins), (expected, actual), strict=True):
+            torch.manual_seed(1)
+            values += map(plain, use(model))
+            values += [plain(value) for value in model.state_dict().values()]
+        assert len(actual) == len(expected)
+        pairs = enumerate(zip(actual, expected, strict=True))
+        wrong += [f"{use.__name__} {i}: {got} for {want}" for i, (got, want) in pairs if differs(got, want)]
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_values_are_those_of_one_device(rank_pool: RankPool, plan: str) -> None:
+    size, pins = PLANS[plan]
+    for wrong in rank_pool.run(size, check, pins, timeout=240):
+        assert not wrong, "\n".join(wrong[:5])
+
+
+def stages(rank: int, size: int, folder: str) -> bool:
+    reference, model = build({"pp": 2})
+    mine = [p for p in model.parameters() if not isinstance(p, StageValue) or p.here]
+    with own_stages(model):
+        # the negative control: a stage alone has other values
+        assert [id(p) for p in model.parameters()] == [id(p) for p in mine] and len(mine) < len(
+            list(reference.parameters())
+        )
+        assert not any(isinstance(p, StageValue) for p in model.parameters())
+    assert all(value_of(p).is_meta for p in model.parameters() if isinstance(p, StageValue) and not p.here)
+    with pytest.raises(UnsupportedError, match=r"mw\.full_state_dict\(model\)"):
+        torch.save(model.state_dict(), Path(folder, f"{rank}.pt"))
+    optimizer = WithGlobalNorm(model.parameters())
+    backward(model)
+    optimizer.step()
+    mw.save(Path(folder, "step-1"), model=model, optimizer=optimizer).wait()
+    before = [plain(optimizer.state[p]["average"]) for p in model.parameters()]
+    backward(model)
+    optimizer.step()
+    mw.load(Path(folder, "step-1"), model=model, optimizer=optimizer)
+    after = [plain(optimizer.state[p]["average"]) for p in model.parameters() if p in optimizer.state]
+    optimizer.step()
+    return all(map(torch.equal, after, before))
+
+
+@pytest.mark.slow
+def test_a_stage_holds_its_own_values_only(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert all(rank_pool.run(2, stages, str(tmp_path), timeout=100))

@@ -1,0 +1,75 @@
+"""Values that only some stages hold, on every rank of the pipeline axis: one collective, recorded by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor.api import distribute
+from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.stages.stage_tensor import StageValue, held, value_of
+from meshwright_dtensor.stored.gather import as_global
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+
+Tensor = torch.Tensor
+
+
+def exchange(model: Any, values: Sequence[StageValue]) -> list[Tensor]:
+    """The values on every rank (a collective call): replicated global tensors; their gradients go to the ranks that hold them."""
+    wholes = _wholes(values)
+    results = _Exchange.apply(model, [min(x.holders) for x in values], [x.here for x in values], *wholes)
+    return [distribute(x, model.mesh, ["I"] * model.mesh.ndim) for x in results]
+
+
+def _wholes(values: Sequence[StageValue]) -> list[Tensor]:
+    """The whole value of each tensor where this rank holds it: plain tensors, gathered within the stage."""
+    with held(values):
+        return [_whole(value_of(x)) for x in values]
+
+
+def _whole(x: Any) -> Tensor:
+    if isinstance(x, DTensor) and not (torch.is_grad_enabled() and x.requires_grad):
+        x = as_global(x)
+    return x.full_tensor() if isinstance(x, (GlobalTensor, DTensor)) else x
+
+
+class _Exchange(torch.autograd.Function):
+    """Every value from the first of the ranks that hold it. A gradient goes back where this rank holds the value."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, model: Any, sources: list[int], here: list[bool], *wholes: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.model, ctx.here = model, here
+        ctx.set_materialize_grads(False)
+        return tuple(_shared(model, sources, wholes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.model.gradients_changed()
+        return (None, None, None, *(g if here else None for g, here in zip(gradients, ctx.here, strict=True)))
+
+
+def _shared(model: Any, sources: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [-(-x.numel() * x.element_size() // 8) * 8 for x in wholes]
+    buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=model.device)
+    parts = buffer.split(sizes)
+    for part, x, source in zip(parts, wholes, sources, strict=True):
+        if source == model.rank:
+            flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+            part[: flat.numel()] = flat
+    kind = "broadcast" if len(set(sources)) == 1 else "all_reduce"
+    record(kind, "pp", buffer.numel(), function="values of stages")
+    if kind == "broadcast":
+        dist.broadcast(buffer, group=model.group, group_src=sources[0])
+    else:
+        # every other rank adds zero bits
+        dist.all_reduce(buffer.view(torch.int64), group=model.group)
+    return [
+        part[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        for part, x in zip(parts, wholes, strict=True)
+    ]

@@ -1,0 +1,367 @@
+"""Torch functions on tensors of pipeline stages: on the ranks that hold the operands, or on exchanged values on every rank.
+
+A function of operands that the same ranks hold runs there, and on meta tensors elsewhere: its result is held by these
+ranks.  Operands of different stages, and whatever reads values into Python, are exchanged first: the result is then an
+ordinary global tensor, the same on every rank.  All ranks decide alike, from shapes and holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from meshwright_dtensor._torch.core import TorchDispatchMode, pytree, stock_call
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.stages.stage_tensor import (
+    StageBuffer,
+    StageParameter,
+    StageTensor,
+    StageValue,
+    held,
+    meta_like,
+    staged,
+    value_of,
+)
+from meshwright_dtensor.tensor.foreach import writes_lists
+from meshwright_dtensor.trace.function_kinds import (
+    DATA_DEPENDENT,
+    Args,
+    Function,
+    Kwargs,
+    is_in_place,
+    kind_of,
+)
+
+Tensor = torch.Tensor
+
+_DEVICE = frozenset({torch.Tensor.device, torch.Tensor.is_cpu, torch.Tensor.is_cuda, torch.Tensor.is_meta})
+_QUERIES = frozenset(
+    "size dim stride numel is_floating_point is_complex is_signed __len__ element_size nelement ndimension is_contiguous "
+    "storage_offset dim_order data_ptr is_shared is_inference is_conj is_neg requires_grad_ retain_grad register_hook "
+    "register_post_accumulate_grad_hook __hash__ is_same_size _is_view".split()
+)
+"""Functions that ask about a tensor, not for its value."""
+_READS = DATA_DEPENDENT | {"backward"}
+"""Functions that take the value on every rank."""
+
+
+def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    """``__torch_function__`` of tensors of stages."""
+    kwargs = kwargs or {}
+    name = getattr(func, "__name__", "")
+    operands = _operands(args, kwargs)
+    special = _special(func, name, args, kwargs, operands)
+    if special is not NotImplemented:
+        return special
+    if kwargs.get("device") == operands[0].device:
+        kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+    written = _written(func, name, args, kwargs)
+    if written:
+        return _write(func, name, args, kwargs, operands, written)
+    common = frozenset.intersection(*(x.holders for x in operands))
+    if name in _READS or not common or _records_others(args, kwargs):
+        return _exchanged(func, args, kwargs, operands)
+    return _where_held(func, args, kwargs, operands, common)
+
+
+def _special(func: Function, name: str, args: Args, kwargs: Kwargs, operands: Sequence[StageValue]) -> Any:
+    """The result of a function that asks, moves, or takes lists; NotImplemented for all others."""
+    attribute = getattr(func, "__self__", None) if name in ("__get__", "__set__", "__delete__") else None
+    if attribute in _DEVICE or name == "get_device":
+        with stock_call():
+            return func(*args, **kwargs)
+    if name in _QUERIES or (attribute is not None and kind_of(func) == ""):
+        result = _on_values(func, args, kwargs)
+        return args[0] if name == "requires_grad_" else result
+    if func is torch.autograd.grad:
+        return _gradients(args, kwargs)
+    if name.startswith(("_foreach", "_amp_foreach", "_fused")) and _lists_differ(args, operands):
+        return _in_groups(func, args, kwargs)
+    if name in ("to", "cpu", "cuda") and isinstance(args[0], StageValue):
+        return _moved(func, name, args, kwargs)
+    return NotImplemented
+
+
+def install() -> None:
+    """Let these rules run the functions of all tensors of stages; idempotent."""
+    for kind in (StageTensor, StageParameter, StageBuffer):
+        kind.__torch_function__ = classmethod(stage_call)  # type: ignore[assignment]
+
+
+def _operands(args: Any, kwargs: Any) -> list[StageValue]:
+    values: list[StageValue] = []
+    _map(lambda x: values.append(x) if isinstance(x, StageValue) else None, (args, kwargs))
+    return values
+
+
+def _records_others(args: Any, kwargs: Any) -> bool:
+    """Whether autograd records an operand that every rank has: its gradient must arrive on every rank."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and not isinstance(x, StageValue) and x.requires_grad
+        for x in pytree.tree_leaves((args, kwargs))
+    )
+
+
+# ---- one set of ranks holds the operands
+class _Draws(TorchDispatchMode):
+    """Sees whether random numbers are drawn."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _where_held(
+    func: Function, args: Args, kwargs: Kwargs, operands: Sequence[StageValue], common: frozenset[int]
+) -> Any:
+    """The result where the operands are held, and a meta tensor elsewhere."""
+    model = operands[0].whole_model
+    here = model.rank in common
+    recorded = torch.is_grad_enabled() and any(map(_requires_grad, operands))
+    key = None if recorded else _form(func, args, kwargs)
+    outcome = model.results_on_meta.get(key)
+    if outcome is None:
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not here), _Draws() as draws:
+                result = func(*_map(_on_meta, args), **_map(_on_meta, kwargs))
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+            # it reads values, or is wrong: every rank sees it
+            return _exchanged(func, args, kwargs, operands)
+        if not all(x is None or (isinstance(x, Tensor) and x.is_meta) for x in pytree.tree_leaves(result)):
+            return _exchanged(func, args, kwargs, operands)
+        outcome = (result, draws.any)
+        if key is not None:
+            model.results_on_meta[key] = outcome
+    result = outcome[0] if key is None else pytree.tree_map_only(Tensor, torch.Tensor.detach, outcome[0])
+    if here:
+        result = _on_values(func, args, kwargs)
+    elif outcome[1]:
+        _draw(func, args, kwargs)
+    return staged(result, model.held_by(common))
+
+
+def _requires_grad(x: StageValue) -> bool:
+    with stock_call():
+        return bool(value_of(x).requires_grad)
+
+
+def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """What the result on meta tensors follows from, to look it up the next time; None where that cannot be said."""
+
+    def form(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            x = value_of(x)
+            return (x.shape, x.stride(), x.dtype, x.requires_grad)
+        if isinstance(x, (list, tuple)):
+            return (type(x), *map(form, x))
+        # such as a learning rate, which changes in every step
+        return float if type(x) is float else (type(x), x)
+
+    with stock_call():
+        key = (func, form(args), tuple((name, form(x)) for name, x in kwargs.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _on_values(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``func`` on the values themselves, or on the meta tensors in their place; an operand that it returns is itself again."""
+    operands = _operands(args, kwargs)
+    with held(operands):
+        result = func(*_map(value_of, args), **_map(value_of, kwargs))
+    for x in operands:
+        if result is value_of(x):
+            return x
+    return result
+
+
+def _on_meta(x: Any) -> Any:
+    """A meta tensor of the same shape; that in place of a value itself, with its history."""
+    if isinstance(x, StageTensor) and x._value.is_meta:
+        return x._value
+    if not isinstance(x, Tensor) or x.is_meta or _is_number(x):
+        return x
+    meta = meta_like(x)
+    return meta.requires_grad_(x.requires_grad) if isinstance(x, StageValue) and not x.here else meta
+
+
+def _draw(func: Function, args: Args, kwargs: Kwargs) -> None:
+    """Draw the random numbers that ``func`` draws where the value is held: the generators of all ranks stay equal."""
+
+    def empty(x: Any) -> Any:
+        if isinstance(x, StageValue):
+            return torch.empty(tuple(x.size()), dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
+        return x
+
+    with torch.no_grad():
+        func(*_map(empty, args), **_map(empty, kwargs))
+
+
+def _moved(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """``x.to(...)``: on another device, or of another dtype, where it is held."""
+    x, given = args[0], [*args[1:], *kwargs.values()]
+    like = [a for a in given if isinstance(a, Tensor)]
+    devices = [torch.device(a) for a in given if isinstance(a, (str, torch.device))]
+    devices += [*(a.device for a in like), x.device if name == "to" else torch.device(name)]
+    if x.here:
+        moved = _on_values(func, args, kwargs)
+        if moved is x:
+            return x
+    else:
+        dtypes = [a for a in given if isinstance(a, torch.dtype)] + [a.dtype for a in like]
+        moved = value_of(x).to(*dtypes[:1] or (x.dtype,))
+        if moved is value_of(x) and devices[0] == x.device and not kwargs.get("copy"):
+            return x
+    return staged(moved, x.whole_model.held_by(x.holders, devices[0]))
+
+
+def _map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """``change`` of everything in the arguments of a call; a tenth of the time of pytree's."""
+    if type(tree) in (tuple, list):
+        return type(tree)([_map(change, x) for x in tree])
+    return {key: _map(change, x) for key, x in tree.items()} if type(tree) is dict else change(tree)
+
+
+# ---- writes
+def _written(func: Function, name: str, args: Args, kwargs: Kwargs) -> list[Any]:
+    """The tensors that the call writes to."""
+    if kwargs.get("out") is not None:
+        return pytree.tree_leaves(kwargs["out"])
+    if name.startswith("_f") and writes_lists(name):
+        return list(args[0])
+    writes = kind_of(func) in ("write", "fill", "init", "set data") or kwargs.get("inplace") is True
+    return [args[0] if args else kwargs.get("tensor")] if writes or is_in_place(name) else []
+
+
+def _write(
+    func: Function,
+    name: str,
+    args: Args,
+    kwargs: Kwargs,
+    operands: Sequence[StageValue],
+    written: Sequence[Any],
+) -> Any:
+    """Write where the target is held; operands that are not held there are exchanged first."""
+    if not all(isinstance(x, StageValue) for x in written):
+        return _exchanged(func, args, kwargs, operands)
+    needed = frozenset.union(*(x.holders for x in written))
+    ids = {id(x) for x in written}
+    others = [x for x in operands if id(x) not in ids and not x.holders >= needed]
+    others += [x for x in written if not x.holders >= needed]
+    if any(id(x) in ids for x in others):
+        raise UnsupportedError(
+            f"{name} writes to tensors of several pipeline stages at once; write to one after the other"
+        )
+    if others:
+        args, kwargs = _substituted(args, kwargs, others)
+    if written[0].whole_model.rank in needed:
+        return _on_values(func, args, kwargs)
+    _write_elsewhere(written[0].whole_model, func, args, kwargs)
+    # items, attributes and lists are set without a result
+    return None if name.startswith(("_f", "_a", "__set")) else written[0]
+
+
+def _write_elsewhere(model: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
+    """The write on a rank that does not hold its target: shapes, and the random numbers of the holders."""
+    key = _form(func, args, kwargs) if not torch.is_grad_enabled() else None
+    outcome = model.results_on_meta.get(key)
+    if outcome is None:
+        with _Draws() as draws:
+            try:
+                func(*_map(_on_meta, args), **_map(_on_meta, kwargs))
+            except (NotImplementedError, RuntimeError) as error:
+                # where the call reads a value, the holders write all the same; other errors are raised on every rank
+                if not isinstance(error, NotImplementedError) and "meta" not in str(error):
+                    raise
+        outcome = (None, draws.any)
+        if key is not None and key == _form(func, args, kwargs):
+            model.results_on_meta[key] = outcome
+    if outcome[1]:
+        _draw(func, args, kwargs)
+
+
+def _is_number(x: Tensor) -> bool:
+    """Whether it is one number that every rank has, and that a call may read, such as a learning rate."""
+    return type(x) is torch.Tensor and x.dim() == 0 and x.device.type == "cpu"
+
+
+# ---- on every rank
+def _substituted(args: Args, kwargs: Kwargs, values: Sequence[StageValue]) -> tuple[Args, Kwargs]:
+    """The arguments with these values exchanged."""
+    unique = list({id(x): x for x in values}.values())
+    exchanged = dict(zip(map(id, unique), unique[0].whole_model.exchange(unique), strict=True))
+    return _map(lambda x: exchanged.get(id(x), x), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _exchanged(func: Function, args: Args, kwargs: Kwargs, operands: Sequence[StageValue]) -> Any:
+    args, kwargs = _substituted(args, kwargs, operands)
+    return func(*args, **kwargs)
+
+
+# ---- lists
+def _lists_differ(args: Args, operands: Sequence[StageValue]) -> bool:
+    """Whether lists have members that different ranks hold, or that every rank has."""
+    members = [x for a in args if isinstance(a, (list, tuple)) for x in a if isinstance(x, Tensor)]
+    return len(members) != len(operands) or len({x.holders for x in operands}) > 1
+
+
+def _in_groups(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A ``_foreach`` function on lists, once for all members that the same ranks hold."""
+    length = len(args[0])
+    lists = [isinstance(a, (list, tuple)) and len(a) == length for a in args]
+    groups: dict[frozenset[int] | None, list[int]] = {}
+    for i in range(length):
+        members = [a[i] for a, is_list in zip(args, lists, strict=True) if is_list]
+        holders = [x.holders for x in members if isinstance(x, StageValue)]
+        groups.setdefault(frozenset.union(*holders) if holders else None, []).append(i)
+    results: list[Any] = [None] * length
+    for places in groups.values():
+        part = [[a[i] for i in places] if is_list else a for a, is_list in zip(args, lists, strict=True)]
+        result = func(*part, **kwargs)
+        for i, x in zip(places, () if result is None else result, strict=False):
+            results[i] = x
+    return None if getattr(func, "__name__", "").endswith("_") else results
+
+
+# ---- gradients
+def _gradients(args: Args, kwargs: Kwargs) -> Any:
+    """``torch.autograd.grad``: on each rank the gradients of its own inputs; None on all ranks, or on none."""
+    names = "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused".split()
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("create_graph"):
+        raise UnsupportedError(
+            "torch.autograd.grad(create_graph=True) of values of pipeline stages; leave it out, or plan without pp"
+        )
+    inputs = given.pop("inputs")
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    zeros = given.pop("materialize_grads", False)
+    may_be_unused = given.pop("allow_unused", False) or zeros
+    of_outputs = _operands((), given)
+    if of_outputs:
+        _, given = _substituted((), given, of_outputs)
+    operands = _operands(inputs, {})
+    with held(operands):
+        computed = torch.autograd.grad(inputs=[value_of(x) for x in inputs], allow_unused=True, **given)
+    results: list[Any] = list(computed)
+    mine = [
+        isinstance(x, StageValue) and x.here and g is not None for x, g in zip(inputs, computed, strict=True)
+    ]
+    present = operands[0].whole_model.agreed(mine) if operands else mine
+    for i, x in enumerate(inputs):
+        if isinstance(x, StageValue):
+            gradient = results[i] if x.here else meta_like(value_of(x))
+            results[i] = staged(gradient, x) if present[i] else None
+        if results[i] is None and not may_be_unused:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
+                "is the desired behavior."
+            )
+        if results[i] is None and zeros:
+            results[i] = torch.zeros_like(x)
+    return tuple(results)

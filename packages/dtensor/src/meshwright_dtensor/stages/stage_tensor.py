@@ -1,0 +1,184 @@
+"""Tensors of pipeline stages: the parameters and buffers of a stage, those of other stages, and what is computed from them.
+
+Every rank has an object for each of them, with the shape of one device.  The ranks of the stage hold the value, as a mesh
+parameter or a stored value; elsewhere it is a tensor on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from meshwright_dtensor._torch.core import pytree, stock_call, wrapper_like
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.tensor.staged import Staged
+
+Tensor = torch.Tensor
+
+
+class StageValue(Staged):
+    """What all tensors of stages have.
+
+    Attributes:
+        whole_model: the `WholeModel` that they belong to.
+        holders: ranks of the pipeline axis that hold the value.
+        held_class: the class of the value itself, where the object is the value; None where it is in ``_value``.
+    """
+
+    whole_model: Any
+    holders: frozenset[int]
+    held_class: type | None = None
+    device: torch.device
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank holds the value."""
+        return self.whole_model.rank in self.holders
+
+    @property
+    def grad(self) -> Any:
+        """The gradient; None on every rank, or on none."""
+        model = self.whole_model
+        if model.inside:
+            # an optimizer that steps each parameter by itself
+            return held_gradient(self) if self.here else None
+        model.agree_on_gradients()
+        gradient = held_gradient(self)
+        return None if gradient is None else staged(gradient, self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        set_held_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        set_held_gradient(self, None)
+
+    def _refuse_memory(self, *_: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"pickle, copy or memory of a value of shape {list(self.shape)} that only some pipeline stages hold. Take "  # type: ignore[attr-defined]
+            "mw.full_state_dict(model), whose values are plain and whole; mw.save(path, model=model, optimizer=optimizer), "
+            "which any layout loads; or mw.export(path, model=model) for from_pretrained"
+        )
+
+    __reduce_ex__ = data_ptr = storage = untyped_storage = _refuse_memory  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = self.detach().clone()  # type: ignore[attr-defined]
+        memo[id(self)] = copy
+        return copy
+
+
+class StageTensor(StageValue, torch.Tensor):
+    """A parameter or buffer of another stage, or a value computed from tensors of one stage."""
+
+    _value: Tensor
+    # nn.Parameter's own mark: a parameter of another stage is a parameter
+    _is_param = False
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = (
+            repr(self._value) if self.here else f"shape={list(self._value.shape)}, dtype={self._value.dtype}"
+        )
+        return f"StageTensor({held}, held by rank {min(self.holders)} of the pipeline)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        raise UnsupportedError(
+            f"{func} reached a value of one pipeline stage below __torch_function__ (functorch, torch.compile, a scripted "
+            "function or a C++ extension); pass x.full_tensor(), the whole value"
+        )
+
+    def full_tensor(self) -> Tensor:
+        """The value as a plain tensor on every rank (a collective call), connected to autograd."""
+        return self.whole_model.exchange([self])[0].full_tensor()
+
+
+class StageParameter(StageValue, MeshParameter):
+    """A mesh parameter of this rank's stage, outside of a step. Inside it is a MeshParameter again."""
+
+    held_class = MeshParameter
+
+    def copy_(self, other: Any, non_blocking: bool = False) -> StageParameter:
+        """Overwrite the value; a plain tensor is the global value."""
+        return self.__torch_function__(_copied, (), (self, other, non_blocking))  # type: ignore[no-any-return]
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The value as a plain tensor on every rank of all stages (a collective call), connected to autograd."""
+        return self.whole_model.exchange([self])[0].full_tensor()
+
+
+def _copied(x: Tensor, other: Any, non_blocking: bool) -> Tensor:
+    """``x.copy_(other)`` by the method of its class."""
+    return x.copy_(other, non_blocking)
+
+
+# the kind of a function follows from its name
+_copied.__name__ = "copy_"
+
+
+class StageBuffer(StageValue, torch.Tensor):
+    """A buffer of this rank's stage, outside of a step. Inside it is an ordinary tensor again."""
+
+    held_class = torch.Tensor
+
+
+def staged(value: Any, like: Any) -> Any:
+    """The tensors in ``value`` as values that the holders of ``like`` hold."""
+
+    def one(x: Tensor) -> StageTensor:
+        result: Any = wrapper_like(StageTensor, x, like.device)
+        result._value, result.holders, result.whole_model = x, like.holders, like.whole_model
+        return result  # type: ignore[no-any-return]
+
+    return one(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, one, value)
+
+
+@contextlib.contextmanager
+def held(values: Iterable[StageValue]) -> Iterator[None]:
+    """Inside, these tensors are what they are in a step of the model."""
+    changed = [x for x in values if x.held_class is not None]
+    kinds = [x.__class__ for x in changed]
+    for x in changed:
+        x.__class__ = x.held_class  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for x, kind in zip(changed, kinds, strict=True):
+            x.__class__ = kind
+
+
+def value_of(x: Any) -> Any:
+    """The value itself, or the meta tensor in its place."""
+    return x._value if isinstance(x, StageTensor) else x
+
+
+def meta_like(x: Tensor) -> Tensor:
+    """A meta tensor with the shape, strides and dtype of ``x``."""
+    return torch.empty_strided(tuple(x.size()), tuple(x.stride()), dtype=x.dtype, device="meta")
+
+
+def held_gradient(x: Any) -> Any:
+    """The gradient on this rank: of the value, or of the meta tensor in its place."""
+    if isinstance(x, StageParameter):
+        return MeshParameter.grad.fget(x)  # type: ignore[attr-defined]
+    with stock_call():
+        return value_of(x).grad
+
+
+def set_held_gradient(x: Any, gradient: Any) -> None:
+    """Set the gradient of a value, from any tensor."""
+    if isinstance(gradient, StageValue):
+        covers = gradient.holders >= x.holders
+        gradient = value_of(gradient) if covers else x.whole_model.exchange([gradient])[0]
+    value = value_of(x)
+    if isinstance(x, StageParameter):
+        MeshParameter.grad.fset(x, gradient)  # type: ignore[attr-defined]
+    elif gradient is None or x.here:
+        value.grad = gradient
+    else:
+        value.grad = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")

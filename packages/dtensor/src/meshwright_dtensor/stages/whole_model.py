@@ -1,0 +1,316 @@
+"""The parameters and buffers of all pipeline stages on every rank, outside of a step.
+
+Inside of a step, a module of another stage has placeholders as attributes, and no parameters. Outside, ``parameters()``,
+``named_parameters()`` and ``state_dict()`` have those of all stages, with the names, the order and the shapes of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor._torch.core import module_tensors, pytree, stock_call
+from meshwright_dtensor.model.stage_info import StageInfo
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.stages.exchange import exchange
+from meshwright_dtensor.stages.functions import install
+from meshwright_dtensor.stages.stage_tensor import (
+    StageBuffer,
+    StageParameter,
+    StageTensor,
+    StageValue,
+    held,
+    held_gradient,
+    staged,
+    value_of,
+)
+
+Tensor = torch.Tensor
+_ATTRIBUTE = "_meshwright_whole_model"
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """The names of a module's parameters and buffers in the whole model, in the order of registration.
+
+    parameters: name in the module -> first name in the model, which tied parameters share; and requires_grad.
+    """
+
+    module: nn.Module
+    prefix: str
+    parameters: Mapping[str, tuple[str, bool]]
+    buffers: tuple[str, ...]
+
+
+def names_of(model: nn.Module) -> list[ModuleNames]:
+    """The names in every module of a model that is whole."""
+    first: dict[int, str] = {}
+    names = []
+    for path, module in model.named_modules():
+        dot = f"{path}." if path else ""
+        parameters, buffers = module_tensors(module)
+        keys = {
+            name: (first.setdefault(id(p), dot + name), p.requires_grad)
+            for name, p in parameters.items()
+            if p is not None
+        }
+        names.append(ModuleNames(module, dot, keys, tuple(buffers)))
+    return names
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """Parameters or buffers that a module has outside of a step only.
+
+    Attributes:
+        part: the dict in which the module holds them. `order`: all its names in the whole model.
+        tensors: by name.
+    """
+
+    module: nn.Module
+    part: dict[str, Any]
+    order: Iterable[str]
+    tensors: Mapping[str, Any]
+    placeholders: dict[str, Any]
+
+    def show(self) -> None:
+        held = dict(self.part)
+        self.part.clear()
+        for name in self.order:
+            if name in self.tensors:
+                self.placeholders[name] = self.module.__dict__.pop(name)
+                self.part[name] = self.tensors[name]
+            elif name in held:
+                self.part[name] = held.pop(name)
+        # added by the user
+        self.part.update(held)
+
+    def hide(self) -> None:
+        for name in self.tensors:
+            del self.part[name]
+            self.module.__dict__[name] = self.placeholders.pop(name)
+
+
+class WholeModel:
+    """The tensors of all stages of a model, as one rank has them.
+
+    Args:
+        model: with placeholders for other stages.
+        names: of the whole model.
+        info: the stages. `mesh`: that of this rank's stage.
+        buffers: name of a buffer of a unit -> ranks of the axis that hold it.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[ModuleNames],
+        info: StageInfo,
+        mesh: DeviceMesh,
+        buffers: Mapping[str, frozenset[int]],
+        device: torch.device,
+    ) -> None:
+        install()
+        self.mesh, self.group, self.rank, self.device = mesh, info.group, info.rank, device
+        self._everywhere = frozenset(range(info.ranks))
+        # how many steps (or callers that are to see this rank's stages only) run
+        self._depth = 1
+        self._changed = self._stepping = False
+        # what calls without autograd give on meta tensors, and whether they draw random numbers
+        self.results_on_meta: dict[Any, tuple[Any, bool]] = {}
+        self._held: list[Any] = []
+        self._absent: list[_Absent] = []
+        self.parameters: dict[str, Any] = {}
+        holders: dict[str, frozenset[int]] = {}
+        here: dict[str, Any] = {}
+        for entry in names:
+            parameters, _ = module_tensors(entry.module)
+            for name, (key, _) in entry.parameters.items():
+                holders[key] = holders.get(key, frozenset()) | frozenset(info.holders[entry.prefix + name])
+                if name in parameters:
+                    here[key] = parameters[name]
+        for entry in names:
+            parameters, own_buffers = module_tensors(entry.module)
+            shown: dict[str, Any] = {}
+            for name, (key, trained) in entry.parameters.items():
+                if key not in self.parameters:
+                    self.parameters[key] = (
+                        self._claimed(here[key], holders[key])
+                        if key in here
+                        else self._foreign(entry.module.__dict__[name], holders[key], trained)
+                    )
+                if name not in parameters:
+                    shown[name] = self.parameters[key]
+            self._absent.append(_Absent(entry.module, parameters, entry.parameters, shown, {}))
+            shown = {}
+            for name in entry.buffers:
+                at = buffers.get(entry.prefix + name)
+                if at is not None and name not in own_buffers:
+                    shown[name] = self._foreign(entry.module.__dict__[name], at, None)
+                elif at is not None and own_buffers[name] is not None:
+                    self._claimed(own_buffers[name], at)
+            self._absent.append(_Absent(entry.module, own_buffers, entry.buffers, shown, {}))
+        self._absent = [absent for absent in self._absent if absent.tensors]
+        model.__dict__[_ATTRIBUTE] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeModel:
+        return self
+
+    def _claimed(self, tensor: Any, holders: frozenset[int]) -> Any:
+        """A tensor of this rank. One that all stages hold needs no exchange."""
+        if holders != self._everywhere:
+            tensor.whole_model, tensor.holders = self, holders
+            self._held.append(tensor)
+        return tensor
+
+    def _foreign(self, placeholder: Tensor, holders: frozenset[int], trained: bool | None) -> StageTensor:
+        """A parameter of other ranks, or a buffer (`trained` is None)."""
+        with stock_call():
+            meta = torch.empty_strided(
+                placeholder.shape, placeholder.stride(), dtype=placeholder.dtype, device="meta"
+            )
+            value: Tensor = meta if trained is None else nn.Parameter(meta, trained)
+        tensor: StageTensor = staged(value, self.held_by(holders))
+        tensor._is_param = trained is not None
+        return tensor
+
+    # ---- inside and outside of a step
+    @property
+    def inside(self) -> bool:
+        """Whether a step of the model or of an optimizer runs, which sees this rank's stages only."""
+        return self._depth > 0
+
+    def enter(self) -> None:
+        """Show the tensors of this rank's stages only."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        for tensor in self._held:
+            tensor.__class__ = tensor.held_class
+        for absent in self._absent:
+            absent.hide()
+
+    def leave(self) -> None:
+        """Show the tensors of all stages again, once every caller of enter() has left."""
+        self._depth -= 1
+        if self._depth:
+            return
+        for tensor in self._held:
+            tensor.__class__ = StageParameter if isinstance(tensor, MeshParameter) else StageBuffer
+        for absent in self._absent:
+            absent.show()
+
+    def begin_step(self) -> None:
+        """An optimizer that steps each parameter by itself sees this rank's stages only, until `end_step`."""
+        if not self._stepping:
+            self._stepping = True
+            self.enter()
+
+    def end_step(self) -> None:
+        """The step has ended, or an earlier one has raised."""
+        if self._stepping:
+            self._stepping = False
+            self.leave()
+
+    def held_by(self, ranks: frozenset[int], device: torch.device | None = None) -> Holders:
+        """What `staged` takes for values that these ranks hold."""
+        return Holders(self, ranks, device or self.device)
+
+    # ---- agreement with other stages
+    def exchange(self, values: Sequence[StageValue]) -> list[Any]:
+        """The values on every rank (a collective call): replicated global tensors."""
+        return exchange(self, values)
+
+    def on_every_rank(self, tree: Any) -> Any:
+        """A pytree with the values of single stages exchanged (a collective call, if there are any)."""
+        values = [x for x in pytree.tree_leaves(tree) if isinstance(x, StageValue)]
+        if not values:
+            return tree
+        exchanged = dict(zip(map(id, values), exchange(self, values), strict=True))
+        return pytree.tree_map(lambda x: exchanged.get(id(x), x), tree)
+
+    def gradients_changed(self) -> None:
+        """A backward pass has run: which parameters have a gradient is agreed on before it is read."""
+        self._changed = True
+
+    def agreed(self, flags: Sequence[bool]) -> list[bool]:
+        """Which flags are set on any rank (a collective call)."""
+        both = torch.tensor(list(flags), dtype=torch.uint8, device=self.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
+        return [bool(x) for x in both.tolist()]
+
+    def agree_on_gradients(self) -> None:
+        """After a backward pass: a parameter of another stage has a gradient where its holders have one (collective)."""
+        if not self._changed:
+            return
+        self._changed = False
+        parameters = [x for x in self.parameters.values() if isinstance(x, StageValue)]
+        present = self.agreed([x.here and held_gradient(x) is not None for x in parameters])
+        for x, has in zip(parameters, present, strict=True):
+            if not x.here:
+                value = value_of(x)
+                value.grad = torch.empty_like(value) if has else None
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Ranks of the pipeline axis that hold a value."""
+
+    whole_model: WholeModel
+    holders: frozenset[int]
+    device: torch.device
+
+
+def whole_model_of(model: nn.Module) -> WholeModel | None:
+    """The tensors of all stages of a pipelined model; None of any other."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def whole_model_among(tensors: Iterable[Any]) -> WholeModel | None:
+    """The model of the first of these tensors that only some stages hold, in a step or outside; None if there is none."""
+    return next((x.whole_model for x in tensors if hasattr(x, "whole_model")), None)
+
+
+@contextlib.contextmanager
+def own_tensors(tensors: Iterable[Any]) -> Iterator[list[Any]]:
+    """Those of `tensors` that this rank has, inside as they are in a step of their model."""
+    given = list(tensors)
+    mine = [x for x in given if not isinstance(x, StageValue) or x.here]
+    with held([x for x in mine if isinstance(x, StageValue)]):
+        yield [value_of(x) for x in mine]
+
+
+@contextlib.contextmanager
+def own_stages(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` has the parameters and buffers of this rank's stages only."""
+    whole = whole_model_of(model)
+    if whole is None:
+        yield
+        return
+    whole.enter()
+    try:
+        yield
+    finally:
+        whole.leave()
+
+
+def hide_other_stages(model: nn.Module) -> None:
+    """From now on `model` has the parameters and buffers of this rank's stages only."""
+    whole = whole_model_of(model)
+    if whole is not None:
+        whole.enter()
+
+
+def show_all_stages(model: nn.Module) -> None:
+    """From now on `model` has the parameters and buffers of all stages, outside of its calls."""
+    whole = whole_model_of(model)
+    if whole is not None:
+        whole.leave()
