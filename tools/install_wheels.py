@@ -6,6 +6,9 @@
 The named distributions and the siblings that their metadata asks for are built (once for each state of the sources, into
 .tox/wheels) and installed from those files; everything else comes from the package index under constraints.txt. Nothing
 undeclared is installed, so a package that forgets a dependency fails its tests.
+
+All environments share one torch, which is installed once, into .tox: what they declare alike takes longest to install, and
+longer still to compile at its first import.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -63,6 +68,18 @@ def build(name: str, folder: Path, wheels: Path) -> Path:
     return wheel
 
 
+def share_torch(constraints: Path, folders: Path) -> None:
+    """Make the shared torch, with what it needs, part of the environment that runs this script; install it first if it is new."""
+    key = hashlib.sha256(sys.version.encode() + constraints.read_bytes()).hexdigest()[:16]
+    folder = folders / f"torch-{key}"
+    if not folder.exists():
+        unfinished = folder.with_suffix(".new")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        pip("install", "--no-compile", "--constraint", str(constraints), "--target", str(unfinished), "torch")
+        unfinished.rename(folder)
+    Path(sysconfig.get_path("purelib"), "shared_torch.pth").write_text(f"{folder}\n")
+
+
 def pip(*arguments: str) -> None:
     """Run pip of this environment; leave with its exit status when it fails."""
     status = subprocess.run([sys.executable, "-m", "pip", arguments[0], "-q", *arguments[1:]]).returncode
@@ -75,16 +92,17 @@ def main() -> None:
     parser.add_argument("requirements", nargs="+", metavar="NAME[extra]")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".tox" / "wheels")
     arguments = parser.parse_args()
-    folders = distributions()
+    folders, constraints = distributions(), ROOT / "constraints.txt"
     extras = {
         name: bracket + rest for name, bracket, rest in (r.partition("[") for r in arguments.requirements)
     }
     names = closure(list(extras), folders)
+    share_torch(constraints, ROOT / ".tox")
     wheels = {name: build(name, folders[name], arguments.wheels) for name in names}
     # The same version number with new content: pip would keep the old one.
     pip("uninstall", "-q", "-y", *names)
     files = [f"{name}{extras.get(name, '')} @ {wheels[name].as_uri()}" for name in names]
-    pip("install", "--no-compile", "--constraint", str(ROOT / "constraints.txt"), *files)
+    pip("install", "--no-compile", "--constraint", str(constraints), *files)
 
 
 if __name__ == "__main__":

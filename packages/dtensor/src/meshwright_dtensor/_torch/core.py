@@ -16,7 +16,7 @@ import torch.utils._pytree as _pytree
 import torch.utils.checkpoint as _checkpoint
 from torch import _ops
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _redistribute, debug
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.utils import _python_dispatch
 
 # used everywhere, and private only by name
@@ -343,7 +343,9 @@ def forget_meshes() -> None:
 
     They keep meshes alive with their process groups, and return them for an equal mesh whose groups are new.
     """
-    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    # what torch.distributed.tensor.debug does, whose import takes half a second
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
 
