@@ -123,6 +123,32 @@ def test_doctor_reports_the_environment(run: Any) -> None:
     assert facts["ranks"] == 1 and facts["plugin problems"] == []
 
 
+TWO_INPUTS = """
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        return (self.layer(x) - y).pow(2).mean()
+
+
+def make():
+    return Model(), (torch.randn(4, 8), torch.randn(4, 4))
+"""
+
+
+@pytest.mark.slow
+def test_doctor_calls_a_model_with_the_arguments_of_its_batch(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "two_inputs.py").write_text(TWO_INPUTS)
+    # ranks of their own run it
+    code, _, _ = run("doctor", "--model", f"{tmp_path / 'two_inputs.py'}:make", "--json")
+    assert code == 0
+
+
 def test_explain_and_its_json(run: Any, tmp_path: Path) -> None:
     path = plan_file(tmp_path, dp=2, tp=2)
     code, out, _ = run("explain", str(path))

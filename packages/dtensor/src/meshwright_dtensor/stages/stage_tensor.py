@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor._torch.core import pytree, stock_call, wrapper_like
 from meshwright_dtensor.errors import UnsupportedError
@@ -92,6 +93,11 @@ class StageTensor(StageValue, torch.Tensor):
             f"{func} reached a value of one pipeline stage below __torch_function__ (functorch, torch.compile, a scripted "
             "function or a C++ extension); pass x.full_tensor(), the whole value"
         )
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of this rank's stage."""
+        return self.whole_model.mesh  # type: ignore[no-any-return]
 
     def full_tensor(self) -> Tensor:
         """The value as a plain tensor on every rank (a collective call), connected to autograd."""

@@ -95,13 +95,15 @@ def programs(chosen: ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
     """One step of the model on the ranks of this job: programs by tier, and each of tier 2 and 3 with its reason."""
     import meshwright as mw
     from meshwright_dtensor.mesh.context import MeshContext
+    from meshwright_dtensor.model.batch_size import call_arguments
 
     mw.init()
     source = chosen.source()
     with mw.deferred_init():
         instance = source.make()
     instance, plan = apply_request(instance, source.batch, PlanRequest(**pinning(pins)))
-    output: Any = instance(**source.batch) if isinstance(source.batch, dict) else instance(source.batch)
+    args, keywords = call_arguments(source.batch)
+    output: Any = instance(*args, **keywords)
     loss = getattr(output, "loss", output)
     if loss.ndim == 0 and loss.requires_grad:
         loss.backward()
