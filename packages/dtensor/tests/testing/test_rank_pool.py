@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.testing.rank_pool import (
     JOIN_ATTEMPTS,
-    RUNS_PER_WORLD,
     RankError,
     RankPool,
     fake_group,
@@ -260,10 +259,9 @@ def test_ranks_are_forked_with_preloaded_modules(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_groups_of_earlier_runs_end() -> None:
     with RankPool() as pool:
-        threads = [pool.run(2, make_groups)[0] for _ in range(2 * RUNS_PER_WORLD)]
-    first, second = threads[:RUNS_PER_WORLD], threads[RUNS_PER_WORLD:]
-    assert first[-1] >= first[0] + 3 * (RUNS_PER_WORLD - 1)  # they do pile up
-    assert max(second) <= max(first) and second[0] < first[-1]
+        threads = [pool.run(2, make_groups)[0] for _ in range(12)]
+    # each run makes more
+    assert max(threads) <= threads[0] + 4
 
 
 def test_the_fake_group_is_a_world_without_processes() -> None:

@@ -44,8 +44,6 @@ DEFAULT_TIMEOUT = 300.0
 WORKER = "meshwright_dtensor.testing.rank_worker"
 JOIN_ATTEMPTS = 3
 """Attempts to create a world: gloo drops a connection once in tens of thousands of worlds."""
-RUNS_PER_WORLD = 8
-"""Runs after which a world is created anew, which ends the process groups that the runs created."""
 
 
 class RankError(MeshwrightError):
@@ -74,7 +72,6 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
         self._worlds = 0
         self._world_size: int | None = None
-        self._runs = 0
         self._first = multiprocessing.get_context("spawn")
         self._others: SpawnContext | ForkServerContext = self._first
         self._preload = [WORKER, *preload]
@@ -160,11 +157,9 @@ class RankPool:
             process.start()
             worker_pipe.close()
             self._ranks.append(_Rank(process, pipe))
-        if self._world_size != world_size or self._runs >= RUNS_PER_WORLD:
+        if self._world_size != world_size:
             self._world_size = world_size
             self._worlds += 1
-            self._runs = 0
-        self._runs += 1
         return str(self._folder / f"meet-{self._worlds}")
 
     def _send(self, world_size: int, fn: Callable[..., Any], payload: bytes) -> None:

@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from meshwright_dtensor._torch.core import forget_failed_join, forget_meshes
+from meshwright_dtensor._torch.core import forget_failed_join, forget_meshes, live_groups
+
+_MANY_OBJECTS = 20_000
 
 
 @dataclass
@@ -66,6 +68,8 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
                 if rendezvous != current:
                     current = rendezvous
                     _join(rank, world_size, rendezvous)
+                else:
+                    _end_groups()
                 joined = True
                 _import(*source)
                 fn, args = pickle.loads(payload)
@@ -115,9 +119,30 @@ def _leave() -> None:
         with suppress(Exception):
             dist.destroy_process_group()
         forget_meshes()
-        # models hold process groups, whose threads wake up a hundred times a second
-        gc.collect()
+        _collect()
     forget_failed_join()
+
+
+def _end_groups() -> None:
+    """End the groups that the function before has made in this world. Every rank has returned from it."""
+    for group in live_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    forget_meshes()
+    _collect()
+
+
+def _collect() -> None:
+    """Free the models of a function: they hold process groups, whose threads wake up a hundred times a second.
+
+    Once a lot is left, such as modules that functions have imported, it is taken out of the next collections.
+    """
+    gc.collect()
+    if len(gc.get_objects()) > _MANY_OBJECTS:
+        # with what was taken out before and may be garbage by now
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 def _reset() -> None:
