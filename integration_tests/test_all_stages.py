@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from plan_once import plan_once
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.stages.stage_tensor import StageValue, value_of
 from meshwright_dtensor.stages.whole_model import own_stages
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -333,3 +334,64 @@ def stages(rank: int, size: int, folder: str) -> bool:
 @pytest.mark.slow
 def test_a_stage_holds_its_own_values_only(rank_pool: RankPool, tmp_path: Path) -> None:
     assert all(rank_pool.run(2, stages, str(tmp_path), timeout=100))
+
+
+def hooks(rank: int, size: int, folder: str) -> list[bool]:
+    """Optimizers that step in hooks of a backward pass, then torch's own distributed checkpoint."""
+    models = build({"pp": 2})
+    for model in models:
+        steps = {p: torch.optim.SGD([p], lr=0.1) for p in model.blocks.parameters()}
+
+        def step(p: Any, steps: Any = steps) -> None:
+            steps[p].step()
+            steps[p].zero_grad()
+
+        for p in steps:
+            p.register_post_accumulate_grad_hook(step)
+        backward(model)
+        backward(model)
+    same = not any(map(differs, *(list(map(plain, model.parameters())) for model in models)))
+    reference, fresh = build({"pp": 2})
+    dcp.save({"model": models[1].state_dict()}, checkpoint_id=Path(folder, "dcp"))
+    for model in (reference, fresh):
+        dcp.load({"model": model.state_dict()}, checkpoint_id=Path(folder, "dcp"))
+        same = same and not any(map(differs, *(list(map(plain, m.parameters())) for m in (model, models[1]))))
+    return [same]
+
+
+@pytest.mark.slow
+def test_hooks_and_checkpoints_of_torch_see_a_stage(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert rank_pool.run(2, hooks, str(tmp_path), timeout=100) == [[True], [True]]
+
+
+def refused(rank: int, size: int) -> bool:
+    """Writes that would not reach a parameter of a stage."""
+    _, model = build({"pp": 2})
+    p = model.blocks[3].up.weight
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * 2
+
+    both = r"stage rank 0 reads values of shapes \[10, 6\].*; stage rank 1 reads values of shapes \[6, 10\]"
+    with pytest.raises(UsageError, match=both):
+        (model.blocks[0].down if rank else model.blocks[0].up).weight.full_tensor()
+    backward(model)
+    with pytest.raises(UnsupportedError, match="only some pipeline stages hold"):
+        Twice.apply(p)
+    with pytest.raises(UnsupportedError, match=r"mw\.GradScaler"):
+        found, scale = torch.zeros(1), torch.ones(1)
+        torch._amp_foreach_non_finite_check_and_unscale_([p.grad], found, scale)
+    with pytest.raises(UnsupportedError, match="create_graph=True"):
+        torch.autograd.grad(p.square().sum(), [p], create_graph=True)
+    return True
+
+
+@pytest.mark.slow
+def test_writes_that_do_not_reach_a_stage_are_refused(rank_pool: RankPool) -> None:
+    assert all(rank_pool.run(2, refused, timeout=100))

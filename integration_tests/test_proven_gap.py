@@ -62,7 +62,7 @@ def test_no_configuration_beats_the_gap(case: str, pins: dict[str, Any], cluster
         )
         least = plan.predicted.step_seconds * (1 - plan.predicted.gap)
         assert sum(c.step_seconds < least * (1 - 1e-4) for c in evaluated if not c.excess_bytes) <= place
-    floor = Floor(search.basis, search.setting.cluster, evaluated[0])
+    floor = Floor(search.basis, search.setting.cluster, evaluated[0], None)
     for candidate in evaluated:
         stages = dict(candidate.point.degrees).get("pp", 1)
         assert floor.seconds(stages) <= candidate.step_seconds, candidate.name

@@ -28,15 +28,14 @@ PIPELINES = [{"dp": 1, "tp": 1, "pp": 2}, {"dp": 2, "tp": 1, "pp": 2}]
 @pytest.mark.parametrize("degrees", PIPELINES, ids=_label)
 def test_pipelined_models_train_each_other(rank_pool: RankPool, degrees: dict[str, int]) -> None:
     """The generator learns from a gradient that comes back through the whole pipeline of the critic."""
-    names, compared = {}, set()
+    names: dict[str, None] = {}
     for name, model in SCRIPTS["gan"].models().items():
         names |= dict.fromkeys(f"{name}.{parameter}" for parameter, _ in model.named_parameters())
     for trained in rank_pool.run(2 * degrees["dp"], train, "gan", degrees, planned):
         assert not trained.wrong()
         gradient_names = {c.name for c in trained.comparisons if c.kind == "gradient"}
-        assert gradient_names < set(names)  # each rank has its stages
-        compared |= gradient_names
-    assert compared == set(names)
+        # of all stages, on every rank
+        assert gradient_names == set(names)
 
 
 @pytest.mark.slow

@@ -388,3 +388,17 @@ def without_tracing(function: F) -> F:
 def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The dicts in which a module holds its own parameters and buffers."""
     return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+def checkpoint_items(name: str, value: torch.Tensor) -> list[Any]:
+    """What torch.distributed.checkpoint writes of a tensor on this rank."""
+    from torch.distributed.checkpoint import planner_helpers
+
+    return planner_helpers._create_write_items(name, value)
+
+
+def checkpoint_chunks(value: torch.Tensor) -> list[Any]:
+    """The parts of a tensor that torch.distributed.checkpoint reads on this rank."""
+    from torch.distributed.checkpoint import planner_helpers
+
+    return planner_helpers._create_chunk_list(value)

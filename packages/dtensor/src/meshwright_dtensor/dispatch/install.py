@@ -17,8 +17,10 @@ from meshwright_dtensor._torch.core import pytree, replace_code
 from meshwright_dtensor.dispatch import fallback
 from meshwright_dtensor.dispatch.dispatch import dispatch
 from meshwright_dtensor.dispatch.parameter_calls import parameter_call
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import Args, Kwargs
 
 _ROUTE = "_meshwright_route"
@@ -37,6 +39,10 @@ def install() -> None:
 
     def route(cls: Any, args: Args, kwargs: Kwargs) -> Any:
         for a in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(a, Staged):
+                raise UnsupportedError(
+                    f"{cls.__name__}.apply is given a value that only some pipeline stages hold; pass x.full_tensor()"
+                )
             if _is_hidden_from(cls, a) or (
                 isinstance(a, (list, tuple, dict))
                 and any(_is_hidden_from(cls, x) for x in pytree.tree_leaves(a))

@@ -21,6 +21,8 @@ Tensor = torch.Tensor
 def exchange(model: Any, values: Sequence[StageValue]) -> list[Tensor]:
     """The values on every rank (a collective call): replicated global tensors; their gradients go to the ranks that hold them."""
     wholes = _wholes(values)
+    shapes = ", ".join(f"{list(x.shape)} {x.dtype}" for x in wholes)
+    model.check_same_call(f"reads values of shapes {shapes}")
     results = _Exchange.apply(model, [min(x.holders) for x in values], [x.here for x in values], *wholes)
     return [distribute(x, model.mesh, ["I"] * model.mesh.ndim) for x in results]
 

@@ -25,6 +25,7 @@ from meshwright_dtensor.stages.stage_tensor import (
     value_of,
 )
 from meshwright_dtensor.tensor.foreach import writes_lists
+from meshwright_dtensor.tensor.global_tensor import version_of
 from meshwright_dtensor.trace.function_kinds import (
     DATA_DEPENDENT,
     Args,
@@ -248,6 +249,11 @@ def _write(
     written: Sequence[Any],
 ) -> Any:
     """Write where the target is held; operands that are not held there are exchanged first."""
+    if not all(isinstance(x, Tensor) for x in written):
+        raise UnsupportedError(
+            f"{name} writes to lists of tensors of pipeline stages in a way of its own; call it inside of a torch optimizer, use "
+            "mw.GradScaler for torch's, or write to one tensor after the other"
+        )
     if not all(isinstance(x, StageValue) for x in written):
         return _exchanged(func, args, kwargs, operands)
     needed = frozenset.union(*(x.holders for x in written))
@@ -259,7 +265,7 @@ def _write(
             f"{name} writes to tensors of several pipeline stages at once; write to one after the other"
         )
     if others:
-        args, kwargs = _substituted(args, kwargs, others)
+        args, kwargs, _ = _substituted(args, kwargs, others)
     if written[0].whole_model.rank in needed:
         return _on_values(func, args, kwargs)
     _write_elsewhere(written[0].whole_model, func, args, kwargs)
@@ -292,16 +298,31 @@ def _is_number(x: Tensor) -> bool:
 
 
 # ---- on every rank
-def _substituted(args: Args, kwargs: Kwargs, values: Sequence[StageValue]) -> tuple[Args, Kwargs]:
-    """The arguments with these values exchanged."""
+def _substituted(
+    args: Args, kwargs: Kwargs, values: Sequence[StageValue]
+) -> tuple[Args, Kwargs, list[Tensor]]:
+    """The arguments with these values exchanged, and the exchanged values."""
     unique = list({id(x): x for x in values}.values())
-    exchanged = dict(zip(map(id, unique), unique[0].whole_model.exchange(unique), strict=True))
-    return _map(lambda x: exchanged.get(id(x), x), (args, kwargs))  # type: ignore[no-any-return]
+    wholes = unique[0].whole_model.exchange(unique)
+    by_id = dict(zip(map(id, unique), wholes, strict=True))
+    return *_map(lambda x: by_id.get(id(x), x), (args, kwargs)), wholes
+
+
+def _version(x: Any) -> int:
+    """The number of writes to an exchanged value."""
+    return version_of(x._local)
 
 
 def _exchanged(func: Function, args: Args, kwargs: Kwargs, operands: Sequence[StageValue]) -> Any:
-    args, kwargs = _substituted(args, kwargs, operands)
-    return func(*args, **kwargs)
+    args, kwargs, wholes = _substituted(args, kwargs, operands)
+    before = list(map(_version, wholes))
+    result = func(*args, **kwargs)
+    if list(map(_version, wholes)) != before:
+        raise UnsupportedError(
+            f"{getattr(func, '__name__', func)} writes to a value that only some pipeline stages hold, and it was given a copy; "
+            "compute the new value, and write it with copy_()"
+        )
+    return result
 
 
 # ---- lists
@@ -344,7 +365,7 @@ def _gradients(args: Args, kwargs: Kwargs) -> Any:
     may_be_unused = given.pop("allow_unused", False) or zeros
     of_outputs = _operands((), given)
     if of_outputs:
-        _, given = _substituted((), given, of_outputs)
+        _, given, _ = _substituted((), given, of_outputs)
     operands = _operands(inputs, {})
     with held(operands):
         computed = torch.autograd.grad(inputs=[value_of(x) for x in inputs], allow_unused=True, **given)

@@ -7,13 +7,20 @@ parameter or a stored value; elsewhere it is a tensor on the meta device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import pytree, stock_call, wrapper_like
+from meshwright_dtensor._torch.core import (
+    checkpoint_chunks,
+    checkpoint_items,
+    pytree,
+    stock_call,
+    wrapper_like,
+)
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.staged import Staged
@@ -94,10 +101,27 @@ class StageTensor(StageValue, torch.Tensor):
             "function or a C++ extension); pass x.full_tensor(), the whole value"
         )
 
+    # torch.distributed.checkpoint: each rank saves and loads what it holds
+    def __create_write_items__(self, name: str, _: Any) -> Any:
+        return checkpoint_items(name, self._value) if self.here else []
+
+    def __create_chunk_list__(self) -> Any:
+        return checkpoint_chunks(self._value) if self.here else []
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        value: Any = self._value
+        return value.__get_tensor_shard__(index) if isinstance(value, DTensor) else value  # type: ignore[no-any-return]
+
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh of this rank's stage."""
         return self.whole_model.mesh  # type: ignore[no-any-return]
+
+    def to_local(self) -> Tensor:
+        """This rank's part; no elements where other ranks hold the value."""
+        if not self.here:
+            return torch.empty(0, dtype=self._value.dtype, device=self.device)
+        return self._value.to_local() if hasattr(self._value, "to_local") else self._value
 
     def full_tensor(self) -> Tensor:
         """The value as a plain tensor on every rank (a collective call), connected to autograd."""
@@ -112,6 +136,27 @@ class StageParameter(StageValue, MeshParameter):
     def copy_(self, other: Any, non_blocking: bool = False) -> StageParameter:
         """Overwrite the value; a plain tensor is the global value."""
         return self.__torch_function__(_copied, (), (self, other, non_blocking))  # type: ignore[no-any-return]
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """``hook`` sees the gradient on the ranks that hold it, as in a step."""
+        return super().register_hook(self._in_step(hook))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        """``hook`` is called on the ranks that hold the parameter, as in a step."""
+        return super().register_post_accumulate_grad_hook(self._in_step(hook))
+
+    def _in_step(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        model = self.whole_model
+
+        def run(x: Any) -> Any:
+            # other ranks run no hook, so that nothing may be exchanged in it
+            model.enter()
+            try:
+                return hook(x)
+            finally:
+                model.leave()
+
+        return run
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The value as a plain tensor on every rank of all stages (a collective call), connected to autograd."""

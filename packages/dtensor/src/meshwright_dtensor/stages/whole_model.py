@@ -7,6 +7,7 @@ Inside of a step, a module of another stage has placeholders as attributes, and 
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor._torch.core import module_tensors, pytree, stock_call
+from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.stage_info import StageInfo
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.stages.exchange import exchange
@@ -237,12 +239,29 @@ class WholeModel:
         exchanged = dict(zip(map(id, values), exchange(self, values), strict=True))
         return pytree.tree_map(lambda x: exchanged.get(id(x), x), tree)
 
+    def check_same_call(self, call: str) -> None:
+        """Raise UsageError on every rank of the axis unless all of them make this call (a collective call)."""
+        checksum = zlib.crc32(call.encode())
+        both = torch.tensor([checksum, -checksum], dtype=torch.int64, device=self.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
+        if both[0] == -both[1]:
+            return
+        calls: list[str] = [""] * len(self._everywhere)
+        dist.all_gather_object(calls, call, group=self.group)
+        listed = "; ".join(f"stage rank {rank} {text}" for rank, text in enumerate(calls))
+        raise UsageError(
+            f"ranks of a pipeline do not make the same calls on its parameters: {listed}. Read parameters and gradients on every "
+            "rank and in the same order (not in that of a set); isinstance(x, DTensor) is true for this rank's stages only: use "
+            'hasattr(x, "full_tensor")'
+        )
+
     def gradients_changed(self) -> None:
         """A backward pass has run: which parameters have a gradient is agreed on before it is read."""
         self._changed = True
 
     def agreed(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on any rank (a collective call)."""
+        self.check_same_call(f"asks which of {len(flags)} gradients there are")
         both = torch.tensor(list(flags), dtype=torch.uint8, device=self.device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
         return [bool(x) for x in both.tolist()]

@@ -10,9 +10,7 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_parallel.verification.report import Comparison, Kind
 
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
@@ -46,7 +44,7 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The global value as a plain detached tensor (a collective call for distributed tensors)."""
     if tensor is None:
         return None
-    if isinstance(tensor, (DTensor, GlobalTensor)):
+    if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach()
 
