@@ -385,8 +385,8 @@ def refused(rank: int, size: int) -> bool:
     with pytest.raises(UnsupportedError, match="only some pipeline stages hold"):
         Twice.apply(p)
     with pytest.raises(UnsupportedError, match=r"mw\.GradScaler"):
-        found, scale = torch.zeros(1), torch.ones(1)
-        torch._amp_foreach_non_finite_check_and_unscale_([p.grad], found, scale)
+        infinite, scale = torch.zeros(1), torch.ones(1)
+        torch._amp_foreach_non_finite_check_and_unscale_([p.grad], infinite, scale)
     with pytest.raises(UnsupportedError, match="create_graph=True"):
         torch.autograd.grad(p.square().sum(), [p], create_graph=True)
     return True

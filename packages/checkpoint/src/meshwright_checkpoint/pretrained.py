@@ -38,8 +38,7 @@ def is_pretrained(path: Path) -> bool:
 class Pretrained(OpenFiles):
     """An open from_pretrained directory, with the names and fused tensors of `model`. Sizes are checked; there are no checksums.
 
-    Raises:
-        CorruptError: the index or a header is damaged.
+    Raises CorruptError: the index or a header is damaged.
     """
 
     def __init__(self, path: Path, model: nn.Module) -> None:

@@ -119,8 +119,7 @@ class TrialPlanner(Planner):
     def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         """See Planner.plan.
 
-        Raises:
-            UsageError: the model has no values, or cannot be handed to other processes; another number of rows than the batch has.
+        Raises UsageError: the model has no values or cannot be handed to other processes, or another number of rows.
         """
         import torch
 

@@ -27,8 +27,7 @@ def same_plugins(plugins: PluginHost | None) -> PluginHost:
 
     A rank with other plugins would plan differently or raise alone, and the others would wait for it.
 
-    Raises:
-        PluginError: on every rank, if a rank has other plugins or a broken one.
+    Raises PluginError: on every rank, if a rank has other plugins or a broken one.
     """
     if plugins is None:
         return discover_on_all_ranks()
@@ -42,8 +41,7 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
     Values are compared bit for bit, by checksum. Of a deferred tensor 64 elements are compared, so that its file is not read.
     Without `values` only names, shapes and plans are compared.
 
-    Raises:
-        UsageError: naming the first tensor that differs, and the fix.
+    Raises UsageError: naming the first tensor that differs, and the fix.
     """
     named = [
         *(("parameter", name, tensor) for name, tensor in model.named_parameters()),

@@ -39,8 +39,7 @@ class Piece:
 def plan_writes(tensors: Mapping[str, TensorLayout], ranks: int) -> list[list[Piece]]:
     """The pieces that each rank writes: only boxes that it holds, balanced in bytes.
 
-    Raises:
-        UnsupportedError: boxes of a tensor overlap without being equal, or leave a gap.
+    Raises UnsupportedError: boxes of a tensor overlap without being equal, or leave a gap.
     """
     by_holders: dict[tuple[int, ...], list[Item]] = defaultdict(list)
     for key, tensor in tensors.items():

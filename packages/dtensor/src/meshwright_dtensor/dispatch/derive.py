@@ -270,8 +270,7 @@ def _why_not_local(
 ) -> str:
     """Why the call does not give the local result on the local tensors of some rank; empty if it does on all ranks.
 
-    Args:
-        sized: the layout whose local shape replaces the size arguments, None to pass the arguments of the call.
+    `sized`: the layout whose local shape replaces the size arguments, None to pass the arguments of the call.
     """
     context = call.context
     for coords in coordinates(context, first, [m.shape for m in layouts]):

@@ -127,8 +127,7 @@ def _own_memory(x: Any) -> Tensor | None:
 def run_collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """A collective of ``torch.distributed`` called by the user: on the whole values, which every rank has alike.
 
-    Raises:
-        UnsupportedError: a value is sharded or partial, so this rank has a part of it.
+    Raises UnsupportedError: a value is sharded or partial, so this rank has a part of it.
     """
 
     def whole_here(x: Any) -> Any:
@@ -154,8 +153,7 @@ def run_collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def run_on_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run on gathered plain values and return plain results: a functorch transform would lose the labels.
 
-    Raises:
-        UnsupportedError: a sharded tensor that needs a gradient would have to be gathered inside the transform.
+    Raises UnsupportedError: a sharded tensor that needs a gradient would have to be gathered inside the transform.
     """
     for x in pytree.tree_leaves((args, kwargs)):
         if isinstance(x, GlobalTensor) and x.requires_grad and not x._layout.replicated:
@@ -170,8 +168,7 @@ def run_on_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def run_with_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
     """``out=``: compute without it, then write the result into it, in its own layout.
 
-    Raises:
-        UnsupportedError: ``out`` has another shape, which torch would resize.
+    Raises UnsupportedError: ``out`` has another shape, which torch would resize.
     """
     kwargs = dict(kwargs)
     out = kwargs.pop("out")

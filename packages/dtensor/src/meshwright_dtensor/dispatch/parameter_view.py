@@ -27,11 +27,7 @@ Tensor = torch.Tensor
 
 
 class ParameterView(DetachedView):
-    """A possible view of a parameter, or of another such view.
-
-    Attributes:
-        shown: the global tensor that computations take.
-    """
+    """A possible view of a parameter, or of another such view. `shown`: the global tensor that computations take."""
 
     shown: GlobalTensor
     _parameter: MeshParameter

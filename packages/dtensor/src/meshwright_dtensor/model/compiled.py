@@ -12,11 +12,7 @@ from meshwright_dtensor.errors import UnsupportedError
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Refuse a model with compiled or scripted modules.
-
-    Raises:
-        UnsupportedError: naming the module.
-    """
+    """Refuse a model with compiled or scripted modules. Raises UnsupportedError: naming the module."""
     for name, module in model.named_modules():
         compiler = compiled_by(module)
         if compiler is not None:

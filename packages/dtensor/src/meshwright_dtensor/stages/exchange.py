@@ -20,20 +20,16 @@ Tensor = torch.Tensor
 
 def exchange(model: Any, values: Sequence[StageValue]) -> list[Tensor]:
     """The values on every rank (a collective call): replicated global tensors; their gradients go to the ranks that hold them."""
-    wholes = _wholes(values)
+    with held(values):
+        wholes = [_whole(value_of(x)) for x in values]
     shapes = ", ".join(f"{list(x.shape)} {x.dtype}" for x in wholes)
     model.check_same_call(f"reads values of shapes {shapes}")
     results = _Exchange.apply(model, [min(x.holders) for x in values], [x.here for x in values], *wholes)
     return [distribute(x, model.mesh, ["I"] * model.mesh.ndim) for x in results]
 
 
-def _wholes(values: Sequence[StageValue]) -> list[Tensor]:
-    """The whole value of each tensor where this rank holds it: plain tensors, gathered within the stage."""
-    with held(values):
-        return [_whole(value_of(x)) for x in values]
-
-
 def _whole(x: Any) -> Tensor:
+    """The whole value as a plain tensor, gathered within the stage; a meta tensor itself."""
     if isinstance(x, DTensor) and not (torch.is_grad_enabled() and x.requires_grad):
         x = as_global(x)
     return x.full_tensor() if isinstance(x, (GlobalTensor, DTensor)) else x

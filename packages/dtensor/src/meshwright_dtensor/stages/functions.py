@@ -36,6 +36,7 @@ from meshwright_dtensor.trace.function_kinds import (
 )
 
 Tensor = torch.Tensor
+Values = Sequence[StageValue]
 
 _DEVICE = frozenset({torch.Tensor.device, torch.Tensor.is_cpu, torch.Tensor.is_cuda, torch.Tensor.is_meta})
 _QUERIES = frozenset(
@@ -67,7 +68,7 @@ def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: K
     return _where_held(func, args, kwargs, operands, common)
 
 
-def _special(func: Function, name: str, args: Args, kwargs: Kwargs, operands: Sequence[StageValue]) -> Any:
+def _special(func: Function, name: str, args: Args, kwargs: Kwargs, operands: Values) -> Any:
     """The result of a function that asks, moves, or takes lists; NotImplemented for all others."""
     attribute = getattr(func, "__self__", None) if name in ("__get__", "__set__", "__delete__") else None
     if attribute in _DEVICE or name == "get_device":
@@ -116,13 +117,12 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _where_held(
-    func: Function, args: Args, kwargs: Kwargs, operands: Sequence[StageValue], common: frozenset[int]
-) -> Any:
+def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, common: frozenset[int]) -> Any:
     """The result where the operands are held, and a meta tensor elsewhere."""
     model = operands[0].whole_model
     here = model.rank in common
-    recorded = torch.is_grad_enabled() and any(map(_requires_grad, operands))
+    with stock_call():
+        recorded = torch.is_grad_enabled() and any(value_of(x).requires_grad for x in operands)
     key = None if recorded else _form(func, args, kwargs)
     outcome = model.results_on_meta.get(key)
     if outcome is None:
@@ -142,12 +142,7 @@ def _where_held(
         result = _on_values(func, args, kwargs)
     elif outcome[1]:
         _draw(func, args, kwargs)
-    return staged(result, model.held_by(common))
-
-
-def _requires_grad(x: StageValue) -> bool:
-    with stock_call():
-        return bool(value_of(x).requires_grad)
+    return staged(result, model, common, model.device)
 
 
 def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -219,7 +214,7 @@ def _moved(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
         moved = value_of(x).to(*dtypes[:1] or (x.dtype,))
         if moved is value_of(x) and devices[0] == x.device and not kwargs.get("copy"):
             return x
-    return staged(moved, x.whole_model.held_by(x.holders, devices[0]))
+    return staged(moved, x.whole_model, x.holders, devices[0])
 
 
 def _map(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -241,12 +236,7 @@ def _written(func: Function, name: str, args: Args, kwargs: Kwargs) -> list[Any]
 
 
 def _write(
-    func: Function,
-    name: str,
-    args: Args,
-    kwargs: Kwargs,
-    operands: Sequence[StageValue],
-    written: Sequence[Any],
+    func: Function, name: str, args: Args, kwargs: Kwargs, operands: Values, written: list[Any]
 ) -> Any:
     """Write where the target is held; operands that are not held there are exchanged first."""
     if not all(isinstance(x, Tensor) for x in written):
@@ -298,9 +288,7 @@ def _is_number(x: Tensor) -> bool:
 
 
 # ---- on every rank
-def _substituted(
-    args: Args, kwargs: Kwargs, values: Sequence[StageValue]
-) -> tuple[Args, Kwargs, list[Tensor]]:
+def _substituted(args: Args, kwargs: Kwargs, values: Values) -> tuple[Args, Kwargs, list[Any]]:
     """The arguments with these values exchanged, and the exchanged values."""
     unique = list({id(x): x for x in values}.values())
     wholes = unique[0].whole_model.exchange(unique)
@@ -308,16 +296,11 @@ def _substituted(
     return *_map(lambda x: by_id.get(id(x), x), (args, kwargs)), wholes
 
 
-def _version(x: Any) -> int:
-    """The number of writes to an exchanged value."""
-    return version_of(x._local)
-
-
-def _exchanged(func: Function, args: Args, kwargs: Kwargs, operands: Sequence[StageValue]) -> Any:
+def _exchanged(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> Any:
     args, kwargs, wholes = _substituted(args, kwargs, operands)
-    before = list(map(_version, wholes))
+    before = [version_of(x._local) for x in wholes]
     result = func(*args, **kwargs)
-    if list(map(_version, wholes)) != before:
+    if [version_of(x._local) for x in wholes] != before:
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} writes to a value that only some pipeline stages hold, and it was given a copy; "
             "compute the new value, and write it with copy_()"
@@ -326,7 +309,7 @@ def _exchanged(func: Function, args: Args, kwargs: Kwargs, operands: Sequence[St
 
 
 # ---- lists
-def _lists_differ(args: Args, operands: Sequence[StageValue]) -> bool:
+def _lists_differ(args: Args, operands: Values) -> bool:
     """Whether lists have members that different ranks hold, or that every rank has."""
     members = [x for a in args if isinstance(a, (list, tuple)) for x in a if isinstance(x, Tensor)]
     return len(members) != len(operands) or len({x.holders for x in operands}) > 1
@@ -377,7 +360,7 @@ def _gradients(args: Args, kwargs: Kwargs) -> Any:
     for i, x in enumerate(inputs):
         if isinstance(x, StageValue):
             gradient = results[i] if x.here else meta_like(value_of(x))
-            results[i] = staged(gradient, x) if present[i] else None
+            results[i] = staged(gradient, x.whole_model, x.holders, x.device) if present[i] else None
         if results[i] is None and not may_be_unused:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "

@@ -30,7 +30,8 @@ def show_states(optimizer: Optimizer) -> None:
         for key, value in entries.items():
             # a count of steps is the same on every rank
             if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, StageValue):
-                entries[key] = staged(value if parameter.here else meta_like(value), parameter)
+                value = value if parameter.here else meta_like(value)
+                entries[key] = staged(value, parameter.whole_model, parameter.holders, parameter.device)
 
 
 @contextlib.contextmanager

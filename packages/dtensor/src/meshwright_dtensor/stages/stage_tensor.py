@@ -56,7 +56,7 @@ class StageValue(Staged):
             return held_gradient(self) if self.here else None
         model.agree_on_gradients()
         gradient = held_gradient(self)
-        return None if gradient is None else staged(gradient, self)
+        return None if gradient is None else staged(gradient, model, self.holders, self.device)
 
     @grad.setter
     def grad(self, value: Any) -> None:
@@ -101,7 +101,7 @@ class StageTensor(StageValue, torch.Tensor):
             "function or a C++ extension); pass x.full_tensor(), the whole value"
         )
 
-    # torch.distributed.checkpoint: each rank saves and loads what it holds
+    # torch.distributed.checkpoint: each rank saves and loads its part
     def __create_write_items__(self, name: str, _: Any) -> Any:
         return checkpoint_items(name, self._value) if self.here else []
 
@@ -178,12 +178,12 @@ class StageBuffer(StageValue, torch.Tensor):
     held_class = torch.Tensor
 
 
-def staged(value: Any, like: Any) -> Any:
-    """The tensors in ``value`` as values that the holders of ``like`` hold."""
+def staged(value: Any, model: Any, holders: frozenset[int], device: torch.device) -> Any:
+    """The tensors in ``value`` as values that ``holders`` hold, on ``device``."""
 
     def one(x: Tensor) -> StageTensor:
-        result: Any = wrapper_like(StageTensor, x, like.device)
-        result._value, result.holders, result.whole_model = x, like.holders, like.whole_model
+        result: Any = wrapper_like(StageTensor, x, device)
+        result._value, result.holders, result.whole_model = x, holders, model
         return result  # type: ignore[no-any-return]
 
     return one(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, one, value)

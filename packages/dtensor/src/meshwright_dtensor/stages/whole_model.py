@@ -30,6 +30,7 @@ from meshwright_dtensor.stages.stage_tensor import (
     StageValue,
     held,
     held_gradient,
+    meta_like,
     staged,
     value_of,
 )
@@ -168,7 +169,7 @@ class WholeModel:
 
     def _claimed(self, tensor: Any, holders: frozenset[int]) -> Any:
         """A tensor of this rank. One that all stages hold needs no exchange."""
-        if holders != self._everywhere:
+        if holders != self._everywhere and not hasattr(tensor, "whole_model"):
             tensor.whole_model, tensor.holders = self, holders
             self._held.append(tensor)
         return tensor
@@ -176,11 +177,9 @@ class WholeModel:
     def _foreign(self, placeholder: Tensor, holders: frozenset[int], trained: bool | None) -> StageTensor:
         """A parameter of other ranks, or a buffer (`trained` is None)."""
         with stock_call():
-            meta = torch.empty_strided(
-                placeholder.shape, placeholder.stride(), dtype=placeholder.dtype, device="meta"
-            )
+            meta = meta_like(placeholder)
             value: Tensor = meta if trained is None else nn.Parameter(meta, trained)
-        tensor: StageTensor = staged(value, self.held_by(holders))
+        tensor: StageTensor = staged(value, self, holders, self.device)
         tensor._is_param = trained is not None
         return tensor
 
@@ -221,10 +220,6 @@ class WholeModel:
         if self._stepping:
             self._stepping = False
             self.leave()
-
-    def held_by(self, ranks: frozenset[int], device: torch.device | None = None) -> Holders:
-        """What `staged` takes for values that these ranks hold."""
-        return Holders(self, ranks, device or self.device)
 
     # ---- agreement with other stages
     def exchange(self, values: Sequence[StageValue]) -> list[Any]:
@@ -277,15 +272,6 @@ class WholeModel:
             if not x.here:
                 value = value_of(x)
                 value.grad = torch.empty_like(value) if has else None
-
-
-@dataclass(frozen=True)
-class Holders:
-    """Ranks of the pipeline axis that hold a value."""
-
-    whole_model: WholeModel
-    holders: frozenset[int]
-    device: torch.device
 
 
 def whole_model_of(model: nn.Module) -> WholeModel | None:

@@ -130,8 +130,7 @@ MeshView.__torch_function__ = classmethod(_view_call)  # type: ignore[assignment
 def optimizer_call(func: Function, args: Args, kwargs: Kwargs | None) -> Any:
     """``func`` on local tensors or by stock DTensor, with partial results completed.
 
-    Raises:
-        UnsupportedError: the tensors of a fused step have different placements.
+    Raises UnsupportedError: the tensors of a fused step have different placements.
     """
     name = getattr(func, "__name__", "")
     kwargs = kwargs or {}

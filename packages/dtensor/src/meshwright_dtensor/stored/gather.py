@@ -45,8 +45,7 @@ def gather_stored(x: DTensor) -> Tensor:
 def whole_value(x: Any) -> Any:
     """The whole value of a global tensor or stored DTensor, without autograd; anything else as it is.
 
-    Raises:
-        UnsupportedError: autograd would have to record its use.
+    Raises UnsupportedError: autograd would have to record its use.
     """
     if not isinstance(x, Tensor):
         return x

@@ -137,8 +137,7 @@ def redistributed(
 ) -> DTensor:
     """The value of ``x`` as a stock DTensor in true order.
 
-    Raises:
-        UnsupportedError: another mesh, or placements that stock DTensor does not know.
+    Raises UnsupportedError: another mesh, or placements that stock DTensor does not know.
     """
     if (device_mesh is not None and device_mesh != layout.mesh) or any(options.values()):
         raise UnsupportedError(
@@ -182,8 +181,7 @@ def like_parameter(x: Tensor, parameter: DTensor) -> DTensor:
 
     The inverse of :func:`canonical`: for optimizer states that were loaded.
 
-    Raises:
-        UnsupportedError: another shape.
+    Raises UnsupportedError: another shape.
     """
     layout: Layout = parameter._layout  # type: ignore[attr-defined]
     if x.shape != layout.shape:

@@ -47,11 +47,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """The base of a view and the steps that take it.
-
-    Attributes:
-        sketch: the view on one device, as a meta tensor.
-    """
+    """The base of a view and the steps that take it. `sketch`: the view on one device, as a meta tensor."""
 
     base: DTensor
     sketch: Tensor

@@ -168,8 +168,7 @@ def write(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def write_out(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``out=`` with stored DTensors: compute without it, then write the result into it.
 
-    Raises:
-        UnsupportedError: the result has another shape, to which torch would resize ``out``.
+    Raises UnsupportedError: the result has another shape, to which torch would resize ``out``.
     """
     rest = {key: value for key, value in kwargs.items() if key != "out"}
     result, out = func(*args, **rest), kwargs["out"]
@@ -235,8 +234,7 @@ def write_whole(
 ) -> None:
     """Write to the gathered value of the base, through the same view as ``target``; every rank keeps its part.
 
-    Raises:
-        UnsupportedError: the function would change the shape, or autograd would have to record it.
+    Raises UnsupportedError: the function would change the shape, or autograd would have to record it.
     """
     base = origin.base
     _refuse_leaf(base)
@@ -265,8 +263,7 @@ def write_whole(
 def set_data(target: DTensor, value: Any) -> None:
     """``target.data = value``: the global value is copied, every rank keeps its part.
 
-    Raises:
-        UnsupportedError: no tensor, or one of another shape or dtype.
+    Raises UnsupportedError: no tensor, or one of another shape or dtype.
     """
     if isinstance(target, MeshView):
         raise UnsupportedError(

@@ -74,8 +74,7 @@ def is_of_copy(tensor: torch.Tensor) -> bool:
 def refuse_write_to_copy(written: torch.Tensor) -> None:
     """Refuse a write to a view of a compute copy, which is gathered again before its next use.
 
-    Raises:
-        UnsupportedError: the tensor is such a view.
+    Raises UnsupportedError: the tensor is such a view.
     """
     if is_of_copy(written):
         raise UnsupportedError(

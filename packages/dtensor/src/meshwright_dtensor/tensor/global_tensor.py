@@ -277,11 +277,7 @@ def _reduced_first(source: States, target: States) -> States | None:
 
 
 def check_shardable(context: MeshContext, shape: Sequence[int], states: States) -> None:
-    """Refuse shards that would leave a rank empty.
-
-    Raises:
-        UnsupportedError: naming dim, size, and number of ranks.
-    """
+    """Refuse shards that would leave a rank empty. Raises UnsupportedError: naming dim, size, and number of ranks."""
     sizes = list(shape)
     for axis, state in enumerate(states):
         n = context.sizes[axis]

@@ -108,8 +108,7 @@ def placement_of(model: nn.Module) -> ModelPlacement | None:
 def only_live_placement() -> ModelPlacement:
     """The placement of the parallel models that are alive in this process, if all have the same.
 
-    Raises:
-        UsageError: no model is parallel, or two models have different meshes.
+    Raises UsageError: no model is parallel, or two models have different meshes.
     """
     # a module and its hooks are a cycle, so dropped models may still be alive
     gc.collect()

@@ -30,11 +30,7 @@ class StagePlan:
 
 
 def split_plan(plan: ParallelPlan, strategies: Sequence[Strategy]) -> StagePlan:
-    """Separate the pipeline axis from the rest of a plan.
-
-    Raises:
-        PlanError: two axes divide the model.
-    """
+    """Separate the pipeline axis from the rest of a plan. Raises PlanError: two axes divide the model."""
     outer = [s for s in strategies if s.divides and plan.degree(s.axis) > 1]
     if len(outer) > 1:
         names = " and ".join(s.axis for s in outer)

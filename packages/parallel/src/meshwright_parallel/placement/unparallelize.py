@@ -102,10 +102,7 @@ class _ModuleSnapshot:
 
 
 class PlanUndo:
-    """Snapshots of a model before and after a plan is applied.
-
-    Of parameters and buffers only the form is kept.
-    """
+    """Snapshots of a model before and after a plan is applied. Of parameters and buffers only the form is kept."""
 
     def __init__(self, model: nn.Module, groups: frozenset[dist.ProcessGroup]) -> None:
         self.groups = groups
@@ -161,8 +158,7 @@ def unparallelize(model: nn.Module) -> Unparallelized:
 
     Nothing is freed here: the old parameters live as long as they are referenced.
 
-    Raises:
-        UsageError: `model` is not parallel, is a copy of a parallel model, or a parameter was replaced since.
+    Raises UsageError: `model` is not parallel, is a copy of a parallel model, or a parameter was replaced since.
     """
     before = model.__dict__.get(_ATTRIBUTE)
     if not isinstance(before, PlanUndo):

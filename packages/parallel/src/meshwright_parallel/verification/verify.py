@@ -315,11 +315,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """As `find_loss`.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """As `find_loss`. Raises UsageError: there is none."""
     value = find_loss(output)
     if value is None:
         raise UsageError(

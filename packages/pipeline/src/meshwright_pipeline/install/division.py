@@ -135,11 +135,7 @@ class _IgnoreKeys:
 
 
 def checked_timetable(schedule: Schedule, shape: Shape) -> Timetable:
-    """The timetable of a schedule.
-
-    Raises:
-        PlanError: the schedule cannot run this pipeline.
-    """
+    """The timetable of a schedule. Raises PlanError: the schedule cannot run this pipeline."""
     try:
         return timetable(schedule, shape)
     except UsageError as error:

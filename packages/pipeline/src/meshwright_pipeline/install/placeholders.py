@@ -39,10 +39,7 @@ class Placeholder(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run on the meta device. An error there says where the value is.
-
-        Raises UnsupportedError: the value is needed.
-        """
+        """Run on the meta device. An error there says where the value is. Raises UnsupportedError: the value is needed."""
         if any(not issubclass(cls, kind) for kind in types):
             # tensors over a mesh have their own dispatcher
             return NotImplemented

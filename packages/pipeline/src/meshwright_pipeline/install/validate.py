@@ -16,8 +16,7 @@ from meshwright_pipeline.partition.units import ownership, whole_batch_module
 def check_division(model: nn.Module, plan: ParallelPlan) -> None:
     """Check that the stages of `plan` fit the model, and its schedule the stages.
 
-    Raises:
-        PlanError: naming field, value, rule and fix.
+    Raises PlanError: naming field, value, rule and fix.
     """
     rule, degree = plan.pipeline, plan.degree("pp")
     if rule is None:

@@ -25,8 +25,7 @@ def recompute_rules(model: nn.Module, wanted: str | None, calls: Calls | None = 
 
     `calls`: see `repeated_blocks`.
 
-    Raises:
-        UsageError: the model has no repeated block, or no module that matches the pattern.
+    Raises UsageError: the model has no repeated block, or no module that matches the pattern.
     """
     if wanted is None:
         return ()

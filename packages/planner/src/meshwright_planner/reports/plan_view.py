@@ -164,8 +164,7 @@ def upgrades(plan: ParallelPlan, cluster: Cluster, host: PluginHost | None = Non
 
     The plan stays the same; another plan may profit more from the change.
 
-    Raises:
-        UsageError: the plan has no predicted split of its step.
+    Raises UsageError: the plan has no predicted split of its step.
     """
     today = run(Workload(plan, cluster, host=host).programs()).seconds
     if not today:

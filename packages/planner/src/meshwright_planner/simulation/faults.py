@@ -79,8 +79,7 @@ def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:
     Every member sends the same amount, so the worst link sets the pace. The traffic of a link that is gone takes the next
     outer level.
 
-    Raises:
-        InfeasibleError: there is no outer level.
+    Raises InfeasibleError: there is no outer level.
     """
     levels = list(cluster.links)
     worst: dict[str, float] = {}

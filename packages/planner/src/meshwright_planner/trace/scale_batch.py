@@ -27,8 +27,7 @@ class _NotLinear(ValueError):
 class TapeFamily:
     """Tapes of one program at any number of rows.
 
-    Attributes:
-        proportional: every size that changes is proportional to the rows, in one dim of a shape.
+    `proportional`: every size that changes is proportional to the rows, in one dim of a shape.
     """
 
     def __init__(self, first: Tape, second: Tape) -> None:

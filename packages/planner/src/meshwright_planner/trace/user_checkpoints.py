@@ -90,8 +90,7 @@ Place = tuple[CheckpointPosition, ...]
 class Checkpoints:
     """The checkpoints that are open while a model is recorded.
 
-    Args:
-        observe: called with each tensor that autograd saves in one of them, and returns it.
+    `observe`: called with each tensor that autograd saves in one of them, and returns it.
     """
 
     observe: Callable[[torch.Tensor], torch.Tensor]

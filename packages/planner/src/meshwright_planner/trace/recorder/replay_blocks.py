@@ -71,8 +71,7 @@ class Copy:
 class BlockReplayer:
     """Replaces the forwards of a model's repeated blocks during a recording; the model is `borrowed`, which restores them.
 
-    Args:
-        trusted: families, by the name of their first block, that an earlier recording verified.
+    `trusted`: families, by the name of their first block, that an earlier recording verified.
     """
 
     def __init__(self, model: nn.Module, recorder: StorageRecorder, trusted: Collection[str]) -> None:
