@@ -23,6 +23,7 @@ PLANS = {
     "pp": (2, {"pp": 2}),
     "pp-tp": (4, {"pp": 2, "tp": 2}),
     "pp-zero2": (4, {"pp": 2, "dp": 2, "zero": 2}),
+    "pp3": (3, {"pp": 3}),
     "zero3": (2, {"dp": 2, "zero": 3}),
     "tp": (2, {"tp": 2}),
 }
@@ -221,6 +222,40 @@ class WithGlobalNorm(torch.optim.Optimizer):
             p.add_(average, alpha=-self.param_groups[0]["lr"])
 
 
+def repeated(model: nn.Module) -> Iterator[Any]:
+    """Calls whose ranks once decided differently: operands twice, fills, draws of values, autocast, plain members of lists."""
+    weights = [block.up.weight for block in model.blocks]
+    for p in weights:
+        yield (p * p).sum().item(), nn.functional.mse_loss(p, p * 0).item()
+        nn.init.trunc_normal_(p, std=0.1)
+        with torch.no_grad():
+            p.add_(p).uniform_(0, 1).mul_(0.5)
+    yield [torch.bernoulli(p.detach().clamp(0, 1)).sum() for p in weights]
+    for rate in (0.0, 0.5):
+        yield [nn.functional.dropout(p.detach(), rate).sum() for p in weights]
+    yield torch.rand(2)
+    with torch.inference_mode():
+        yield [p.square().mean().item() for p in weights]
+    yield [(p.detach() * p.detach().square().mean()).sum().item() for p in weights]
+    with torch.no_grad():
+        torch._foreach_add_(weights, [torch.ones(p.shape) for p in weights])
+        torch._foreach_mul_(weights[3:], weights[3].detach().abs().max())
+    backward(model)
+    yield mw.clip_grad_norm_([weights[3]], 0.01)
+    yield torch.nn.utils.clip_grad_norm_(model.blocks[3].parameters(), 0.01)
+    yield from gradients(model)
+    logged: list[float] = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(
+        lambda *_: logged.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.001).item())
+    )
+    optimizer.register_step_post_hook(
+        lambda *_: logged.append(sum(p.detach().square().sum() for p in model.parameters()).item())
+    )
+    optimizer.step()
+    yield logged
+
+
 def optimizers(model: nn.Module) -> Iterator[Any]:
     for kind in (WithGlobalNorm, partial(torch.optim.LBFGS, max_iter=2), torch.optim.Adafactor):
         optimizer: torch.optim.Optimizer = kind(model.parameters())
@@ -248,6 +283,7 @@ USES: list[Callable[[nn.Module], Iterator[Any]]] = [
     reading,
     writing,
     frozen,
+    repeated,
     optimizers,
 ]
 

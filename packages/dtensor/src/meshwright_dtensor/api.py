@@ -83,8 +83,7 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
         dtensor: a leaf over the full mesh whose placements are those of ``states``; its memory is taken over.
         states: one state per mesh axis: ``I``, ``X`` (its gradient is reduced later by an engine) or a shard dim.
 
-    Raises:
-        UnsupportedError: the states contradict the placements.
+    Raises UnsupportedError: the states contradict the placements.
     """
     install()
     return new_mesh_parameter(dtensor, states, requires_grad)

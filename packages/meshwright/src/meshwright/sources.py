@@ -110,8 +110,7 @@ def resolve(
         seed: of the default generator whenever a model is built.
         defaults: sizes used in place of ROWS, TOKENS and a function's defaults, by argument name.
 
-    Raises:
-        UsageError: there is no such model, it does not return a model and a batch, or it would ignore a given size.
+    Raises UsageError: there is no such model, it does not return a model and a batch, or it would ignore a given size.
     """
     from meshwright.demo.models import RECIPES
     from meshwright.demo.tasks import batches, read_text

@@ -75,8 +75,7 @@ def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = 
         plans: of one world size.
         arguments: of `meshwright trial` that say what is run: "--model", ...
 
-    Raises:
-        UsageError: ranks could not run them here; what they said is on stderr.
+    Raises UsageError: ranks could not run them here; what they said is on stderr.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-trial-") as folder:
         files = [str(Path(folder) / f"plan{number}.json") for number in range(len(plans))]

@@ -77,8 +77,7 @@ def write_trace(model: nn.Module, path: str | os.PathLike[str]) -> float:
     Returns:
         The measured bubble: the part of the step in which the average rank did not compute.
 
-    Raises:
-        UsageError: the model is not pipelined, or has run no step.
+    Raises UsageError: the model is not pipelined, or has run no step.
     """
     call = call_of(model)
     if call is None or call.last is None:

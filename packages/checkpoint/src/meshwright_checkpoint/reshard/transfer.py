@@ -71,8 +71,7 @@ def plan_rounds(have: Shards, want: Shards, ranks: Ranks) -> list[Round]:
         have: key -> this rank's shards. Equal keys on several ranks are one tensor.
         want: key -> where this rank's new shards go. Storage of size zero is allocated when its turn comes.
 
-    Raises:
-        MismatchError: a wanted tensor is missing or has another shape. Nothing was transferred.
+    Raises MismatchError: a wanted tensor is missing or has another shape. Nothing was transferred.
     """
     gathered = ranks.gather(ranks.run_checked(lambda: [describe_shards(have), describe_shards(want)]))
     sizes = [

@@ -91,8 +91,7 @@ class SaveHandle:
         Args:
             timeout: seconds to wait at most; None waits as long as it takes.
 
-        Raises:
-            CheckpointError: the save failed and nothing was committed, or it still runs after `timeout`.
+        Raises CheckpointError: the save failed and nothing was committed, or it still runs after `timeout`.
         """
         if not self._done.wait(timeout):
             raise CheckpointError(f"saving {self.path} still runs after timeout={timeout:g} s; wait longer")

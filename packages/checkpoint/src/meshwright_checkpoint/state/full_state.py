@@ -25,8 +25,7 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
         model: parallel or not.
         everywhere: every rank gets the values; otherwise rank 0 does, and the others get an empty dict.
 
-    Raises:
-        UsageError: `model` is not a module.
+    Raises UsageError: `model` is not a module.
     """
     check_model("full_state_dict", model)
     inner = unwrapped(model)

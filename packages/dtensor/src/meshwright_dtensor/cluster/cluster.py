@@ -115,8 +115,7 @@ class SlowNode:
         link: name of a level whose bandwidth is only `share` there; None for none.
         share: fraction of that level's bandwidth.
 
-    Raises:
-        UsageError: a number is out of range, or there is a share of no link.
+    Raises UsageError: a number is out of range, or there is a share of no link.
     """
 
     node: int
@@ -191,8 +190,7 @@ class Cluster:
         collectives: measured collectives.
         slow_nodes: nodes that are slower than these numbers. All ranks get equal work, so a plan runs at their pace.
 
-    Raises:
-        UsageError: a slow node names an unknown link.
+    Raises UsageError: a slow node names an unknown link.
     """
 
     name: str

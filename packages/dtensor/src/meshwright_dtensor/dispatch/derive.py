@@ -140,8 +140,7 @@ def derive(
         forced: states that the plan wants an input in, None to leave it to the policy.
         goal: per mesh axis, the state that the plan wants the first output in.
 
-    Raises:
-        Underivable: with the reason.
+    Raises Underivable: with the reason.
     """
     try:
         traced = call.trace([m.shape for m in layouts], call.args, call.kwargs)

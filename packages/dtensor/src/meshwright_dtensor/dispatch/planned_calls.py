@@ -66,8 +66,7 @@ def install_targets(model: nn.Module, plan: ParallelPlan, everywhere: bool = Fal
     Returns:
         Handles; ``handle.remove()`` undoes it.
 
-    Raises:
-        PlanError: a rule names no module of the model.
+    Raises PlanError: a rule names no module of the model.
     """
     interned: dict[Target, Target] = {}
     rules: dict[str, dict[str, dict[int, Target]]] = {}

@@ -35,8 +35,7 @@ def init(device: str | None = None) -> torch.device:
     Returns:
         The device of this rank.
 
-    Raises:
-        UsageError: the device type is not available here.
+    Raises UsageError: the device type is not available here.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):

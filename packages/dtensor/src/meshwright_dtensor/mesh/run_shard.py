@@ -35,8 +35,7 @@ class RunShard(Shard):
         dim: the tensor dim; negative counts from the end.
         intervals: per rank its (offset, length) pairs, which together cover the dim exactly once.
 
-    Raises:
-        UnsupportedError: the intervals leave a gap or overlap.
+    Raises UnsupportedError: the intervals leave a gap or overlap.
     """
 
     intervals: tuple[Intervals, ...]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import TorchDispatchMode, pytree, stock_call
+from meshwright_dtensor._torch.core import TorchDispatchMode, any_autocast, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stages.stage_tensor import (
     StageBuffer,
@@ -42,11 +42,11 @@ _DEVICE = frozenset({torch.Tensor.device, torch.Tensor.is_cpu, torch.Tensor.is_c
 _QUERIES = frozenset(
     "size dim stride numel is_floating_point is_complex is_signed __len__ element_size nelement ndimension is_contiguous "
     "storage_offset dim_order data_ptr is_shared is_inference is_conj is_neg requires_grad_ retain_grad register_hook "
-    "register_post_accumulate_grad_hook __hash__ is_same_size _is_view".split()
+    "register_post_accumulate_grad_hook __hash__ is_same_size _is_view _has_compatible_shallow_copy_type".split()
 )
 """Functions that ask about a tensor, not for its value."""
-_READS = DATA_DEPENDENT | {"backward"}
-"""Functions that take the value on every rank."""
+_READS = DATA_DEPENDENT | frozenset("backward bernoulli multinomial poisson binomial normal".split())
+"""Functions that take the value on every rank; what is drawn may depend on it."""
 
 
 def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -57,13 +57,14 @@ def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: K
     special = _special(func, name, args, kwargs, operands)
     if special is not NotImplemented:
         return special
-    if kwargs.get("device") == operands[0].device:
+    if "device" in kwargs and kwargs["device"] == operands[0].device:
         kwargs = {key: value for key, value in kwargs.items() if key != "device"}
     written = _written(func, name, args, kwargs)
     if written:
         return _write(func, name, args, kwargs, operands, written)
     common = frozenset.intersection(*(x.holders for x in operands))
-    if name in _READS or not common or _records_others(args, kwargs):
+    # autocast does not act on meta tensors
+    if name in _READS or not common or any_autocast() or _records_others(args, kwargs, common):
         return _exchanged(func, args, kwargs, operands)
     return _where_held(func, args, kwargs, operands, common)
 
@@ -74,13 +75,15 @@ def _special(func: Function, name: str, args: Args, kwargs: Kwargs, operands: Va
     if attribute in _DEVICE or name == "get_device":
         with stock_call():
             return func(*args, **kwargs)
+    if name in ("requires_grad_", "retain_grad", "backward") or attribute is torch.Tensor.requires_grad:
+        _refuse_recording(name, args, kwargs)
     if name in _QUERIES or (attribute is not None and kind_of(func) == ""):
-        result = _on_values(func, args, kwargs)
-        return args[0] if name == "requires_grad_" else result
+        return _on_values(func, args, kwargs)
     if func is torch.autograd.grad:
         return _gradients(args, kwargs)
-    if name.startswith(("_foreach", "_amp_foreach", "_fused")) and _lists_differ(args, operands):
-        return _in_groups(func, args, kwargs)
+    if name.startswith(("_foreach", "_amp_foreach", "_fused")):
+        groups = _groups(args)
+        return NotImplemented if len(groups) == 1 else _in_groups(func, args, kwargs, groups)
     if name in ("to", "cpu", "cuda") and isinstance(args[0], StageValue):
         return _moved(func, name, args, kwargs)
     return NotImplemented
@@ -98,12 +101,25 @@ def _operands(args: Any, kwargs: Any) -> list[StageValue]:
     return values
 
 
-def _records_others(args: Any, kwargs: Any) -> bool:
-    """Whether autograd records an operand that every rank has: its gradient must arrive on every rank."""
+def _records_others(args: Any, kwargs: Any, holders: frozenset[int]) -> bool:
+    """Whether autograd records an operand that others than `holders` have too: its gradient must arrive there."""
     return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and not isinstance(x, StageValue) and x.requires_grad
+        isinstance(x, Tensor) and getattr(x, "holders", None) != holders and x.requires_grad
         for x in pytree.tree_leaves((args, kwargs))
     )
+
+
+def _refuse_recording(name: str, args: Args, kwargs: Kwargs) -> None:
+    """Refuse what would make autograd stop at a value of a stage that is no parameter, or at parameters that are named."""
+    if name == "backward":
+        refused = len(args) > 4 or kwargs.get("inputs") is not None
+    else:
+        refused = isinstance(args[0], StageTensor) and not args[0]._is_param and name != "__get__"
+        refused = refused and (*args[1:], *kwargs.values()) != (False,)
+    if refused:
+        raise UnsupportedError(
+            f"{name} for values of pipeline stages: gradients arrive at all parameters, and there alone; use torch.autograd.grad"
+        )
 
 
 # ---- one set of ranks holds the operands
@@ -123,7 +139,7 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
     here = model.rank in common
     with stock_call():
         recorded = torch.is_grad_enabled() and any(value_of(x).requires_grad for x in operands)
-    key = None if recorded else _form(func, args, kwargs)
+    key = None if recorded or kwargs.get("requires_grad") else _form(func, args, kwargs)
     outcome = model.results_on_meta.get(key)
     if outcome is None:
         try:
@@ -154,11 +170,17 @@ def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
             return (x.shape, x.stride(), x.dtype, x.requires_grad)
         if isinstance(x, (list, tuple)):
             return (type(x), *map(form, x))
-        # such as a learning rate, which changes in every step
-        return float if type(x) is float else (type(x), x)
+        # such as a learning rate, which changes in every step; not a probability
+        return float if type(x) is float and not draws else (type(x), x)
 
+    draws = kind_of(func) in ("draw", "fill", "init")
     with stock_call():
-        key = (func, form(args), tuple((name, form(x)) for name, x in kwargs.items()))
+        key = (
+            func,
+            torch.is_inference_mode_enabled(),
+            form(args),
+            tuple((name, form(x)) for name, x in kwargs.items()),
+        )
     try:
         hash(key)
     except TypeError:
@@ -241,8 +263,7 @@ def _write(
     """Write where the target is held; operands that are not held there are exchanged first."""
     if not all(isinstance(x, Tensor) for x in written):
         raise UnsupportedError(
-            f"{name} writes to lists of tensors of pipeline stages in a way of its own; call it inside of a torch optimizer, use "
-            "mw.GradScaler for torch's, or write to one tensor after the other"
+            f"{name} of tensors of pipeline stages; use mw.GradScaler for torch's, or write to one tensor after the other"
         )
     if not all(isinstance(x, StageValue) for x in written):
         return _exchanged(func, args, kwargs, operands)
@@ -257,10 +278,12 @@ def _write(
     if others:
         args, kwargs, _ = _substituted(args, kwargs, others)
     if written[0].whole_model.rank in needed:
-        return _on_values(func, args, kwargs)
-    _write_elsewhere(written[0].whole_model, func, args, kwargs)
+        _on_values(func, args, kwargs)
+    else:
+        _write_elsewhere(written[0].whole_model, func, args, kwargs)
     # items, attributes and lists are set without a result
-    return None if name.startswith(("_f", "_a", "__set")) else written[0]
+    out = written[0] if kwargs.get("out") is None else kwargs["out"]
+    return None if name.startswith(("_f", "__set")) else out
 
 
 def _write_elsewhere(model: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
@@ -302,29 +325,26 @@ def _exchanged(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> 
     result = func(*args, **kwargs)
     if [version_of(x._local) for x in wholes] != before:
         raise UnsupportedError(
-            f"{getattr(func, '__name__', func)} writes to a value that only some pipeline stages hold, and it was given a copy; "
-            "compute the new value, and write it with copy_()"
+            f"{getattr(func, '__name__', func)} writes to a copy of a value of a pipeline stage; write the new value with copy_()"
         )
     return result
 
 
 # ---- lists
-def _lists_differ(args: Args, operands: Values) -> bool:
-    """Whether lists have members that different ranks hold, or that every rank has."""
-    members = [x for a in args if isinstance(a, (list, tuple)) for x in a if isinstance(x, Tensor)]
-    return len(members) != len(operands) or len({x.holders for x in operands}) > 1
+def _groups(args: Args) -> dict[frozenset[int], list[int]]:
+    """Ranks that hold members of lists, or none for those that every rank has -> places in the lists."""
+    lists = [a for a in args if isinstance(a, (list, tuple)) and len(a) == len(args[0])]
+    groups: dict[frozenset[int], list[int]] = {}
+    for i, members in enumerate(zip(*lists, strict=True)):
+        holders = (x.holders for x in members if isinstance(x, StageValue))
+        groups.setdefault(frozenset[int]().union(*holders), []).append(i)
+    return groups
 
 
-def _in_groups(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _in_groups(func: Function, args: Args, kwargs: Kwargs, groups: dict[frozenset[int], list[int]]) -> Any:
     """A ``_foreach`` function on lists, once for all members that the same ranks hold."""
-    length = len(args[0])
-    lists = [isinstance(a, (list, tuple)) and len(a) == length for a in args]
-    groups: dict[frozenset[int] | None, list[int]] = {}
-    for i in range(length):
-        members = [a[i] for a, is_list in zip(args, lists, strict=True) if is_list]
-        holders = [x.holders for x in members if isinstance(x, StageValue)]
-        groups.setdefault(frozenset.union(*holders) if holders else None, []).append(i)
-    results: list[Any] = [None] * length
+    lists = [isinstance(a, (list, tuple)) and len(a) == len(args[0]) for a in args]
+    results: list[Any] = [None] * len(args[0])
     for places in groups.values():
         part = [[a[i] for i in places] if is_list else a for a, is_list in zip(args, lists, strict=True)]
         result = func(*part, **kwargs)

@@ -29,7 +29,8 @@ def show_states(optimizer: Optimizer) -> None:
             continue
         for key, value in entries.items():
             # a count of steps is the same on every rank
-            if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, StageValue):
+            number = type(value) is torch.Tensor and not value.dim()
+            if isinstance(value, torch.Tensor) and not number and not isinstance(value, StageValue):
                 value = value if parameter.here else meta_like(value)
                 entries[key] = staged(value, parameter.whole_model, parameter.holders, parameter.device)
 
@@ -38,17 +39,13 @@ def show_states(optimizer: Optimizer) -> None:
 def own_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """Inside, `model` and `optimizer` have the parameters, buffers and states of this rank's stages only."""
     groups = [] if optimizer is None else optimizer.param_groups
+    states: Any = {} if optimizer is None else optimizer.state
     before = [group["params"] for group in groups]
-    if not any(isinstance(p, StageValue) for parameters in before for p in parameters):
-        with own_stages(model):
-            yield
-        return
-    assert optimizer is not None
     of_others: dict[torch.Tensor, Any] = {}
-    for parameter, entries in list(optimizer.state.items()):
+    for parameter, entries in list(states.items()):
         if isinstance(parameter, StageTensor):
-            of_others[parameter] = optimizer.state.pop(parameter)
-        elif isinstance(entries, dict):
+            of_others[parameter] = states.pop(parameter)
+        elif isinstance(parameter, StageValue):
             entries.update((key, value_of(value)) for key, value in list(entries.items()))
     for group in groups:
         group["params"] = [p for p in group["params"] if not isinstance(p, StageTensor)]
@@ -58,6 +55,6 @@ def own_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     finally:
         for group, parameters in zip(groups, before, strict=True):
             group["params"] = parameters
-        optimizer.state.update(of_others)
-        if not steps_each_parameter(optimizer):
+        states.update(of_others)
+        if optimizer is not None and not steps_each_parameter(optimizer):
             show_states(optimizer)

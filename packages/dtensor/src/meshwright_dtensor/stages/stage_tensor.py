@@ -66,6 +66,10 @@ class StageValue(Staged):
     def grad(self) -> None:
         set_held_gradient(self, None)
 
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The value as a plain tensor on every rank of all stages (a collective call), connected to autograd."""
+        return self.whole_model.exchange([self])[0].full_tensor()  # type: ignore[no-any-return]
+
     def _refuse_memory(self, *_: Any) -> NoReturn:
         raise UnsupportedError(
             f"pickle, copy or memory of a value of shape {list(self.shape)} that only some pipeline stages hold. Take "  # type: ignore[attr-defined]
@@ -76,7 +80,10 @@ class StageValue(Staged):
     __reduce_ex__ = data_ptr = storage = untyped_storage = _refuse_memory  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = self.detach().clone()  # type: ignore[attr-defined]
+        copy: Any = self.detach().clone()  # type: ignore[attr-defined]
+        if getattr(self, "_is_param", False):
+            copy._is_param = True
+            copy.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
         memo[id(self)] = copy
         return copy
 
@@ -89,10 +96,8 @@ class StageTensor(StageValue, torch.Tensor):
     _is_param = False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = (
-            repr(self._value) if self.here else f"shape={list(self._value.shape)}, dtype={self._value.dtype}"
-        )
-        return f"StageTensor({held}, held by rank {min(self.holders)} of the pipeline)"
+        shape, dtype = list(self._value.shape), self._value.dtype
+        return f"StageTensor({shape}, {dtype}, held by rank {min(self.holders)} of the pipeline)"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
@@ -100,6 +105,10 @@ class StageTensor(StageValue, torch.Tensor):
             f"{func} reached a value of one pipeline stage below __torch_function__ (functorch, torch.compile, a scripted "
             "function or a C++ extension); pass x.full_tensor(), the whole value"
         )
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """``hook`` is called where the value is held; no gradient arrives elsewhere."""
+        return self._value.register_hook(hook if self.here else lambda _: None)
 
     # torch.distributed.checkpoint: each rank saves and loads its part
     def __create_write_items__(self, name: str, _: Any) -> Any:
@@ -123,10 +132,6 @@ class StageTensor(StageValue, torch.Tensor):
             return torch.empty(0, dtype=self._value.dtype, device=self.device)
         return self._value.to_local() if hasattr(self._value, "to_local") else self._value
 
-    def full_tensor(self) -> Tensor:
-        """The value as a plain tensor on every rank (a collective call), connected to autograd."""
-        return self.whole_model.exchange([self])[0].full_tensor()
-
 
 class StageParameter(StageValue, MeshParameter):
     """A mesh parameter of this rank's stage, outside of a step. Inside it is a MeshParameter again."""
@@ -146,21 +151,12 @@ class StageParameter(StageValue, MeshParameter):
         return super().register_post_accumulate_grad_hook(self._in_step(hook))
 
     def _in_step(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        model = self.whole_model
-
         def run(x: Any) -> Any:
             # other ranks run no hook, so that nothing may be exchanged in it
-            model.enter()
-            try:
+            with self.whole_model.entered():
                 return hook(x)
-            finally:
-                model.leave()
 
         return run
-
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The value as a plain tensor on every rank of all stages (a collective call), connected to autograd."""
-        return self.whole_model.exchange([self])[0].full_tensor()
 
 
 def _copied(x: Tensor, other: Any, non_blocking: bool) -> Tensor:
@@ -192,7 +188,8 @@ def staged(value: Any, model: Any, holders: frozenset[int], device: torch.device
 @contextlib.contextmanager
 def held(values: Iterable[StageValue]) -> Iterator[None]:
     """Inside, these tensors are what they are in a step of the model."""
-    changed = [x for x in values if x.held_class is not None]
+    # an operand may be there twice
+    changed = list({id(x): x for x in values if x.held_class is not None}.values())
     kinds = [x.__class__ for x in changed]
     for x in changed:
         x.__class__ = x.held_class  # type: ignore[assignment]

@@ -209,6 +209,15 @@ class WholeModel:
         for absent in self._absent:
             absent.show()
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, only the tensors of this rank's stages are shown."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
     def begin_step(self) -> None:
         """An optimizer that steps each parameter by itself sees this rank's stages only, until `end_step`."""
         if not self._stepping:
@@ -297,25 +306,12 @@ def own_tensors(tensors: Iterable[Any]) -> Iterator[list[Any]]:
 def own_stages(model: nn.Module) -> Iterator[None]:
     """Inside, `model` has the parameters and buffers of this rank's stages only."""
     whole = whole_model_of(model)
-    if whole is None:
+    with contextlib.nullcontext() if whole is None else whole.entered():
         yield
-        return
-    whole.enter()
-    try:
-        yield
-    finally:
-        whole.leave()
 
 
-def hide_other_stages(model: nn.Module) -> None:
-    """From now on `model` has the parameters and buffers of this rank's stages only."""
+def show_all_stages(model: nn.Module, shown: bool = True) -> None:
+    """From now on `model` has the parameters and buffers of all stages outside of its calls, or only of this rank's stages."""
     whole = whole_model_of(model)
     if whole is not None:
-        whole.enter()
-
-
-def show_all_stages(model: nn.Module) -> None:
-    """From now on `model` has the parameters and buffers of all stages, outside of its calls."""
-    whole = whole_model_of(model)
-    if whole is not None:
-        whole.leave()
+        (whole.leave if shown else whole.enter)()

@@ -109,8 +109,7 @@ class Strategy(ABC):
             size: rows (as outer axes leave them) and tokens of the whole batch.
             plan: the plan that is applied, None during the search.
 
-        Raises:
-            UsageError: the batch cannot be divided as the plan says.
+        Raises UsageError: the batch cannot be divided as the plan says.
         """
         return self.input_state(name, shape, size.rows, degree)
 

@@ -31,8 +31,7 @@ def read_text(path: str | Path | None = None, *, at_least: int = 1) -> Tensor:
     """The bytes of `path`, or of the standard library's top-level modules, as a uint8 tensor of at most `LIMIT` elements.
 
     at_least: how many bytes the caller needs.
-    Raises:
-        UsageError: the file is missing, unreadable or too short.
+    Raises UsageError: the file is missing, unreadable or too short.
     """
     if path is None:
         folder, data = Path(sysconfig.get_path("stdlib")), b""

@@ -42,13 +42,12 @@ def clip_grad_norm_(
     Returns:
         The total norm before clipping: a plain 0-dim tensor, the same on every rank.
 
-    Raises:
-        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+    Raises RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with own_tensors(given) as mine:
         gradients = [p.grad for p in mine if p.grad is not None]
-        total = _total_norm(gradients, _stages([*mine, *gradients]), norm_type, error_if_nonfinite)
+        total = _total_norm(gradients, _stages([*given, *gradients]), norm_type, error_if_nonfinite)
     with torch.no_grad():
         # no branch on the value: it would wait for the device
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -64,8 +63,9 @@ def get_total_norm(
 
     Arguments, result and errors as in `clip_grad_norm_`; an empty list has norm 0.
     """
-    with own_tensors([tensors] if isinstance(tensors, torch.Tensor) else tensors) as mine:
-        return _total_norm(mine, _stages(mine), norm_type, error_if_nonfinite)
+    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    with own_tensors(given) as mine:
+        return _total_norm(mine, _stages(given), norm_type, error_if_nonfinite)
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def _total_norm(
 
 def _stages(tensors: Iterable[torch.Tensor]) -> StageInfo | None:
     """The pipeline stages of the model of these tensors, None where it has none."""
-    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    meshes = {tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")}
     return next((stages for mesh in meshes if (stages := stage_link(mesh)) is not None), None)
 
 

@@ -59,17 +59,20 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if model is not None:
         model.begin_step()
     _distribute_states(optimizer)
-    if model is not None:
-        if not steps_each_parameter(optimizer):
-            model.end_step()
-            show_states(optimizer)
-            return None
-        args = (args[0], *(_outside(model, x) for x in args[1:]))
-        kwargs = {key: _outside(model, value) for key, value in kwargs.items()}
+    if model is not None and not steps_each_parameter(optimizer):
+        model.end_step()
+        show_states(optimizer)
+        return None
     if not args or args[0] is not optimizer:
         return None
-    replacement = local_optimizer(optimizer) or whole_optimizer(optimizer)
-    return (args, kwargs) if replacement is None else ((replacement, *args[1:]), kwargs)
+    local_copy = local_optimizer(optimizer)
+    if model is not None and local_copy is not None:
+        # it has local tensors alone, and the hooks and the closure of the user see all stages
+        model.end_step()
+    elif model is not None:
+        args = (args[0], *(_outside(model, x) for x in args[1:]))
+        kwargs = {key: _outside(model, value) for key, value in kwargs.items()}
+    return (local_copy or whole_optimizer(optimizer) or optimizer, *args[1:]), kwargs
 
 
 def _outside(model: WholeModel, closure: Any) -> Any:
@@ -89,11 +92,13 @@ def _outside(model: WholeModel, closure: Any) -> Any:
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     model = whole_model_among([p for group in optimizer.param_groups for p in group["params"]])
-    if model is not None:
-        model.end_step()
     replaced = args and args[0] is not optimizer and type(args[0]) is type(optimizer)
     if replaced and type(optimizer) in ELEMENTWISE:
+        if model is not None:
+            model.begin_step()
         copy_states_back(optimizer, args[0])
+    if model is not None:
+        model.end_step()
 
 
 def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
@@ -142,7 +147,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
     states: dict[Any, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         locals_ = []
-        for parameter in group["params"]:
+        for parameter in _here(group):
             mine = isinstance(parameter, MeshParameter)
             if not mine and isinstance(parameter, DTensor):
                 return None
@@ -157,6 +162,11 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
     local_copy = _copy_with_state(optimizer, states)
     local_copy.param_groups = groups
     return local_copy
+
+
+def _here(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The parameters of a group without those of other stages."""
+    return [p for p in group["params"] if not isinstance(p, StageTensor)]
 
 
 def _copy_with_state(optimizer: torch.optim.Optimizer, states: dict[Any, Any]) -> torch.optim.Optimizer:
@@ -181,7 +191,7 @@ def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any]
 def copy_states_back(optimizer: torch.optim.Optimizer, local_copy: torch.optim.Optimizer) -> None:
     """Put the states of the local copy into the user's optimizer after a step."""
     for group, local_group in zip(optimizer.param_groups, local_copy.param_groups, strict=True):
-        for parameter, local in zip(group["params"], local_group["params"], strict=True):
+        for parameter, local in zip(_here(group), local_group["params"], strict=True):
             if local not in local_copy.state:
                 continue
             entries, local_entries = optimizer.state[parameter], local_copy.state[local]

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import live_process_groups
-from meshwright_dtensor.stages.whole_model import hide_other_stages, show_all_stages
+from meshwright_dtensor.stages.whole_model import show_all_stages
 from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts
 
 _ATTRIBUTE = "_meshwright_before"
@@ -165,7 +165,7 @@ def unparallelize(model: nn.Module) -> Unparallelized:
         raise UsageError(
             f"this {type(model).__name__} has not been parallelized, or is a copy of a model that has; give the model itself"
         )
-    hide_other_stages(model)
+    show_all_stages(model, False)
     result = Unparallelized([_ModuleSnapshot.of(module) for module in model.modules()], groups=before.groups)
     restoration = _Restoration()
     names = {id(module): prefix for prefix, module in model.named_modules()}

@@ -93,8 +93,7 @@ def verify(
     Returns:
         The report, the same on every rank. `report.raise_if_bad()` turns failures into VerificationError.
 
-    Raises:
-        UsageError: the model's output holds no loss. Errors of `parallelize` are raised too.
+    Raises UsageError: the model's output holds no loss. Errors of `parallelize` are raised too.
     """
     if steps < 1:
         raise UsageError(f"steps={steps} checks nothing; use at least 1")

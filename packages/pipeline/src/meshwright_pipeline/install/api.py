@@ -23,8 +23,7 @@ def pipeline(model: nn.Module, plan: ParallelPlan) -> nn.Module:
         `model`, of which this rank holds its stages. A call runs a step of the schedule and returns the loss, whose
         `backward()` passes the gradients to the parameters.
 
-    Raises:
-        PlanError: the plan does not fit the run or the model, or has other axes.
+    Raises PlanError: the plan does not fit the run or the model, or has other axes.
     """
     alone = "pipeline() runs stages and schedule alone; use meshwright_parallel.parallelize"
     for field in ("precision", "recompute", "zero"):

@@ -123,8 +123,7 @@ def why_not(
         pins: mesh axis -> degree, or option of `plan` -> value.
         host: where planners are found; None discovers what is installed.
 
-    Raises:
-        UsageError: there is no such option, or the model does not take the batch.
+    Raises UsageError: there is no such option, or the model does not take the batch.
     """
     question, plugins = _listed(pins), host or discover()
     check_names(pins, request, plugins)

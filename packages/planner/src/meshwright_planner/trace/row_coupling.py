@@ -88,8 +88,7 @@ class DataRankTapes:
             grid: the axes that divide rows.
             modules: those that strategies run on each rank's rows.
 
-        Raises:
-            PlanError: the model writes to rows of other ranks through views.
+        Raises PlanError: the model writes to rows of other ranks through views.
         """
         if key not in self._tapes:
             values, composites = rank_tape.values, self._composites
