@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from meshwright_dtensor._torch.core import forget_failed_join, forget_meshes, live_groups
+from meshwright_dtensor._torch.core import forget_failed_join, forget_meshes
+from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
 
 _MANY_OBJECTS = 20_000
 
@@ -69,7 +70,9 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
                     current = rendezvous
                     _join(rank, world_size, rendezvous)
                 else:
-                    _end_groups()
+                    # those of the function before, from which every rank has returned
+                    destroy_groups(live_process_groups())
+                    _collect()
                 joined = True
                 _import(*source)
                 fn, args = pickle.loads(payload)
@@ -121,15 +124,6 @@ def _leave() -> None:
         forget_meshes()
         _collect()
     forget_failed_join()
-
-
-def _end_groups() -> None:
-    """End the groups that the function before has made in this world. Every rank has returned from it."""
-    for group in live_groups():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    forget_meshes()
-    _collect()
 
 
 def _collect() -> None:
