@@ -12,6 +12,7 @@ rank, one after the other. The update equals that of one device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -56,23 +57,21 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not any(isinstance(p, (MeshParameter, StageTensor)) for p in parameters):
         return None
     model = whole_model_among(parameters)
-    if model is not None:
-        model.begin_step()
-    _distribute_states(optimizer)
+    with nullcontext() if model is None else model.entered():
+        _distribute_states(optimizer)
+        # of local tensors alone, so that the hooks and the closure of the user may see all stages
+        local_copy = local_optimizer(optimizer) if args and args[0] is optimizer else None
+    if local_copy is not None:
+        return (local_copy, *args[1:]), kwargs
     if model is not None and not steps_each_parameter(optimizer):
-        model.end_step()
         show_states(optimizer)
         return None
-    if not args or args[0] is not optimizer:
-        return None
-    local_copy = local_optimizer(optimizer)
-    if model is not None and local_copy is not None:
-        # it has local tensors alone, and the hooks and the closure of the user see all stages
-        model.end_step()
-    elif model is not None:
-        args = (args[0], *(_outside(model, x) for x in args[1:]))
+    if model is not None:
+        model.begin_step()
+        args = (*args[:1], *(_outside(model, x) for x in args[1:]))
         kwargs = {key: _outside(model, value) for key, value in kwargs.items()}
-    return (local_copy or whole_optimizer(optimizer) or optimizer, *args[1:]), kwargs
+    whole_copy = whole_optimizer(optimizer) if args and args[0] is optimizer else None
+    return args if whole_copy is None else (whole_copy, *args[1:]), kwargs
 
 
 def _outside(model: WholeModel, closure: Any) -> Any:
@@ -93,12 +92,11 @@ def _outside(model: WholeModel, closure: Any) -> Any:
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     model = whole_model_among([p for group in optimizer.param_groups for p in group["params"]])
     replaced = args and args[0] is not optimizer and type(args[0]) is type(optimizer)
-    if replaced and type(optimizer) in ELEMENTWISE:
-        if model is not None:
-            model.begin_step()
-        copy_states_back(optimizer, args[0])
     if model is not None:
         model.end_step()
+    if replaced and type(optimizer) in ELEMENTWISE:
+        with nullcontext() if model is None else model.entered():
+            copy_states_back(optimizer, args[0])
 
 
 def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
