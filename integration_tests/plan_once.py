@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan
+
+
+def one_and_many(make: Callable[[], nn.Module], batch: Any, **options: Any) -> list[Any]:
+    """A model of one device, and the same on this world by `plan_once` (a collective call)."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make())
+    mw.parallelize(models[1], plan_once(models[1], batch, cluster="laptop-cpu", **options))
+    return models
 
 
 def plan_once(model: nn.Module, batch: Any, **options: Any) -> ParallelPlan:

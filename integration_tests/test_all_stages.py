@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from plan_once import plan_once
+from plan_once import one_and_many
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -309,13 +309,9 @@ def differs(actual: Any, expected: Any) -> bool:
 
 
 def build(pins: dict[str, int]) -> tuple[nn.Module, nn.Module]:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Model())
     microbatches = {"microbatches": 2} if "pp" in pins else {}
-    mw.parallelize(models[1], plan_once(models[1], batch(), cluster="laptop-cpu", **microbatches, **pins))
-    return models[0], models[1]
+    reference, parallel = one_and_many(Model, batch(), **microbatches, **pins)
+    return reference, parallel
 
 
 def check(rank: int, size: int, pins: dict[str, int]) -> list[str]:

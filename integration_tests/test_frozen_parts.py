@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from comparing import whole
-from plan_once import plan_once
+from plan_once import one_and_many
 from zoo import CASES
 
-import meshwright as mw
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 LIMIT = 1e-4
@@ -26,12 +25,8 @@ def freeze(model: Any, step: int) -> None:
 
 def check(rank: int, size: int, pins: dict[str, Any]) -> list[str]:
     """What differs in four steps."""
-    case, models = CASES["gpt2"], []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(case.model())
-    batch = case.batch()
-    mw.parallelize(models[1], plan_once(models[1], batch, cluster="laptop-cpu", microbatches=2, pp=2, **pins))
+    batch = CASES["gpt2"].batch()
+    models = one_and_many(CASES["gpt2"].model, batch, microbatches=2, pp=2, **pins)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     references = dict(models[0].named_parameters(remove_duplicate=False))
     wrong = []
