@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.deferred.materialize import is_deferred
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.model.batch_text import SAME_BATCH, BatchTexts, first_difference
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discover_on_all_ranks
@@ -103,8 +104,4 @@ def _check_same_batch(text: str, device: torch.device) -> None:
 
 def differing(values: Iterable[int], device: torch.device) -> list[int]:
     """Indices at which `values` are not the same on all ranks."""
-    local = torch.tensor(list(values), dtype=torch.int64, device=device)
-    both = torch.cat([local, -local])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    largest, smallest = both[: len(local)], -both[len(local) :]
-    return [int(i) for i in (largest != smallest).nonzero().flatten().tolist()]
+    return [i for i, (least, most) in enumerate(extremes(list(values), None, device)) if least != most]

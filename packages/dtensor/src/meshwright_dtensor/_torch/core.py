@@ -385,6 +385,11 @@ def without_tracing(function: F) -> F:
     return function
 
 
+def mark_as_parameter(tensor: Any) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` be true, whatever its class."""
+    tensor._is_param = True
+
+
 def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The dicts in which a module holds its own parameters and buffers."""
     return module._parameters, module._buffers  # type: ignore[return-value]

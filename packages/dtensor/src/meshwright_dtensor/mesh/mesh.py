@@ -81,6 +81,16 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     return mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh, tuple(axes))
 
 
+def extremes(
+    values: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
+) -> list[tuple[int, int]]:
+    """Least and largest of each value over the ranks of a group, None for all ranks (a collective call)."""
+    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    largest, negated = both.view(2, -1).tolist()
+    return [(-low, high) for low, high in zip(negated, largest, strict=True)]
+
+
 def restrict_world(size: int) -> dist.ProcessGroup | None:
     """Make ranks 0 to `size` - 1 the default process group (a collective call). None on all other ranks, which keep theirs."""
     group = dist.new_group(list(range(size)))

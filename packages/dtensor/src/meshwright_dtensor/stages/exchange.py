@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from meshwright_dtensor.stored.gather import as_global
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor
+
+
+def exchanged_by_id(values: Iterable[StageValue]) -> dict[int, Tensor]:
+    """Id of each value, of at least one -> the value on every rank, as `exchange` gives it (a collective call)."""
+    unique = list({id(x): x for x in values}.values())
+    return dict(zip(map(id, unique), exchange(unique[0].whole_model, unique), strict=True))
 
 
 def exchange(model: Any, values: Sequence[StageValue]) -> list[Tensor]:

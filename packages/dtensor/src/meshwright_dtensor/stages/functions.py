@@ -14,6 +14,7 @@ import torch
 
 from meshwright_dtensor._torch.core import TorchDispatchMode, any_autocast, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.stages.exchange import exchanged_by_id
 from meshwright_dtensor.stages.stage_tensor import (
     StageBuffer,
     StageParameter,
@@ -114,8 +115,8 @@ def _refuse_recording(name: str, args: Args, kwargs: Kwargs) -> None:
     if name == "backward":
         refused = len(args) > 4 or kwargs.get("inputs") is not None
     else:
-        refused = isinstance(args[0], StageTensor) and not args[0]._is_param and name != "__get__"
-        refused = refused and (*args[1:], *kwargs.values()) != (False,)
+        computed = isinstance(args[0], StageTensor) and not isinstance(args[0], torch.nn.Parameter)
+        refused = computed and name != "__get__" and (*args[1:], *kwargs.values()) != (False,)
     if refused:
         raise UnsupportedError(
             f"{name} for values of pipeline stages: gradients arrive at all parameters, and there alone; use torch.autograd.grad"
@@ -313,10 +314,8 @@ def _is_number(x: Tensor) -> bool:
 # ---- on every rank
 def _substituted(args: Args, kwargs: Kwargs, values: Values) -> tuple[Args, Kwargs, list[Any]]:
     """The arguments with these values exchanged, and the exchanged values."""
-    unique = list({id(x): x for x in values}.values())
-    wholes = unique[0].whole_model.exchange(unique)
-    by_id = dict(zip(map(id, unique), wholes, strict=True))
-    return *_map(lambda x: by_id.get(id(x), x), (args, kwargs)), wholes
+    by_id = exchanged_by_id(values)
+    return *_map(lambda x: by_id.get(id(x), x), (args, kwargs)), list(by_id.values())
 
 
 def _exchanged(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> Any:

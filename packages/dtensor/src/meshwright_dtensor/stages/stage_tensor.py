@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.core import (
     checkpoint_chunks,
     checkpoint_items,
+    mark_as_parameter,
     pytree,
     stock_call,
     wrapper_like,
@@ -81,8 +82,8 @@ class StageValue(Staged):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy: Any = self.detach().clone()  # type: ignore[attr-defined]
-        if getattr(self, "_is_param", False):
-            copy._is_param = True
+        if isinstance(self, torch.nn.Parameter):
+            mark_as_parameter(copy)
             copy.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
         memo[id(self)] = copy
         return copy
@@ -92,8 +93,6 @@ class StageTensor(StageValue, torch.Tensor):
     """A parameter or buffer of another stage, or a value computed from tensors of one stage."""
 
     _value: Tensor
-    # nn.Parameter's own mark: a parameter of another stage is a parameter
-    _is_param = False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape, dtype = list(self._value.shape), self._value.dtype

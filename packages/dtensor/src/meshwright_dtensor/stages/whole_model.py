@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor._torch.core import module_tensors, pytree, stock_call
+from meshwright_dtensor._torch.core import mark_as_parameter, module_tensors, pytree, stock_call
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.model.stage_info import StageInfo
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.stages.exchange import exchange
+from meshwright_dtensor.stages.exchange import exchange, exchanged_by_id
 from meshwright_dtensor.stages.functions import install
 from meshwright_dtensor.stages.stage_tensor import (
     StageBuffer,
@@ -180,7 +181,8 @@ class WholeModel:
             meta = meta_like(placeholder)
             value: Tensor = meta if trained is None else nn.Parameter(meta, trained)
         tensor: StageTensor = staged(value, self, holders, self.device)
-        tensor._is_param = trained is not None
+        if trained is not None:
+            mark_as_parameter(tensor)
         return tensor
 
     # ---- inside and outside of a step
@@ -240,15 +242,13 @@ class WholeModel:
         values = [x for x in pytree.tree_leaves(tree) if isinstance(x, StageValue)]
         if not values:
             return tree
-        exchanged = dict(zip(map(id, values), exchange(self, values), strict=True))
-        return pytree.tree_map(lambda x: exchanged.get(id(x), x), tree)
+        by_id = exchanged_by_id(values)
+        return pytree.tree_map(lambda x: by_id.get(id(x), x), tree)
 
     def check_same_call(self, call: str) -> None:
         """Raise UsageError on every rank of the axis unless all of them make this call (a collective call)."""
-        checksum = zlib.crc32(call.encode())
-        both = torch.tensor([checksum, -checksum], dtype=torch.int64, device=self.device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
-        if both[0] == -both[1]:
+        ((least, largest),) = extremes([zlib.crc32(call.encode())], self.group, self.device)
+        if least == largest:
             return
         calls: list[str] = [""] * len(self._everywhere)
         dist.all_gather_object(calls, call, group=self.group)

@@ -61,14 +61,15 @@ class StageDivision(Division):
         self.schedule = schedule_named(rule.schedule)
         self.shape = Shape(ranks, len(rule.stages), rule.microbatches)
         self.table = checked_timetable(self.schedule, self.shape)
-        holders = _holders(model, self.owned, self.schedule, self.shape)
+        owners = _owners(self.owned, self.schedule, self.shape)
+        holders = _holders(model, owners, ranks)
         self.ties = ties(model, holders)
         self.hooks_before = {module: frozenset(hooks_of(module)) for module in model.modules()}
         everything = frozenset(model.state_dict())
         self.names = names_of(model)
         self.buffers = {
             name: frozenset(ranks)
-            for unit, ranks in _owners(self.owned, self.schedule, self.shape).items()
+            for unit, ranks in owners.items()
             for name, _ in model.get_submodule(unit).named_buffers(unit, remove_duplicate=False)
         }
         self.skeleton = skeleton(model, self.owned.units, dtype)
@@ -149,14 +150,13 @@ def call_of(model: nn.Module) -> PipelinedCall | None:
 
 
 def _holders(
-    model: nn.Module, owned: Ownership, schedule: Schedule, shape: Shape
+    model: nn.Module, owners: Mapping[str, tuple[int, ...]], ranks: int
 ) -> dict[str, tuple[int, ...]]:
     """Parameter name, aliases included -> ranks that hold it under that name."""
     holders: dict[str, tuple[int, ...]] = {}
-    owners = _owners(owned, schedule, shape)
     for name, _ in model.named_parameters(remove_duplicate=False):
         unit = next((unit for unit in owners if name == unit or name.startswith(f"{unit}.")), None)
-        holders[name] = tuple(range(shape.ranks)) if unit is None else owners[unit]
+        holders[name] = tuple(range(ranks)) if unit is None else owners[unit]
     return holders
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline.runtime.agreement import extremes
+from meshwright_dtensor.mesh.mesh import extremes
 
 _STAGED = "_meshwright_staged"
 

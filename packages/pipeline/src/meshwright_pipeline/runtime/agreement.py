@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_dtensor.mesh.mesh import extremes, group_over
 from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_pipeline.runtime.p2p import packets, receive_bytes, send_to_each
@@ -37,14 +37,6 @@ class RankLost(Exception):
 
 
 # ---- within a stage, before a step
-def extremes(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, int]]:
-    """Least and largest of each value over the ranks of a group (collective)."""
-    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    largest, negated = both.view(2, -1).tolist()
-    return [(-low, high) for low, high in zip(negated, largest, strict=True)]
-
-
 class StageRanks:
     """The ranks of one stage: before each step they agree, with one small all-reduce, that all can begin.
 
