@@ -144,20 +144,13 @@ class MeshParameter(WholeMemory, DTensor):
 
     def copy_(self, other: Any, non_blocking: bool = False) -> MeshParameter:
         """Overwrite the value; a plain tensor is the global value, as in ``load_state_dict`` of a one-device checkpoint."""
-        if isinstance(other, Tensor) and not isinstance(other, DTensor):
-            # a global tensor
-            if hasattr(other, "full_tensor"):
-                other = other.full_tensor()
-            if other.shape != self.shape:
-                other = other.expand(self.shape)
-            dtensor_local(self).copy_(read_region(other, self._layout.region), non_blocking)
-            return self
         other = other.current() if isinstance(other, MeshView) else other
-        if permuted_layout(self) is not permuted_layout(other):
-            dtensor_local(self).copy_(local_part_of(other, self._layout), non_blocking)
-            return self
-        with stock_call():
-            DTensor.copy_(self, other, non_blocking)
+        if isinstance(other, DTensor) and other.shape == self.shape:
+            other = self._local_of(other)
+        elif isinstance(other, Tensor):
+            whole = other.full_tensor() if hasattr(other, "full_tensor") else other
+            other = read_region(whole.expand(self.shape), self._layout.region)
+        dtensor_local(self).copy_(other, non_blocking)
         return self
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:

@@ -54,7 +54,7 @@ _QUERIES = frozenset(
 """Functions that ask about the tensor, not for its value."""
 _STOCK = (_QUERIES - {"__format__"}) | frozenset(
     "detach clone contiguous to cpu cuda type float double half bfloat16 sum mean norm vector_norm linalg_vector_norm amax amin "
-    "all any count_nonzero stack backward requires_grad_ retain_grad register_hook __delete__ new_empty new_zeros new_ones "
+    "all any count_nonzero stack backward requires_grad_ detach_ retain_grad register_hook __delete__ new_empty new_zeros new_ones "
     "new_full new_tensor zeros_like ones_like full_like empty_like is_shared share_memory_ __setstate__".split()
 )
 """Functions that stock DTensor runs; all others run as on global tensors."""
@@ -176,9 +176,10 @@ def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
     name = getattr(func, "__name__", "")
     by_list = writes_lists(name)
     fused = name.startswith("_f") and not by_list
-    # it tells of the tensor, writes, or gives one value that can be completed
-    stock = name in _STOCK or (name.endswith("_") and not name.endswith("__"))
-    stock = stock or (name in ("max", "min") and len(args) == 1 and not kwargs)
+    if kind_of(func) == "write":
+        return write(func, args, kwargs)
+    # it tells of the tensor, or gives one value that can be completed
+    stock = name in _STOCK or (name in ("max", "min") and len(args) == 1 and not kwargs)
     if fused or (stock and not mixes_plain_tensors(args, kwargs)):
         try:
             with stock_call(), quiet_exchanges():

@@ -35,6 +35,7 @@ from meshwright_dtensor.stored.gather import (
     whole_value,
 )
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
+from meshwright_dtensor.stored.permuted import local_part_of
 from meshwright_dtensor.stored.views import Origin
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, kind_of
 
@@ -221,6 +222,8 @@ def _write_parts(func: Function, target: DTensor, args: Args, kwargs: Mapping[st
     def part(x: Any) -> Any:
         if x is target:
             return dtensor_local(target)
+        if isinstance(x, DTensor) and x.shape == layout.shape and not isinstance(x, MeshView):
+            return local_part_of(x, layout)
         x = whole_value(x)
         return read_region(x.expand(layout.shape), layout.region) if isinstance(x, Tensor) and x.dim() else x
 
