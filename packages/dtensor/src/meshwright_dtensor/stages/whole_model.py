@@ -280,7 +280,7 @@ class WholeModel:
         for x, has in zip(parameters, present, strict=True):
             if not x.here:
                 value = value_of(x)
-                value.grad = torch.empty_like(value) if has else None
+                value.grad = value.detach() if has else None
 
 
 def whole_model_of(model: nn.Module) -> WholeModel | None:
