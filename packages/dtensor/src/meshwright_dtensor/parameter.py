@@ -254,13 +254,15 @@ def state_like(parameter: MeshParameter, local: Tensor) -> DTensor:
 
 def gradient_of(parameter: MeshParameter, local: Tensor) -> Tensor:
     """The gradient of `parameter` of which `local` is this rank's part: a DTensor, or, where autograd goes on, a global tensor."""
-    layout = parameter._layout
     if local.requires_grad and torch.is_grad_enabled():
+        layout = parameter.compute_layout
         states = tuple(
             "P" if s == "X" and layout.context.sizes[i] > 1 else s for i, s in enumerate(layout.states)
         )
+        # a compute copy may have another dtype
+        local = local.to(parameter._layout.dtype)
         return wrap(local, layout_of(layout.context, states, layout.shape, local.dtype))
-    return mesh_value(as_permuted(dtensor_like(local, parameter), layout))
+    return mesh_value(as_permuted(dtensor_like(local, parameter), parameter._layout))
 
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:

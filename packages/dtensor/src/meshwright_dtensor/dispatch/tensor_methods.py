@@ -84,7 +84,8 @@ def _as_gradient(t: Any, g: Tensor | None) -> Tensor | None:
         return wrap(g, layout_of(t._layout.context, _gradient_states(t), t._layout.shape, g.dtype))
     if isinstance(t, DTensor) and g is not None:
         copy = getattr(t, "_copy", None)
-        g = g if copy is None else copy.stored_gradient(g)
+        if copy is not None and not (g.requires_grad and torch.is_grad_enabled()):
+            g = copy.stored_gradient(g)
         return gradient_of(t, g) if isinstance(t, MeshParameter) else mesh_value(dtensor_like(g, t))
     return g
 

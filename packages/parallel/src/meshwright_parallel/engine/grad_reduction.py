@@ -119,14 +119,15 @@ class DataReduction:
         leaf, index = slot.leaf, slot.index
 
         def before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
-            if torch.is_grad_enabled():
-                raise UnsupportedError(
-                    f"gradient of {slot.name!r}: create_graph=True does not work together with data parallelism; "
-                    "use data degree 1 for higher derivatives"
-                )
             # torch.autograd.grad accumulates nothing, and returns this sum
             if gradient_is_captured():
-                return self._sum_now(slot, gradient)
+                # create_graph=True: a partial sum, which autograd completes where it is used
+                return None if torch.is_grad_enabled() else self._sum_now(slot, gradient)
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    f"backward(create_graph=True) would put the gradient of {slot.name!r}, which is summed over ranks, and its "
+                    "graph into .grad; use torch.autograd.grad(loss, parameters, create_graph=True)"
+                )
             self._begin_pass()
             # twice in one pass (reentrant checkpointing): finish the first
             if index in self._priors:
