@@ -69,7 +69,7 @@ def build(name: str, folder: Path, wheels: Path) -> Path:
 
 
 def share_torch(constraints: Path, folders: Path) -> None:
-    """Make the shared torch, with its dependencies, part of the environment that runs this script; install it first if it is new."""
+    """Make the shared torch and its dependencies part of this environment; install them first if they are new."""
     key = hashlib.sha256(sys.version.encode() + constraints.read_bytes()).hexdigest()[:16]
     folder = folders / f"torch-{key}"
     if not folder.exists():
