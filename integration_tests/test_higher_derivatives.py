@@ -85,8 +85,8 @@ def plain(x: Any) -> Tensor:
 def check(rank: int, size: int, pins: dict[str, int]) -> list[str]:
     wrong = []
     for use in USES:
-        one, many = one_and_many(lambda: Critic().double(), {"x": inputs()}, **pins)
-        pairs = zip(map(plain, use(many)), map(plain, use(one)), strict=True)
+        single, many = one_and_many(lambda: Critic().double(), {"x": inputs()}, **pins)
+        pairs = zip(map(plain, use(many)), map(plain, use(single)), strict=True)
         wrong += [f"{use.__name__}: {a} for {b}" for a, b in pairs if not torch.allclose(a, b, rtol=1e-11)]
         # the negative control: the second derivatives matter
         if use is penalty_of_parameters:
