@@ -80,7 +80,7 @@ def facts(model: nn.Module) -> Iterator[Any]:
     ]
     yield [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
     yield sum(p.numel() for p in model.parameters())
-    yield [(name, tuple(value.shape)) for name, value in model.named_buffers()]
+    yield [(name, tuple(value.shape), value.tolist()) for name, value in model.named_buffers()]
 
 
 def norms(model: nn.Module) -> Iterator[Any]:
@@ -347,6 +347,8 @@ def stages(rank: int, size: int, folder: str) -> bool:
             list(reference.parameters())
         )
         assert not any(isinstance(p, StageValue) for p in model.parameters())
+        with pytest.raises(UsageError, match="this rank's stages only; call it between steps"):
+            mw.full_state_dict(model)
     assert all(value_of(p).is_meta for p in model.parameters() if isinstance(p, StageValue) and not p.here)
     with pytest.raises(UnsupportedError, match=r"mw\.full_state_dict\(model\)"):
         torch.save(model.state_dict(), Path(folder, f"{rank}.pt"))

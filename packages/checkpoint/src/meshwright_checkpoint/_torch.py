@@ -18,12 +18,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def full_value(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole value of a tensor over a mesh (a collective call), or the tensor itself, without autograd."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach()
-
-
 def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor. The view keeps the tensor alive.
 

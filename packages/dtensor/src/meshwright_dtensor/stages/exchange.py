@@ -38,7 +38,8 @@ def _whole(x: Any) -> Tensor:
     """The whole value as a plain tensor, gathered within the stage; a meta tensor itself."""
     if isinstance(x, DTensor) and not (torch.is_grad_enabled() and x.requires_grad):
         x = as_global(x)
-    return x.full_tensor() if isinstance(x, (GlobalTensor, DTensor)) else x
+    # another object: a buffer is of a stage again once this is over
+    return x.full_tensor() if isinstance(x, (GlobalTensor, DTensor)) else x.view_as(x)
 
 
 class _Exchange(torch.autograd.Function):

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
+from meshwright_dtensor.model.batch_text import describe
 from meshwright_dtensor.sharding.boxes import chunk_box
 from meshwright_dtensor.sharding.states import States
-from meshwright_dtensor.utils.checksum import checksum
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.data.local_rows import LocalRows, check_leaves, joined
 from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
@@ -104,16 +104,10 @@ def _reads_rows(loader: Iterable[Any]) -> bool:
 def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
     for batch in loader:
         args, kwargs = call_arguments(batch)
-        sums: list[int] = []
-
-        def add_sum(name: str, tensor: torch.Tensor, sums: list[int] = sums) -> torch.Tensor:
-            sums.append(zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()))
-            sums.append(checksum(tensor, samples=64))
-            return tensor
-
-        map_tensors(add_sum, args, kwargs)
-        values = [len(sums), zlib.crc32(str(sums).encode())]
-        _check_ranks_agree(values, placed, "batches differ between ranks; seed them alike")
+        text = describe(args, kwargs, values=True)
+        _check_ranks_agree(
+            [zlib.crc32(text.encode())], placed, "batches differ between ranks; seed them alike"
+        )
         yield joined(batch, *placed.place(args, kwargs))
 
 

@@ -14,7 +14,6 @@ to its own largest value. Two kinds of tensors cannot be compared this way, and 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +29,6 @@ from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.model.tied_parameters import tied_names
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.stages.whole_model import own_stages
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.optim.clip_grad import clip_grad_norm_
@@ -130,7 +128,7 @@ def verify(
             degrees=dict(plan.degrees),
             steps=steps,
             losses=tuple(runs.losses),
-            comparisons=tuple(runs.all_comparisons()),
+            comparisons=tuple(merge_ranks(runs.comparisons, runs.is_staged)),
             tied=tied_names(reference),
         )
         if report.ok or runs.is_staged or not any(c.step >= 0 for c in report.failures):
@@ -193,11 +191,7 @@ class _Run:
         self.model = model
         self.mixed = None if compute_dtype is None else _MixedReference(model, compute_dtype)
         self.optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
-        stages = stages_of(model)
-        # a tied parameter goes by its first name
-        aliases = {} if stages is None else stages.aliases
-        with own_stages(model):
-            self.named = {aliases.get(name, name): p for name, p in model.named_parameters()}
+        self.named = dict(model.named_parameters())
         self.names = {id(p): name for name, p in self.named.items()}
 
     def backward(self, call: _Call, max_norm: float | None) -> torch.Tensor:
@@ -224,7 +218,9 @@ class _Run:
         if kind == "parameter":
             return dict(self.named)
         if kind == "buffer":
-            return dict((self.model if self.mixed is None else self.mixed.model).named_buffers())
+            # whether two names are one buffer is known on the ranks of its stage only
+            model = self.model if self.mixed is None else self.mixed.model
+            return dict(model.named_buffers(remove_duplicate=False))
         return {
             f"{self.names.get(id(parameter), '?')}/{key}": value
             for parameter, entries in self.optimizer.state.items()
@@ -252,14 +248,13 @@ class _Runs:
 
     @property
     def is_staged(self) -> bool:
-        """Whether a rank holds some stages of the model only."""
+        """Whether a rank holds the optimizer's states of some stages of the model only."""
         return stages_of(self.parallel.model) is not None
 
     def compare_initial(self) -> None:
         """Before the first step the values must be equal bit for bit."""
         expected, actual = self.one_device.named, self.parallel.named
-        with own_stages(self.parallel.model):
-            self.comparisons += compare(-1, "parameter", expected, actual, 0.0, actual_only=self.is_staged)
+        self.comparisons += compare(-1, "parameter", expected, actual, 0.0)
 
     def step(self, step: int, seed: int, call: _Call, max_norm: float | None, adaptive: bool) -> None:
         """Run one training step in every run, and compare its tensors."""
@@ -286,24 +281,19 @@ class _Runs:
 
     def _compare(self, step: int, kind: Kind, reach: Mapping[str, float] | None = None) -> list[Comparison]:
         runs = (self.one_device, self.parallel, self.perturbed)
-        staged, limit = self.is_staged, self.tolerance
-        with own_stages(self.parallel.model):
-            want, got, near = (run.tensors(kind) for run in runs)
-            comparisons = compare(
-                step, kind, want, got, limit, perturbed=near, reach=reach or {}, actual_only=staged
-            )
+        want, got, near = (run.tensors(kind) for run in runs)
+        comparisons = compare(
+            step,
+            kind,
+            want,
+            got,
+            self.tolerance,
+            perturbed=near,
+            reach=reach or {},
+            actual_only=kind == "state" and self.is_staged,
+        )
         self.comparisons += comparisons
         return comparisons
-
-    def all_comparisons(self) -> list[Comparison]:
-        """The comparisons of all ranks, with a failure for each parameter that no rank holds."""
-        merged = merge_ranks(self.comparisons, self.is_staged)
-        if self.is_staged:
-            held = {c.name for c in merged if c.step == -1 and c.kind == "parameter"}
-            lost = [name for name in self.one_device.named if name not in held]
-            note = "on no rank"
-            merged += [Comparison(-1, "parameter", n, "float32", math.inf, 0.0, 0.0, note) for n in lost]
-        return merged
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
