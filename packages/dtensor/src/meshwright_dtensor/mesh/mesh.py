@@ -20,7 +20,7 @@ from meshwright_dtensor._torch.core import (
 )
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.utils.names import count_of
-from meshwright_dtensor.utils.process import settle_at_exit
+from meshwright_dtensor.utils.process import report_last_to_torchrun, settle_at_exit
 
 if TYPE_CHECKING:
     from meshwright_dtensor.plan.plan import ParallelPlan
@@ -49,6 +49,7 @@ def init(device: str | None = None) -> torch.device:
         backend = "nccl" if kind == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
+            report_last_to_torchrun()
         else:
             dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1)
     if kind == "cuda":

@@ -1,4 +1,4 @@
-"""This process: its CPU cores, and a clean exit if it used gloo.
+"""This process: its CPU cores, the report of the exception that ends it, and a clean exit if it used gloo.
 
 A gloo thread takes the GIL to release the tensors of a finished collective. A thread that asks for the GIL during
 interpreter shutdown aborts the process: "terminate called without an active exception". ``destroy_process_group`` ends the
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import TracebackType
 
 THREADS = Path("/proc/self/task")
 # a thread that waits for the GIL wakes up more often than that
@@ -24,6 +26,31 @@ FIELDS = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 def settle_at_exit() -> None:
     """Register `settle` to run at exit, once."""
     atexit.register(settle)
+
+
+@cache
+def report_last_to_torchrun() -> None:
+    """Give torchrun the exception that ends this rank: it shows the first of all ranks, once, as the last thing on the screen."""
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or not isinstance(error, Exception):
+            # torchrun would not show it until the last restart has failed
+            before(kind, error, trace)
+            return
+        try:
+            raise error
+        except Exception:
+            # the report has the traceback of the exception that is handled now, without this frame
+            get_error_handler().record_exception(error.with_traceback(trace))
+        first_line, *_ = f"{kind.__name__}: {error}".splitlines()
+        print(f"[rank{os.environ.get('RANK', '?')}]: {first_line}", file=sys.stderr, flush=True)
+
+    sys.excepthook = report
 
 
 def settle(timeout: float = 1.0) -> None:
