@@ -1,0 +1,62 @@
+"""Runs operators in chunks on real ranks; a chunk that hangs or dies is run again without the case at fault."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
+
+from .judge import KINDS, Outcome
+from .run_ops import run_ops
+
+CHUNK, TIMEOUT = 8, 90.0
+RENEWED = 12
+"""After so many chunks the ranks start afresh, so that nothing piles up in them."""
+
+
+def sweep(
+    names: Sequence[str], sizes: tuple[int, ...], count: int
+) -> Iterator[tuple[list[str], list[Outcome]]]:
+    """Names of a chunk and its outcomes, chunk by chunk, on a mesh of `sizes`, with `count` samples of each operator."""
+    world = 1
+    for n in sizes:
+        world *= n
+    with tempfile.TemporaryDirectory() as folder:
+        progress = str(Path(folder) / "case")
+        pool = RankPool(world)
+        try:
+            for start in range(0, len(names), CHUNK):
+                if start and start // CHUNK % RENEWED == 0:
+                    pool.close()
+                    pool = RankPool(world)
+                chunk = list(names[start : start + CHUNK])
+                yield chunk, _chunk(pool, world, chunk, sizes, count, progress)
+        finally:
+            pool.close()
+
+
+def _chunk(
+    pool: RankPool, world: int, names: list[str], sizes: tuple[int, ...], count: int, progress: str
+) -> list[Outcome]:
+    faults: list[Outcome] = []
+    while True:
+        skipped = frozenset(f"{fault.op} {fault.case}" for fault in faults)
+        try:
+            ranks = pool.run(world, run_ops, sizes, names, count, progress, skipped, timeout=TIMEOUT)
+            return faults + [worst(outcomes) for outcomes in zip(*ranks, strict=True)]
+        except RankError as error:
+            label = Path(progress).read_text()
+            name = next(n for n in sorted(names, key=len, reverse=True) if label.startswith(f"{n} "))
+            kind = "hang" if "did not finish" in str(error) else "crash"
+            faults.append(Outcome(name, label[len(name) + 1 :], kind, " ".join(str(error).split())[:300]))
+            if label in skipped:
+                raise
+
+
+def worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of a case on all ranks."""
+    found = max(outcomes, key=lambda outcome: KINDS.index(outcome.kind))
+    return replace(found, gathered=any(o.gathered for o in outcomes), tier=max(o.tier for o in outcomes))
