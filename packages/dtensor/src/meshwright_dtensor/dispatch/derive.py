@@ -20,19 +20,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes, without_modes
 from meshwright_dtensor.comm.log import current_site, record
-from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
 from meshwright_dtensor.rules.book import rule_book
+from meshwright_dtensor.rules.node import base_name
 from meshwright_dtensor.sharding.boxes import dim_order_of, local_shape_of, region_of
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
 from meshwright_dtensor.tensor.global_tensor import DetachedView
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
-from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value, is_ref, refs_in
+from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value, function_name, is_ref, refs_in
 
 Tensor = torch.Tensor
 
@@ -167,6 +168,10 @@ def derive(
         if not isinstance(x, Ref):
             return x
         value = traced.values[x.i]
+        if len(value.stride) != len(value.shape):
+            raise UnsupportedError(
+                f"{function_name(call.func)} gives a sparse tensor, which cannot be spread over a mesh; call it on x.full_tensor()"
+            )
         return layout_of(context, produced.get(x.i, context.replicated), value.shape, value.dtype)
 
     out = pytree.tree_map(layout, traced.out, is_leaf=is_ref)
@@ -188,6 +193,10 @@ def _check_recorded(traced: Traced, inputs: int) -> None:
     if traced.unreturned_write:
         raise Underivable(f"{traced.unreturned_write} writes to an argument and returns nothing")
     made = {r.i for n in traced.nodes for r in n.outs} | set(range(inputs))
+    for n in traced.nodes:
+        written = n.mutates and base_name(n.name).endswith("_") and torch.Tag.inplace_view not in n.op.tags
+        if written and traced.values[n.ins[0].i].shape != traced.values[n.outs[0].i].shape:
+            raise Underivable(f"{n.name} changes the shape in place")
     if any(r.i not in made for r in refs_in(traced.out)):
         raise Underivable("returns a tensor that no recorded op has made")
     for index in {r.i for n in traced.nodes for r in n.ins} - made:
@@ -228,6 +237,9 @@ def _check_steps(traced: Traced, inputs: int, reason: str) -> None:
     made = {r.i for n in traced.nodes for r in n.outs} | set(range(inputs))
     if any(r.i not in made for n in traced.nodes for r in n.ins):
         raise Underivable(f"{reason}; and it makes a tensor constant inside")
+    # traced without gradients: what F.linear_cross_entropy passes on depends on requires_grad
+    if any(n.op is not None and n.op.namespace not in ("aten", "prims") for n in traced.nodes):
+        raise Underivable(f"{reason}; and it calls a custom operator")
 
 
 def coordinates(

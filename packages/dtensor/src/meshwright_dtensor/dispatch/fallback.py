@@ -16,6 +16,7 @@ from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
 from meshwright_dtensor.dispatch.gathered_views import gathered_view, whole, write_to_whole
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import replicated_layout
+from meshwright_dtensor.mesh.mesh import extremes, group_over
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, version_of, wrap
@@ -52,6 +53,8 @@ class Replicated:
 
     def run(self, args: Any, kwargs: Any, site: Site) -> Any:
         """Run on gathered values; a write is copied back into this rank's part."""
+        if function_name(self.func).startswith("as_strided"):
+            _check_order(args[0], self.context)
         if self.in_place:
             return self._write(args, kwargs, site)
         given, spec = pytree.tree_flatten((args, kwargs))
@@ -114,7 +117,23 @@ class Replicated:
                 )
             return result
 
-        return target if write_to_whole(target, change, site) is not None else None
+        result = write_to_whole(target, change, site)
+        if target._local.shape != target._layout.local_shape:
+            target._layout, target._memo = replicated_layout(self.context, target._local), None
+        return target if result is not None else None
+
+
+def _check_order(x: Any, context: MeshContext) -> None:
+    """Refuse a sharded tensor for as_strided, which reads memory, if a rank's part is not contiguous (a collective call)."""
+    if not isinstance(x, GlobalTensor) or x._layout.replicated:
+        return
+    # a part with a dim of size 1 does not tell the order, so the ranks decide together
+    ranks = group_over(context.mesh, context.axes)
+    if extremes([x._local.is_contiguous()], ranks, x.device) != [(1, 1)]:
+        raise UnsupportedError(
+            f"as_strided of a sharded tensor ({x._layout!r}) whose parts are not contiguous would read other elements than on "
+            "one device; use x.contiguous()"
+        )
 
 
 def _own_memory(x: Any) -> Tensor | None:

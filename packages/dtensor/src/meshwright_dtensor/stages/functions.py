@@ -29,6 +29,7 @@ from meshwright_dtensor.tensor.foreach import writes_lists
 from meshwright_dtensor.tensor.global_tensor import version_of
 from meshwright_dtensor.trace.function_kinds import (
     DATA_DEPENDENT,
+    VIEWS,
     Args,
     Function,
     Kwargs,
@@ -46,7 +47,9 @@ _QUERIES = frozenset(
     "register_post_accumulate_grad_hook __hash__ is_same_size _is_view _has_compatible_shallow_copy_type".split()
 )
 """Functions that ask about a tensor, not for its value."""
-_READS = DATA_DEPENDENT | frozenset("backward bernoulli multinomial poisson binomial normal".split())
+_READS = (DATA_DEPENDENT - VIEWS) | frozenset(
+    "backward bernoulli multinomial poisson binomial normal".split()
+)
 """Functions that take the value on every rank; what is drawn may depend on it."""
 
 

@@ -91,10 +91,20 @@ def run_by_rules(func: Function, args: Args, kwargs: Mapping[str, Any]) -> Any:
 
     The result is a stored DTensor again, unless autograd records it.
     """
-    args, kwargs = pytree.tree_map(as_global, (args, dict(kwargs)))
+    given: dict[int, Any] = {}
+
+    def lent(x: Any) -> Any:
+        value = as_global(x)
+        given[id(value)] = x
+        return value
+
+    args, kwargs = pytree.tree_map(lent, (args, dict(kwargs)))
     if torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))
     ):
         return func(*args, **kwargs)
     with torch.no_grad():
-        return pytree.tree_map(as_stored, func(*args, **kwargs))
+        # a function with inplace=True returns the tensor that it is given
+        return pytree.tree_map(
+            lambda x: given[id(x)] if id(x) in given else as_stored(x), func(*args, **kwargs)
+        )

@@ -22,7 +22,7 @@ from meshwright_dtensor._torch.core import (
     waited,
 )
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, uneven_dims
-from meshwright_dtensor.stored.gather import gather_stored, stored_layout
+from meshwright_dtensor.stored.gather import gather_stored, stored_layout, whole_value
 from meshwright_dtensor.stored.permuted import is_permuted, stock_dtensor
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.trace.function_kinds import Args, Function
@@ -145,7 +145,9 @@ def frozen_arguments(tree: Any) -> Any:
 
 
 def _frozen(x: Any) -> Any:
-    # only its shape is read (``view_as``)
+    # of another tensor only the shape is read (``view_as``)
+    if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32):
+        return whole_value(x).clone()
     if isinstance(x, (DTensor, GlobalTensor)):
         return torch.empty((), dtype=x.dtype).expand(x.shape)
     if isinstance(x, slice):

@@ -16,9 +16,10 @@ Kwargs = dict[str, Any]
 
 DATA_DEPENDENT = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __format__ __contains__ nonzero __array__ equal "
-    "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__".split()
+    "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__ "
+    "as_strided as_strided_ as_strided_copy as_strided_scatter".split()
 )
-"""Functions whose result depends on values, not on layouts alone: they need the whole value."""
+"""Functions whose result depends on values or on memory, not on layouts alone: they need the whole value."""
 
 VIEWS = frozenset(
     "__getitem__ view reshape narrow select transpose t permute expand expand_as unsqueeze squeeze chunk split unbind diagonal "
