@@ -49,19 +49,19 @@ def main() -> int:
         outcomes[mesh] = [o for name in names for o in stored.get(name, [])]
         todo = [name for name in names if name not in stored]
         done = 0
-        for chunk, found in sweep(todo, sizes, arguments.samples or count) if todo else ():
-            outcomes[mesh] += found
+        for chunk, of_chunk in sweep(todo, sizes, arguments.samples or count) if todo else ():
+            outcomes[mesh] += of_chunk
             done += len(chunk)
             if arguments.store:
-                append(arguments.store, mesh, chunk, found)
-            counts = dict(Counter(outcome.kind for outcome in found))
+                append(arguments.store, mesh, chunk, of_chunk)
+            counts = dict(Counter(outcome.kind for outcome in of_chunk))
             seconds = time.monotonic() - start
             console.print(
                 f"{mesh} {done}/{len(todo)} {seconds:.0f}s {chunk[0]}.. {counts}",
                 highlight=False,
                 soft_wrap=True,
             )
-            for outcome in found:
+            for outcome in of_chunk:
                 if outcome.kind not in ("equal", "refused"):
                     console.print(
                         f"  {outcome.kind} {outcome.op} | {outcome.case} | {outcome.reason}",
@@ -78,7 +78,7 @@ def main() -> int:
     if path is not None:
         path.write_text(page(names, outcomes))
         console.print(f"wrote {path}")
-    kinds = {o.kind for found in outcomes.values() for o in found}
+    kinds = {o.kind for of_chunk in outcomes.values() for o in of_chunk}
     return 0 if kinds <= {"equal", "refused"} else 1
 
 

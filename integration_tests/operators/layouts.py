@@ -42,10 +42,10 @@ class Layouts:
 
 def layouts(tensors: Sequence[Tensor], sizes: tuple[int, ...], kind: str = "activation") -> list[Layouts]:
     """The layouts of a sample on a mesh of these sizes, each once, the first under any name."""
-    found: dict[tuple[Any, ...], Layouts] = {}
+    result: dict[tuple[Any, ...], Layouts] = {}
     for layout in _named(tensors, sizes, kind):
-        found.setdefault((layout.states, layout.memory), layout)
-    return list(found.values())
+        result.setdefault((layout.states, layout.memory), layout)
+    return list(result.values())
 
 
 def _named(tensors: Sequence[Tensor], sizes: tuple[int, ...], kind: str) -> Iterator[Layouts]:

@@ -20,9 +20,9 @@ def append(path: Path, mesh: str, names: Sequence[str], outcomes: Sequence[Outco
 
 def load(path: Path, mesh: str) -> dict[str, list[Outcome]]:
     """Operator -> its outcomes on that mesh; of an operator, the last line holds."""
-    found: dict[str, list[Outcome]] = {}
+    result: dict[str, list[Outcome]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
         if entry["mesh"] == mesh:
-            found[entry["name"]] = [Outcome(**row) for row in entry["outcomes"]]
-    return found
+            result[entry["name"]] = [Outcome(**row) for row in entry["outcomes"]]
+    return result

@@ -58,5 +58,5 @@ def _chunk(
 
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome of a case on all ranks."""
-    found = max(outcomes, key=lambda outcome: KINDS.index(outcome.kind))
-    return replace(found, gathered=any(o.gathered for o in outcomes), tier=max(o.tier for o in outcomes))
+    result = max(outcomes, key=lambda outcome: KINDS.index(outcome.kind))
+    return replace(result, gathered=any(o.gathered for o in outcomes), tier=max(o.tier for o in outcomes))

@@ -37,8 +37,8 @@ def can_shard(outcomes: Iterable[Outcome]) -> set[str]:
 
 def page(names: Sequence[str], outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     """The whole of docs/operators.md, from the outcomes of each mesh."""
-    every = [outcome for found in outcomes.values() for outcome in found]
-    possible, on_shards = can_shard(every), sharded(every)
+    all_outcomes = [outcome for of_mesh in outcomes.values() for outcome in of_mesh]
+    possible, local = can_shard(all_outcomes), sharded(all_outcomes)
     lines = [
         "# Operators",
         "",
@@ -53,34 +53,34 @@ def page(names: Sequence[str], outcomes: Mapping[str, Sequence[Outcome]]) -> str
         "| outcome | " + " | ".join(f"mesh {mesh}" for mesh in outcomes) + " | meaning |",
         "|---|" + "---|" * (len(outcomes) + 1),
     ]
-    counts = {mesh: tally(found) for mesh, found in outcomes.items()}
+    counts = {mesh: tally(of_mesh) for mesh, of_mesh in outcomes.items()}
     lines += [
         f"| {kind} | " + " | ".join(str(counts[mesh][kind]) for mesh in outcomes) + f" | {TEXT[kind]} |"
         for kind in KINDS
     ]
     lines += [
         "",
-        f"{len(on_shards)} of the {len(possible)} operators with an input that can be sharded, {_percent(on_shards, possible)},",
+        f"{len(local)} of the {len(possible)} operators with an input that can be sharded, {_percent(local, possible)},",
         "run on shards in some layout: by the communication log, no input is gathered.",
         "",
         "## Run on gathered values in every layout",
         "",
-        ", ".join(f"`{name}`" for name in names if name in possible - on_shards) or "None.",
+        ", ".join(f"`{name}`" for name in names if name in possible - local) or "None.",
         "",
     ]
     for kind in KINDS[1:]:
         lines += _section(
-            kind, [(mesh, o) for mesh, found in outcomes.items() for o in found if o.kind == kind]
+            kind, [(mesh, o) for mesh, of_mesh in outcomes.items() for o in of_mesh if o.kind == kind]
         )
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(kind: str, found: Sequence[tuple[str, Outcome]]) -> list[str]:
+def _section(kind: str, members_of_kind: Sequence[tuple[str, Outcome]]) -> list[str]:
     """A table of one kind: the first case of each operator and reason."""
-    if not found:
+    if not members_of_kind:
         return []
     groups: dict[tuple[str, str], list[tuple[str, Outcome]]] = {}
-    for mesh, outcome in found:
+    for mesh, outcome in members_of_kind:
         groups.setdefault((outcome.op, outcome.reason[:60]), []).append((mesh, outcome))
     lines = [f"## {kind.capitalize()}", "", "| operator | cases | first case | reason |", "|---|---|---|---|"]
     for (op, _), members in groups.items():
