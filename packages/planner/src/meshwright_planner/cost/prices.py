@@ -197,11 +197,9 @@ class AxisCosts:
         )
 
     def _local(self, shape: tuple[int, ...], state: State) -> tuple[int, ...]:
-        """The shape that one rank has of a value in `state`."""
-        if not is_shard(state):
-            return tuple(shape)
-        dim = int(state)
-        return (*shape[:dim], -(-shape[dim] // self.degree), *shape[dim + 1 :])
+        """The shape that the first rank has of a value in `state`."""
+        states = along(state)
+        return local_shape_of(shape, self.degrees[: len(states)], (0,) * len(states), states)
 
 
 @dataclass(frozen=True)
@@ -234,12 +232,6 @@ class JointCosts(AxisCosts):
         """Number of ranks that share work divided so."""
         assert isinstance(split, tuple)
         return math.prod(a.degree for a, divided in zip(self.axes, split, strict=True) if divided)
-
-    def _local(self, shape: tuple[int, ...], state: State) -> tuple[int, ...]:
-        """The shape that one rank has of a value."""
-        if not isinstance(state, tuple):
-            return tuple(shape)
-        return local_shape_of(shape, self.degrees, (0,) * len(self.axes), state)
 
     @property
     def degrees(self) -> tuple[int, ...]:

@@ -59,7 +59,9 @@ def balanced(size: int, degree: int) -> bool:
 
 
 class Legality:
-    """The legal options of each node, for one tape on one axis."""
+    """The legal options of each node, for one tape on one axis. `axes`: the same on each axis, where there are several."""
+
+    axes: tuple[Legality, ...] = ()
 
     def __init__(
         self,

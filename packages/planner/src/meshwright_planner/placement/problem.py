@@ -1,18 +1,32 @@
-"""The problem of placements on one mesh axis: legal options, conversions and their costs (solved in solve.py)."""
+"""The problem of placements: legal options, conversions and their costs (solved in solve.py), and users' marks as pins.
+
+On one mesh axis here; on two, in two_axes.py, states are tuples with one state per axis.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Self, TypeAlias
 
-from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
-from meshwright_planner.cost.prices import AxisCosts, Collective, backward_move, convertible, forward_move
+from torch import nn
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.hints import marks_of
+from meshwright_dtensor.model.tied_parameters import tied_names, with_ties
+from meshwright_dtensor.sharding.states import State, format_state, forward_kind, is_shard
+from meshwright_planner.cost.prices import (
+    AxisCosts,
+    Collective,
+    along,
+    backward_move,
+    convertible,
+    forward_move,
+)
 from meshwright_planner.placement.ilp import RESULT, ConversionStep, Move, Phase, Placement, Route
 from meshwright_planner.placement.legal_rows import Legality, Option
-from meshwright_planner.placement.pinned import pinned
 from meshwright_planner.placement.saved_bytes import SavedTensors
 from meshwright_planner.trace.tape import Tape
 
@@ -21,11 +35,15 @@ __all__ = ["RESULT", "Placement", "PlacementProblem"]
 NOTICEABLE = 0.001
 """A weight with less than this fraction of all weights' bytes may be replicated."""
 
+Pins: TypeAlias = Mapping[str, State | Sequence[State | None]]
+"""Parameter name -> its state; on several axes the state on each, None: free."""
+
 
 class PlacementProblem:
     """The placement problem of one tape on one axis. `pins` fixes the states of parameters, by name.
 
     Attributes:
+        pins: representative parameter value -> the state on each axis that is fixed, None: free.
         whole: the replicated state.
         patience: default time limit of a solution in seconds.
         saved: its saved tensors.
@@ -34,15 +52,19 @@ class PlacementProblem:
     whole: State = "I"
     patience: float = 60.0
 
-    def __init__(self, legality: Legality, pins: Mapping[str, State] | None = None) -> None:
+    def __init__(self, legality: Legality, pins: Pins | None = None) -> None:
         self.legality = legality
         self.tape, self.quotient, self.costs = legality.tape, legality.quotient, legality.costs
-        self.pins = pinned(legality, dict(pins or {}))
+        self.pins = _pinned_on_each(legality, pins or {})
         self.options = {k: legality.options(k) for k in self.quotient.nodes}
         nodes, value_of = self.tape.nodes, self.quotient.value
         self._maker = {value_of(ref.i): k for k in self.quotient.nodes for ref in nodes[k].outs}
         self.saved = SavedTensors(self.tape, self.quotient, self.costs)
         self._routes: dict[tuple[int, bool, bool, State, State], Route] = {}
+        self._storable: dict[tuple[int, bool], list[State]] = {}
+        self._readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for value, node, position in self.quotient.edges:
+            self._readers[value].append((node, position))
 
     def on(self, tape: Tape) -> Self:
         """The same problem for a tape that differs in sizes and saved tensors only."""
@@ -64,10 +86,10 @@ class PlacementProblem:
         other.options = {k: [priced(k, option) for option in some] for k, some in self.options.items()}
         return other
 
-    def pinning(self, pins: Mapping[str, State]) -> PlacementProblem:
+    def pinning(self, pins: Pins) -> Self:
         """The same problem with other pins, which change no legal options (no interval shards but those it was made with)."""
         other = copy.copy(self)
-        other.pins = pinned(self.legality, dict(pins))
+        other.pins, other._storable = _pinned_on_each(self.legality, pins), {}
         return other
 
     def again(self, placement: Placement) -> Placement:
@@ -106,21 +128,23 @@ class PlacementProblem:
         `alone`: only if the call that reads them is a single operation. Nothing is converted inside a call, so a state that one
         operation can use need not suit the next (a whole LSTM is one call).
         """
-        quotient, values = self.quotient, self.tape.values
-        usable: dict[int, set[State]] = {}
-        calls = Counter((n.call, n.call_inputs) for n in map(self.tape.nodes.__getitem__, quotient.nodes))
-        for value, node, position in quotient.edges:
-            reader = self.tape.nodes[node]
-            if alone and calls[reader.call, reader.call_inputs] > 1:
-                usable[value] = set()
+        quotient, values, nodes = self.quotient, self.tape.values, self.tape.nodes
+        calls = Counter((n.call, n.call_inputs) for n in map(nodes.__getitem__, quotient.nodes))
+        sizes: dict[int, int] = {}
+        usable = set()
+        for value, readers in self._readers.items():
+            if not self.is_parameter(value) or len(values[value].shape) < 2:
                 continue
-            if len(values[value].shape) > 1 and self.legality.parameter_choices(value):
-                wanted = {option.ins[position] for option in self.options[node]}
-                states = {s for s in self.legality.parameter_states(value) if is_shard(s)}
-                usable[value] = usable.get(value, states) & wanted
-        sizes = {value: values[value].nbytes * quotient.value_count[value] for value in usable}
+            if not self.legality.parameter_choices(value):
+                continue
+            sizes[value] = values[value].nbytes * quotient.value_count[value]
+            split = alone and any(calls[nodes[n].call, nodes[n].call_inputs] > 1 for n, _ in readers)
+            if split or value in self.pins:
+                continue
+            if any(any(map(is_shard, along(s))) for s in self.usable(value, self.storable(value, False))):
+                usable.add(value)
         total = sum(sizes.values())
-        return frozenset(v for v, states in usable.items() if states and sizes[v] >= NOTICEABLE * total)
+        return frozenset(v for v in usable if sizes[v] >= NOTICEABLE * total)
 
     def inside_one_call(self, value: int, node: int) -> bool:
         """Whether a value is produced and read by one torch function call: a plan has no conversions inside calls."""
@@ -140,19 +164,47 @@ class PlacementProblem:
         return (self.tape.values[value].name or "").startswith("param:")
 
     def storable(self, value: int, divided: bool) -> list[State]:
-        """The states in which a parameter may be stored. `divided`: sharded only."""
-        if value in self.pins:
-            return [self.pins[value]]
-        return [s for s in self.legality.parameter_states(value) if is_shard(s) or not divided]
+        """The states in which a parameter may be stored; `divided`: sharded over the most ranks that can use it."""
+        key = (value, divided)
+        if key not in self._storable:
+            states = [s for s in self.legality.parameter_states(value) if self._allowed(value, s)]
+            if divided:
+                ranks = {s: self.costs.sharers(self.costs.split((s,))) for s in self.usable(value, states)}
+                states = [s for s in states if ranks.get(s) == max(ranks.values())] if ranks else states
+            self._storable[key] = states
+        return self._storable[key]
+
+    def _allowed(self, value: int, state: State) -> bool:
+        """Whether the pins allow a parameter to be stored in this state."""
+        return all(pin in (None, s) for pin, s in zip(self.pins.get(value, ()), along(state)))
+
+    def usable(self, value: int, states: Sequence[State]) -> list[State]:
+        """The states in which every reader can use a parameter without moving a shard of it."""
+        readers = self._readers.get(value, [])
+        wanted = [{option.ins[position] for option in self.options[node]} for node, position in readers]
+
+        def is_used(stored: State, some: set[State]) -> bool:
+            return any(stored == state or self.may_move(value, stored, state) for state in some)
+
+        return [s for s in states if all(is_used(s, some) for some in wanted)]
 
     def may_move(self, value: int, source: State, target: State) -> bool:
         """Whether a value may be brought from one state to another.
 
-        A tensor-parallel axis moves activations, never weights (gathering weights is what ZeRO does, on the data
+        A tensor-parallel axis moves activations, never shards of weights (gathering weights is what ZeRO does, on the data
         axis).  A parameter that the user placed is gathered where it must be.
         """
-        free = not self.is_parameter(value) or self.quotient.value(value) in self.pins
-        return free or not is_shard(source)
+        if not self.is_parameter(value):
+            return True
+        outer_first, pins = along(source), self.pins.get(self.quotient.value(value))
+        for axis, (a, b) in enumerate(zip(outer_first, along(target), strict=True)):
+            if a == b or (pins is not None and pins[axis] is not None):
+                continue
+            # a dim with an inner shard cannot get an outer shard without moving the inner one
+            inner = (int(s) for s in outer_first[axis + 1 :] if isinstance(s, int))
+            if is_shard(a) or (isinstance(b, int) and int(b) in inner):
+                return False
+        return True
 
     def route(self, value: int, source: State, target: State) -> Route:
         """The steps that bring a value from one state to another; None where there is no way."""
@@ -194,3 +246,57 @@ class PlacementProblem:
         placement = Placement(options, saved_bytes=sum(saved.values()), status="replicated")
         placement.compute_seconds, placement.forward_seconds, _ = self.seconds(placement)
         return placement
+
+
+def marked(model: nn.Module, searched: Iterable[str]) -> dict[str, dict[str, State]]:
+    """Searched axis -> parameter name -> state that it is marked with there. Raises UsageError: a mark on another axis."""
+    axes = tuple(searched)
+    marks: dict[str, dict[str, State]] = {axis: {} for axis in axes}
+    for name, parameter in model.named_parameters():
+        for axis, state in marks_of(parameter).items():
+            if axis not in axes:
+                shown = with_ties(name, tied_names(model))
+                raise UsageError(
+                    f"parameter {shown} is marked {format_state(state)} on axis {axis!r}, where placements are not searched; "
+                    f"mark it on {' or '.join(map(repr, axes)) or 'no axis'}, or write the rule into the plan"
+                )
+            marks[axis][name] = state
+    return marks
+
+
+def _pinned(legality: Legality, marks: dict[str, State]) -> dict[int, State]:
+    """Value of the tape -> state on one axis, for the representatives of repeated blocks: a mark on one copy speaks for all.
+
+    Raises UsageError: copies of one block are marked differently, or a mark cannot be had at this degree.
+    """
+    by_value: dict[int, tuple[str, State]] = {}
+    tied = legality.tape.tied
+    for name, state in marks.items():
+        value = legality.tape.parameters.get(name)
+        if value is None:
+            continue
+        value = legality.quotient.value(value)
+        first, other = by_value.setdefault(value, (name, state))
+        shown = with_ties(name, tied)
+        if other != state:
+            raise UsageError(
+                f"{with_ties(first, tied)} is marked {format_state(other)} and {shown} {format_state(state)}, but they are copies "
+                "in repeated blocks, which are planned alike; mark them alike"
+            )
+        if state not in legality.parameter_states(value):
+            shape = legality.tape.values[value].shape
+            raise UsageError(
+                f"{shown} of shape {list(shape)} is marked {format_state(state)}, which {legality.costs.degree} ranks "
+                "cannot share; pin another degree, or change the mark"
+            )
+    return {value: state for value, (_, state) in by_value.items()}
+
+
+def _pinned_on_each(legality: Legality, pins: Pins) -> dict[int, tuple[State | None, ...]]:
+    """Value -> the states on each axis in which the user or a strategy stores it."""
+    by_axis = [
+        _pinned(on_axis, {n: s for n, pin in pins.items() if (s := along(pin)[axis]) is not None})  # type: ignore[arg-type]
+        for axis, on_axis in enumerate(legality.axes or (legality,))
+    ]
+    values = dict.fromkeys(value for held in by_axis for value in held)
+    return {value: tuple(held.get(value) for held in by_axis) for value in values}

@@ -162,7 +162,7 @@ def lower_bound(problem: JointProblem, time_limit: float = 60.0) -> float:
     """
     outer, inner = problem.legality.axes
     least = PlacementProblem(outer)
-    least.pins = {value: first for value, (first, _) in problem.pinned_states.items() if first is not None}
+    least.pins = {value: (first,) for value, (first, _) in problem.pins.items() if first is not None}
     least.costs = _Divided(**vars(outer.costs), parts=inner.costs.degree)
     for k, options in least.options.items():
         seconds: dict[object, float] = {}

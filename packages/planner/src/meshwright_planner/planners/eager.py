@@ -20,7 +20,7 @@ from meshwright_planner.cost.operations import OPTIMIZERS
 from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.context import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.placement.pinned import marked
+from meshwright_planner.placement.problem import marked
 from meshwright_planner.plan_writer.notes import plan_of, reasons
 from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.explore import Choice, explore
