@@ -23,6 +23,7 @@ from meshwright_checkpoint.storage.backend import storage_of
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.names import count_of, listing, suggestion
 
 WIDEST = 16
@@ -178,7 +179,7 @@ def overview(manifest: Manifest) -> str:
         if isinstance(manifest.extra, dict) and not any(key.startswith("$") for key in manifest.extra):
             text = listing(manifest.extra) if manifest.extra else "{}"
         lines.append(f"extra: {text}")
-    lines.append(f"files: {len(manifest.files)}, {_size(sum(file.nbytes for file in manifest.files))}")
+    lines.append(f"files: {len(manifest.files)}, {human_bytes(sum(file.nbytes for file in manifest.files))}")
     rows: dict[tuple[str, str, str, int], Counter[str]] = {}
     for key, stored in manifest.tensors.items():
         if key.startswith("rng/"):
@@ -189,20 +190,11 @@ def overview(manifest: Manifest) -> str:
     widths = [max((len(str(row[i])) for row in rows), default=0) for i in range(3)]
     for (name, dtype, shape, parts), sums in sorted(rows.items()):
         text = f"  {name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}"
-        text += f"  {count_of(parts, 'part')}  {_size(sums['nbytes'])}"
+        text += f"  {count_of(parts, 'part')}  {human_bytes(sums['nbytes'])}"
         lines.append(text + (f"  ({sums['count']} of them)" if sums["count"] > 1 else ""))
     for alias, name in manifest.model.aliases.items():
         lines.append(f"  model/{alias} is model/{name}")
     return "\n".join(lines)
-
-
-def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.4g} {unit}"
 
 
 def draw(key: str, stored: StoredTensor) -> str:

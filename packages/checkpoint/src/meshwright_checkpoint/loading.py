@@ -24,16 +24,7 @@ from meshwright_checkpoint.read.node_peers import NodePeers, connect_node_peers
 from meshwright_checkpoint.read.shared_read import read, read_tensors, slots_nbytes
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
-from meshwright_checkpoint.state import rng
-from meshwright_checkpoint.state.collect import (
-    EXTRA,
-    MODEL,
-    OPTIMIZER,
-    NamedTensors,
-    check_model,
-    named_tensors,
-    optimizer_given,
-)
+from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.state.optimizer import GroupTargets, OptimizerTargets
 from meshwright_checkpoint.storage.backend import ForeignStorage, any_storage_of, local_path
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
@@ -84,16 +75,16 @@ def load(
             "load() needs a path, and path is None (latest() returns None before the first save). Test it first: "
             "`if (path := latest(directory)): load(path, ...)`"
         )
-    check_model("load", model)
+    collect.check_model("load", model)
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     options = _Options(patterns, bool(strict), bool(cast), bool(random))
     ranks, inner = Ranks(), unwrapped(model)
     with own_state(inner, optimizer), ExitStack() as opened:
         store, with_optimizer = _open_on_all(path, inner, optimizer, options, backend, ranks, opened)
-        fit = _Fit(store, ranks.run_checked(lambda: named_tensors(inner)), options)
+        fit = _Fit(store, ranks.run_checked(lambda: collect.named_tensors(inner)), options)
         wanted = ranks.run_checked(fit.match_model)
         fit.match_optimizer(optimizer, ranks)
-        _check_fit(fit, ranks, (MODEL, OPTIMIZER) if with_optimizer else (MODEL,))
+        _check_fit(fit, ranks, (collect.MODEL, collect.OPTIMIZER) if with_optimizer else (collect.MODEL,))
         what = f"{store.where} {fit.checkpoint.manifest.id if fit.checkpoint else ''}"
         peers = connect_node_peers(ranks, what, slots_nbytes)
         return ranks.run_checked(lambda: _fill(inner, fit, wanted, peers, ranks))
@@ -132,7 +123,7 @@ def _open_on_all(
         stores.append(_open(path, model, backend))
         opened.callback(stores[0].close)
         store_id = stores[0].manifest.id if isinstance(stores[0], Checkpoint) else "from_pretrained"
-        arguments = {**asdict(options), "optimizer": optimizer_given(model, optimizer)}
+        arguments = {**asdict(options), "optimizer": collect.optimizer_given(model, optimizer)}
         return {"arguments": arguments, "opened": [stores[0].where, store_id]}
 
     gathered = ranks.gather_checked(open_here)
@@ -186,7 +177,7 @@ class _Fit:
         states: the optimizer's part; None without an optimizer.
     """
 
-    def __init__(self, store: Store, names: NamedTensors, options: _Options) -> None:
+    def __init__(self, store: Store, names: collect.NamedTensors, options: _Options) -> None:
         self.store, self.names, self.options = store, names, options
         self.checkpoint = store if isinstance(store, Checkpoint) else None
         self.missing: list[str] = []
@@ -205,8 +196,8 @@ class _Fit:
             tied = [name, *aliases.get(name, ())]
             if not any(map(self.options.selects, tied)):
                 continue
-            self.used.update(MODEL + n for n in tied)
-            keys = (MODEL + stored_aliases.get(n, n) for n in tied)
+            self.used.update(collect.MODEL + n for n in tied)
+            keys = (collect.MODEL + stored_aliases.get(n, n) for n in tied)
             key = next((k for k in keys if k in self.store.tensors), None)
             if key is None:
                 self.missing.append(name)
@@ -305,7 +296,7 @@ def _warn(where: str, missing: list[str], unexpected: list[str]) -> None:
 
 
 def _plain(keys: Iterable[str]) -> tuple[str, ...]:
-    return tuple(key.removeprefix(MODEL) for key in keys)
+    return tuple(key.removeprefix(collect.MODEL) for key in keys)
 
 
 def _fill(model: nn.Module, fit: _Fit, wanted: list[Wanted], peers: NodePeers | None, ranks: Ranks) -> Any:
@@ -329,7 +320,7 @@ def _fill(model: nn.Module, fit: _Fit, wanted: list[Wanted], peers: NodePeers | 
                     modules[name.rpartition(".")[0]].set_extra_state(decode(stored[name], get))
         if options.random:
             _restore_random(checkpoint, ranks)
-    return decode(checkpoint.manifest.extra, _getter(checkpoint, EXTRA))
+    return decode(checkpoint.manifest.extra, _getter(checkpoint, collect.EXTRA))
 
 
 def _getter(checkpoint: Checkpoint, section: str) -> Callable[[str], torch.Tensor]:

@@ -55,7 +55,7 @@ class Pipeline(Strategy):
 
     def check(self, model: nn.Module, plan: ParallelPlan) -> None:
         """See Strategy."""
-        from meshwright_pipeline.install.validate import check_division
+        from meshwright_pipeline.install.division import check_division
 
         check_division(model, plan)
 

@@ -17,7 +17,7 @@ from meshwright_dtensor.plan import ParallelPlan, PipelineRule, RecomputeRule
 from meshwright_dtensor.strategy import Link, ModuleWork, PipelineQuery, SearchRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
-from meshwright_pipeline.install.validate import check_division
+from meshwright_pipeline.install.division import check_division
 from meshwright_pipeline.partition.boundaries import cut
 from meshwright_pipeline.partition.units import find_units, ownership
 from meshwright_pipeline.planning.stage_costs import linear_partition

@@ -22,16 +22,7 @@ from meshwright_checkpoint.format.safetensors_file import DTYPES
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.reshard import transfer
 from meshwright_checkpoint.shards.local_shards import local_shards
-from meshwright_checkpoint.state.collect import (
-    MODEL,
-    OPTIMIZER,
-    CollectedState,
-    NamedTensors,
-    collect_optimizer,
-    describe_shards,
-    named_tensors,
-    parameter_names,
-)
+from meshwright_checkpoint.state import collect
 from meshwright_checkpoint.state.optimizer import empty_state, refuse_tensor, scalar_from_text
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.stages.optimizers import own_state
@@ -52,7 +43,7 @@ class LiveState:
         trained: parameter -> requires_grad.
     """
 
-    collected: CollectedState = field(default_factory=CollectedState)
+    collected: collect.CollectedState = field(default_factory=collect.CollectedState)
     free: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, Any] | None = None
     trained: dict[str, bool] = field(default_factory=dict)
@@ -69,12 +60,12 @@ class LiveState:
     @classmethod
     def _of(cls, inner: nn.Module, optimizer: Optimizer | None) -> LiveState:
         self = cls()
-        names = named_tensors(inner)
+        names = collect.named_tensors(inner)
         for name, tensor in _tensors(inner, names).items():
             if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
                 raise UsageError(
-                    f"parameter {name.removeprefix(MODEL)} has a gradient, which resharding would lose; call optimizer.step() and "
-                    "optimizer.zero_grad() first"
+                    f"parameter {name.removeprefix(collect.MODEL)} has a gradient, which resharding would lose; call "
+                    "optimizer.step() and optimizer.zero_grad() first"
                 )
             self.collected.put(name, tensor)
             if isinstance(tensor, DTensor):
@@ -82,12 +73,14 @@ class LiveState:
         for name, parameter in inner.named_parameters(remove_duplicate=False):
             self.trained[plain_name(name)] = parameter.requires_grad
         if optimizer is not None:
-            self.optimizer = collect_optimizer(optimizer, names, self.collected)
-            for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
+            self.optimizer = collect.collect_optimizer(optimizer, names, self.collected)
+            for group, params in zip(
+                optimizer.param_groups, collect.parameter_names(optimizer, names), strict=True
+            ):
                 for name, parameter in zip(params, group["params"], strict=True):
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, DTensor):
-                            self.free[f"{OPTIMIZER}{name}/{key}"] = value
+                            self.free[f"{collect.OPTIMIZER}{name}/{key}"] = value
         return self
 
     def check(
@@ -121,15 +114,15 @@ class LiveState:
 
     def _offer(
         self, model: nn.Module, optimizer: Optimizer | None, here: bool
-    ) -> tuple[NamedTensors, CollectedState, list[Any]]:
+    ) -> tuple[collect.NamedTensors, collect.CollectedState, list[Any]]:
         """Names and wanted tensors of this rank, and its description for the other ranks."""
         inner = unwrapped(model)
-        names = named_tensors(inner) if here else NamedTensors()
-        want = CollectedState()
+        names = collect.named_tensors(inner) if here else collect.NamedTensors()
+        want = collect.CollectedState()
         for key, tensor in (_tensors(inner, names) if here else {}).items():
             want.put(key, tensor)
         form = None if optimizer is None else [type(optimizer).__qualname__, len(optimizer.param_groups)]
-        return names, want, [self.optimizer, describe_shards(self.collected.shards), form]
+        return names, want, [self.optimizer, collect.describe_shards(self.collected.shards), form]
 
 
 @dataclass
@@ -139,8 +132,8 @@ class PlannedReshard:
     state: LiveState
     optimizer: Optimizer | None
     ranks: Ranks
-    names: NamedTensors
-    want: CollectedState
+    names: collect.NamedTensors
+    want: collect.CollectedState
     new_optimizer: _NewOptimizer | None
     plan: list[transfer.Round]
 
@@ -155,9 +148,9 @@ class PlannedReshard:
         return stats
 
 
-def _tensors(model: nn.Module, names: NamedTensors) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module, names: collect.NamedTensors) -> dict[str, torch.Tensor]:
     """Key -> parameters and buffers, including non-persistent buffers."""
-    tensors = {MODEL + name: tensor for name, tensor in names.tensors.items()}
+    tensors = {collect.MODEL + name: tensor for name, tensor in names.tensors.items()}
     for name, buffer in model.named_buffers():
         if id(buffer) not in names.names:
             tensors[BUFFER + plain_name(name)] = buffer
@@ -178,8 +171,8 @@ class _NewOptimizer:
         gathered: list[Any],
         optimizer: Optimizer,
         parameters: Mapping[str, torch.Tensor],
-        names: NamedTensors,
-        want: CollectedState,
+        names: collect.NamedTensors,
+        want: collect.CollectedState,
     ) -> _NewOptimizer:
         """New groups of `parameters`, and new states of those in `names`, which are also added to `want`.
 
@@ -206,8 +199,8 @@ class _NewOptimizer:
         values: dict[str, dict[str, Any]] = {}
         for shards in shards_of_ranks:
             for key, kind in shards.items():
-                if key.startswith(OPTIMIZER):
-                    name, _, state = key.removeprefix(OPTIMIZER).rpartition("/")
+                if key.startswith(collect.OPTIMIZER):
+                    name, _, state = key.removeprefix(collect.OPTIMIZER).rpartition("/")
                     keys.setdefault(name, {})[state] = kind
         for saved in optimizers:
             values.update(saved["values"])
@@ -247,14 +240,14 @@ def _empty_states(
     kinds: dict[str, list[Any]],
     parameter: torch.Tensor,
     options: dict[str, Any],
-    want: CollectedState,
+    want: collect.CollectedState,
 ) -> dict[str, Any]:
     """States of a parameter without memory, which are added to `want`. `kinds`: state -> its shape and dtype."""
     entries: dict[str, Any] = {}
     for state, (shape, dtype, _) in kinds.items():
         value = empty_state(tuple(shape), DTYPES[dtype], state, parameter, options)
         transfer.deallocate(local_of(value))
-        key = f"{OPTIMIZER}{name}/{state}"
+        key = f"{collect.OPTIMIZER}{name}/{state}"
         want.shards[key] = local_shards(value, key, parameter)
         entries[state] = value
     return entries

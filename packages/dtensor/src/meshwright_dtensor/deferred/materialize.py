@@ -22,23 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor._torch.core import (
-    TorchDispatchMode,
-    fake_mode_active,
-    op_arguments,
-    op_mutates,
-    op_name,
-    op_returns_fresh_tensor,
-    out_overload,
-    pytree,
-)
-from meshwright_dtensor.deferred.mapped_files import (
-    MappedFiles,
-    choose_directory,
-    is_hollow,
-    is_mapped,
-    is_plain,
-)
+from meshwright_dtensor._torch import core
+from meshwright_dtensor.deferred import mapped_files
 from meshwright_dtensor.deferred.page_release import Resident, release
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Place, copy_region
@@ -89,22 +74,22 @@ def deferred_init(
     """
     if min_bytes < 1:
         raise UsageError(f"min_bytes={min_bytes} is not positive; the default is {MIN_BYTES}")
-    place, resident = choose_directory(directory), Resident()
-    hollow = None if values else MappedFiles(place, hollow=True)
-    with resident.watching(), _MappedInit(MappedFiles(place), min_bytes, resident, hollow):
+    place, resident = mapped_files.choose_directory(directory), Resident()
+    hollow = None if values else mapped_files.MappedFiles(place, hollow=True)
+    with resident.watching(), _MappedInit(mapped_files.MappedFiles(place), min_bytes, resident, hollow):
         yield
 
 
 def is_deferred(value: torch.Tensor | nn.Module) -> bool:
     """Whether a tensor, or any parameter or buffer of a module, is in a file of `deferred_init`."""
     if isinstance(value, nn.Module):
-        return any(is_mapped(tensor) for tensor in (*value.parameters(), *value.buffers()))
-    return is_mapped(value)
+        return any(mapped_files.is_mapped(tensor) for tensor in (*value.parameters(), *value.buffers()))
+    return mapped_files.is_mapped(value)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has values: it is not on the meta device, nor of `deferred_init(values=False)`."""
-    return not (tensor.is_meta or is_hollow(tensor))
+    return not (tensor.is_meta or mapped_files.is_hollow(tensor))
 
 
 def local_values(tensor: torch.Tensor, box: Place) -> torch.Tensor:
@@ -113,19 +98,23 @@ def local_values(tensor: torch.Tensor, box: Place) -> torch.Tensor:
     Works for any tensor. The rest of a deferred tensor is never read into ordinary memory.
     """
     values = copy_region(tensor.detach(), box)
-    if is_mapped(tensor):
+    if mapped_files.is_mapped(tensor):
         release(tensor.untyped_storage())
     return values
 
 
-class _MappedInit(TorchDispatchMode):
+class _MappedInit(core.TorchDispatchMode):
     """Sees every op below autograd and puts large results into files: computed there where possible, else copied.
 
     hollow: the files of floating-point values that are never read; None if all values are needed.
     """
 
     def __init__(
-        self, files: MappedFiles, min_bytes: int, resident: Resident, hollow: MappedFiles | None
+        self,
+        files: mapped_files.MappedFiles,
+        min_bytes: int,
+        resident: Resident,
+        hollow: mapped_files.MappedFiles | None,
     ) -> None:
         super().__init__()
         self._files, self._hollow, self._min_bytes, self._resident = files, hollow, min_bytes, resident
@@ -139,49 +128,51 @@ class _MappedInit(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # fake tensors take no memory
-        if fake_mode_active():
+        if core.fake_mode_active():
             return func(*args, **kwargs)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._hollow is not None and op_mutates(func) and _only_writes(func, args):
+        inputs = [leaf for leaf in core.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._hollow is not None and core.op_mutates(func) and _only_writes(func, args):
             return args[0]
-        if op_mutates(func) or not all(is_plain(tensor) for tensor in inputs):
+        if core.op_mutates(func) or not all(mapped_files.is_plain(tensor) for tensor in inputs):
             return func(*args, **kwargs)
         result = self._made_in_file(func, args, kwargs, inputs)
         if result is not None:
             return result
         result = func(*args, **kwargs)
-        shared = set() if op_name(func) == "aten::lift_fresh" else {_storage(tensor) for tensor in inputs}
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, shared), result)
+        shared = (
+            set() if core.op_name(func) == "aten::lift_fresh" else {_storage(tensor) for tensor in inputs}
+        )
+        return core.pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, shared), result)
 
     def _made_in_file(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
     ) -> torch.Tensor | None:
         """The result of `func`, computed directly in a file; None if it is small or `func` cannot do so."""
-        name = op_name(func)
+        name = core.op_name(func)
         may = self._may_compute_in_file(func, kwargs, inputs)
         sketch = _sketch(func, args, kwargs) if may else None
         if sketch is None or not self._is_large(sketch):
             return None
         if name in _EMPTY:
             return self._new(sketch)
-        if self._is_unwanted(sketch) or any(is_hollow(tensor) for tensor in inputs):
+        if self._is_unwanted(sketch) or any(mapped_files.is_hollow(tensor) for tensor in inputs):
             return self._new(sketch, hollow=True)
         if name in _FILLED:
-            given = {**dict(zip(op_arguments(func), args, strict=False)), **kwargs}
+            given = {**dict(zip(core.op_arguments(func), args, strict=False)), **kwargs}
             return _FILLED[name](self._new(sketch), given)
-        out = out_overload(func)
+        out = core.out_overload(func)
         if out is None:
             return None
-        accepted = op_arguments(out)
+        accepted = core.op_arguments(out)
         named = {key: value for key, value in kwargs.items() if key in accepted}
         return out(*args, **named, **{next(reversed(accepted)): self._new(sketch)})
 
     def _may_compute_in_file(self, func: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> bool:
-        name, device = op_name(func), kwargs.get("device")
+        name, device = core.op_name(func), kwargs.get("device")
         pointwise = torch.Tag.pointwise in func.tags
         if not (pointwise or name in _EMPTY or name in _FILLED or name in _WITH_OUT):
             return False
-        if not op_returns_fresh_tensor(func) or kwargs.get("pin_memory"):
+        if not core.op_returns_fresh_tensor(func) or kwargs.get("pin_memory"):
             return False
         if device is not None and torch.device(device).type != "cpu":
             return False
@@ -191,9 +182,14 @@ class _MappedInit(TorchDispatchMode):
 
     def _moved(self, tensor: torch.Tensor, shared: set[int]) -> torch.Tensor:
         """`tensor`, or its copy in a file if it is large, new and in ordinary memory."""
-        if not is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
+        if not mapped_files.is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
             return tensor
-        if _storage(tensor) in shared or is_mapped(tensor) or tensor.is_conj() or tensor.is_neg():
+        if (
+            _storage(tensor) in shared
+            or mapped_files.is_mapped(tensor)
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
             return tensor
         # a small one, expanded
         if tensor.untyped_storage().nbytes() < tensor.nbytes:
@@ -217,9 +213,9 @@ class _MappedInit(TorchDispatchMode):
 def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call only changes values that are never read."""
     tags = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
-    writes = op_name(func) in _WRITERS or not tags.isdisjoint(func.tags)
-    in_place = op_name(func).endswith("_") and bool(args) and isinstance(args[0], torch.Tensor)
-    return writes and in_place and is_hollow(args[0])
+    writes = core.op_name(func) in _WRITERS or not tags.isdisjoint(func.tags)
+    in_place = core.op_name(func).endswith("_") and bool(args) and isinstance(args[0], torch.Tensor)
+    return writes and in_place and mapped_files.is_hollow(args[0])
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -232,8 +228,8 @@ def _sketch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.T
     def as_meta(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, as_meta, (args, kwargs))
-    if "device" in op_arguments(func):
+    meta_args, meta_kwargs = core.pytree.tree_map_only(torch.Tensor, as_meta, (args, kwargs))
+    if "device" in core.op_arguments(func):
         meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
     if "generator" in meta_kwargs:
         meta_kwargs = {**meta_kwargs, "generator": None}

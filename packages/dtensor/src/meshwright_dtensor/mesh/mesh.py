@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright_dtensor._torch.core import (
-    flattened_group,
-    forget_meshes,
-    hash_store,
-    live_groups,
-    set_default_group,
-)
+from meshwright_dtensor._torch import core
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.utils.names import count_of
 from meshwright_dtensor.utils.process import report_last_to_torchrun, settle_at_exit
@@ -51,7 +45,7 @@ def init(device: str | None = None) -> torch.device:
             dist.init_process_group(backend)
             report_last_to_torchrun()
         else:
-            dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=core.hash_store(), rank=0, world_size=1)
     if kind == "cuda":
         index = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(index)
@@ -79,7 +73,7 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
 
     With several axes, the first call makes the group and is collective: every rank of the mesh must make it.
     """
-    return mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh, tuple(axes))
+    return mesh.get_group(axes[0]) if len(axes) == 1 else core.flattened_group(mesh, tuple(axes))
 
 
 def extremes(
@@ -97,18 +91,18 @@ def restrict_world(size: int) -> dist.ProcessGroup | None:
     group = dist.new_group(list(range(size)))
     if dist.get_rank() >= size:
         return None
-    set_default_group(group)
+    core.set_default_group(group)
     return group
 
 
 def set_default_world(group: dist.ProcessGroup) -> None:
     """Make `group` the default process group, on its ranks."""
-    set_default_group(group)
+    core.set_default_group(group)
 
 
 def live_process_groups() -> frozenset[dist.ProcessGroup]:
     """The process groups that exist on this rank."""
-    return frozenset(live_groups()) if dist.is_initialized() else frozenset()
+    return frozenset(core.live_groups()) if dist.is_initialized() else frozenset()
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -117,4 +111,4 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         if group in alive and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    forget_meshes()
+    core.forget_meshes()

@@ -18,16 +18,7 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import (
-    DEGREE,
-    ModelChoice,
-    apply_request,
-    batch_options,
-    check_needs,
-    number,
-    parse_degrees,
-    pinning,
-)
+from meshwright.commands import options as opt
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.utils.console import Table, show
 
@@ -36,9 +27,9 @@ DISTRIBUTIONS = "meshwright meshwright-dtensor meshwright-parallel meshwright-pl
 
 @click.command("doctor")
 @click.option("--model", metavar="MODEL", help="Also look for lost sharding in this model, as for plan.")
-@number("--world-size", help="Ranks to start for --model. [default: 2]")
-@DEGREE
-@batch_options
+@opt.number("--world-size", help="Ranks to start for --model. [default: 2]")
+@opt.DEGREE
+@opt.batch_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -54,9 +45,9 @@ def command(
 
     With --model, also every call of that model that has no local form (it runs op by op, or on gathered values), with the reason.
     """
-    pins = parse_degrees(degrees, state.host)
+    pins = opt.parse_degrees(degrees, state.host)
     sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length}
-    check_needs("--model", model is not None, {"--degree": degrees, "--world-size": world_size, **sizes})
+    opt.check_needs("--model", model is not None, {"--degree": degrees, "--world-size": world_size, **sizes})
     if model is not None:
         size = ranks.check_world_size(world_size, default=2)
         if size > 1 and not ranks.is_rank():
@@ -64,7 +55,7 @@ def command(
     facts = environment() | {"plugin problems": list(map(str, state.host.problems))}
     facts["plugins turned off"] = list(state.host.disabled)
     if model is not None:
-        facts["programs"] = programs(ModelChoice(model, batch_size, sequence_length), pins)
+        facts["programs"] = programs(opt.ModelChoice(model, batch_size, sequence_length), pins)
     if ranks.rank() == 0:
         click.echo(json.dumps(facts, indent=2)) if as_json else print_facts(facts)
     return 0
@@ -91,7 +82,7 @@ def print_facts(facts: dict[str, Any]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def programs(chosen: ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
+def programs(chosen: opt.ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
     """One step of the model on the ranks of this job: programs by tier, and each of tier 2 and 3 with its reason."""
     import meshwright as mw
     from meshwright_dtensor.mesh.context import MeshContext
@@ -101,7 +92,7 @@ def programs(chosen: ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
     source = chosen.source()
     with mw.deferred_init():
         instance = source.make()
-    instance, plan = apply_request(instance, source.batch, PlanRequest(**pinning(pins)))
+    instance, plan = opt.apply_request(instance, source.batch, PlanRequest(**opt.pinning(pins)))
     args, keywords = call_arguments(source.batch)
     output: Any = instance(*args, **keywords)
     loss = getattr(output, "loss", output)

@@ -9,17 +9,7 @@ from pathlib import Path
 import click
 
 from meshwright.cli import State
-from meshwright.commands.options import (
-    ModelChoice,
-    batch_options,
-    check_alone,
-    check_folder,
-    check_image,
-    check_needs,
-    file,
-    number,
-    option_name,
-)
+from meshwright.commands import options as opt
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
@@ -31,11 +21,11 @@ NOT_CHECKED = "not checked against a model: give --model to check names, shapes 
 
 @click.command("explain")
 @click.argument("plan", type=click.Path(path_type=Path))
-@file("--diff", "other", help="Say what changes to this plan.")
-@number("--world-size", help="Also check that the plan fits this many ranks.")
+@opt.file("--diff", "other", help="Say what changes to this plan.")
+@opt.number("--world-size", help="Also check that the plan fits this many ranks.")
 @click.option("--schedule", is_flag=True, help="Draw the timeline of the pipeline's schedule.")
-@file("--png", help="Draw it into this file too.")
-@file("--html", help="Write it as one page that needs nothing else.")
+@opt.file("--png", help="Draw it into this file too.")
+@opt.file("--html", help="Write it as one page that needs nothing else.")
 @click.option("--report", is_flag=True, help="Only where time and memory go, and what to buy next.")
 @click.option(
     "--why-not",
@@ -44,7 +34,7 @@ NOT_CHECKED = "not checked against a model: give --model to check names, shapes 
     help="Say why the plan does not use a degree or an option, as tp=4; needs --model. Given again, each is answered.",
 )
 @click.option("--model", metavar="MODEL", help="Check the plan against this model, as for `plan`.")
-@batch_options
+@opt.batch_options
 @click.option("--optimizer", help="For --why-not. [default: that of the plan]")
 @click.option("--memory-limit", metavar="SIZE", help="For --why-not. [default: that of the plan]")
 @click.option("--cluster", help="Cluster by name, or a file of one. [default: that of the plan]")
@@ -72,17 +62,17 @@ def command(
 ) -> None:
     """Say what a plan does and why; with --model, check that it fits. Neither takes any memory."""
     given = {"--batch-size": batch_size, "--sequence-length": sequence_length}
-    check_needs("--model", model is not None, given)
-    check_needs("--why-not", bool(why_not), {option_name(k): v for k, v in plan_again.items()})
+    opt.check_needs("--model", model is not None, given)
+    opt.check_needs("--why-not", bool(why_not), {opt.option_name(k): v for k, v in plan_again.items()})
     writes: dict[str, object] = {"--html": html, "--report": report}
     draws = {**writes, "--png": png, "--schedule": schedule}
     reads: dict[str, object] = {"--model": model, "--cluster": cluster}
-    check_alone("--diff", other is not None, {**draws, "--why-not": why_not or None, **reads})
-    check_alone("--why-not", bool(why_not), draws)
-    check_alone("--schedule", schedule, {**writes, **reads})
-    check_folder("--html", html)
-    check_folder("--png", png)
-    check_image("--png", png)
+    opt.check_alone("--diff", other is not None, {**draws, "--why-not": why_not or None, **reads})
+    opt.check_alone("--why-not", bool(why_not), draws)
+    opt.check_alone("--schedule", schedule, {**writes, **reads})
+    opt.check_folder("--html", html)
+    opt.check_folder("--png", png)
+    opt.check_image("--png", png)
     loaded = ParallelPlan.load(plan)
     loaded.validate_for(world_size, axes={entry.record.axis for entry in state.host.strategies().values()})
     for name in loaded.strategies.values():
@@ -96,7 +86,7 @@ def command(
         planned, names = loaded.provenance.batch, {"batch_size": "rows", "sequence_length": "tokens"}
         # sizes that are not given are those of the batch that the plan was made for
         sizes = {argument: planned[name] for argument, name in names.items() if name in planned}
-        chosen = ModelChoice(model, batch_size, sequence_length, defaults=sizes)
+        chosen = opt.ModelChoice(model, batch_size, sequence_length, defaults=sizes)
     if why_not:
         if chosen is None:
             raise UsageError(
@@ -156,7 +146,7 @@ def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | No
         return None
 
 
-def _check(state: State, plan: ParallelPlan, chosen: ModelChoice) -> str:
+def _check(state: State, plan: ParallelPlan, chosen: opt.ModelChoice) -> str:
     """What the plan was checked against, in words. Raises PlanError or UsageError where it does not fit."""
     from meshwright_parallel.validation.checks import check_fit
     from meshwright_planner.trace.batch import Batch
@@ -172,7 +162,7 @@ def _why_not(
     state: State,
     plan: ParallelPlan,
     questions: Sequence[str],
-    chosen: ModelChoice,
+    chosen: opt.ModelChoice,
     changes: Mapping[str, str | None],
     as_json: bool,
 ) -> None:

@@ -10,17 +10,7 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import (
-    ModelChoice,
-    PlanOptions,
-    check_alone,
-    check_folder,
-    check_rows,
-    file,
-    model_options,
-    number,
-    plan_options,
-)
+from meshwright.commands import options as opt
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plugins import PlannerSpec
 from meshwright_dtensor.strategy import Planner, PlanRequest
@@ -35,11 +25,11 @@ COMPARED = 5
 
 
 @click.command("plan")
-@model_options
-@plan_options
-@number("--world-size", help="Ranks to plan for. [default: 1]")
-@number("--top-k", default=1, show_default=True, help="How many plans to show whole, best first.")
-@file("--output", "-o", help="Save the best plan here.")
+@opt.model_options
+@opt.plan_options
+@opt.number("--world-size", help="Ranks to plan for. [default: 1]")
+@opt.number("--top-k", default=1, show_default=True, help="How many plans to show whole, best first.")
+@opt.file("--output", "-o", help="Save the best plan here.")
 @click.option(
     "--trial", type=click.IntRange(2), help="Run the best so many here for a few steps; the fastest wins."
 )
@@ -48,8 +38,8 @@ COMPARED = 5
 @click.pass_obj
 def command(
     state: State,
-    chosen: ModelChoice,
-    options: PlanOptions,
+    chosen: opt.ModelChoice,
+    options: opt.PlanOptions,
     world_size: int | None,
     top_k: int,
     output: Path | None,
@@ -58,10 +48,10 @@ def command(
     as_json: bool,
 ) -> int:
     """Plan the parallelism of a model from one run on fake tensors; no accelerator is needed."""
-    check_folder("--output", output)
+    opt.check_folder("--output", output)
     single = {"--output": output, "--trial": trial, "--top-k": top_k if top_k != 1 else None}
-    check_alone("--compare", compare is not None, single)
-    check_rows("--trial", trial is not None, options.values["global_batch_size"])
+    opt.check_alone("--compare", compare is not None, single)
+    opt.check_rows("--trial", trial is not None, options.values["global_batch_size"])
     request = options.request(
         state.host,
         world_size=ranks.world_size() if world_size is None else world_size,

@@ -12,16 +12,7 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import (
-    ModelChoice,
-    PlanOptions,
-    apply_request,
-    check_rows,
-    file,
-    model_options,
-    number,
-    plan_options,
-)
+from meshwright.commands import options as opt
 from meshwright.sources import loss_of
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy.plan_request import unknown
@@ -53,18 +44,18 @@ OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], Any]] = MappingProxyType(
 
 
 @click.command("verify")
-@model_options
-@plan_options
-@file("--plan", "plan_file", help="Check this plan.")
-@number("--world-size", help="Ranks to start here. [default: the plan's, or 4]")
-@number("--steps", default=2, show_default=True, help="Training steps.")
+@opt.model_options
+@opt.plan_options
+@opt.file("--plan", "plan_file", help="Check this plan.")
+@opt.number("--world-size", help="Ranks to start here. [default: the plan's, or 4]")
+@opt.number("--steps", default=2, show_default=True, help="Training steps.")
 @click.option("--tolerance", type=float, help="Largest relative difference. [default: the dtype's]")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_obj
 def command(
     state: State,
-    chosen: ModelChoice,
-    options: PlanOptions,
+    chosen: opt.ModelChoice,
+    options: opt.PlanOptions,
     plan_file: Path | None,
     world_size: int | None,
     steps: int,
@@ -82,7 +73,7 @@ def command(
     if plan_file is not None and options.given:
         given = ", ".join(options.given)
         raise UsageError(f"--plan {plan_file} fixes what {given} asks for; leave that out, or the plan")
-    check_rows("verify", True, options.values["global_batch_size"])
+    opt.check_rows("verify", True, options.values["global_batch_size"])
     plan = None
     if plan_file is not None:
         from meshwright_dtensor.plan import ParallelPlan
@@ -107,7 +98,7 @@ def command(
     if plan is None:
         with mw.deferred_init():
             instance = source.make()
-        instance, plan = apply_request(instance, source.batch, request)
+        instance, plan = opt.apply_request(instance, source.batch, request)
         del instance
     checks: Any = {"steps": steps, "optimizer": OPTIMIZERS[optimizer], "tolerance": tolerance}
     report = mw.verify(source.make, source.batch, plan, **checks, loss=loss_of)

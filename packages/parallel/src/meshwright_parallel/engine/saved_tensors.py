@@ -7,12 +7,15 @@ of a parameter group is kept as a `SavedView`. Reading it unshards the group aga
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshwright_parallel._torch.core import storage_key
-from meshwright_parallel.engine.param_group import UnshardedParameter, Unsharder
+from meshwright_parallel.engine.param_group import UnshardedParameter
+
+if TYPE_CHECKING:
+    from meshwright_parallel.engine.unshard import UnshardEngine
 
 
 @dataclass(slots=True)
@@ -29,7 +32,7 @@ class SavedView:
 class SavedTensors:
     """The pair of hooks, in force during a forward."""
 
-    def __init__(self, engine: Unsharder) -> None:
+    def __init__(self, engine: UnshardEngine) -> None:
         self.engine = engine
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 

@@ -33,16 +33,7 @@ from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.optim.clip_grad import clip_grad_norm_
 from meshwright_parallel.optim.optimizer_steps import ELEMENTWISE
-from meshwright_parallel.verification.compare import (
-    NOISE_REACH,
-    TOLERANCES,
-    Tensors,
-    compare,
-    magnitude,
-    merge_ranks,
-    one_rounding_away,
-    whole,
-)
+from meshwright_parallel.verification import compare
 from meshwright_parallel.verification.locate import locate
 from meshwright_parallel.verification.report import Comparison, Kind, VerificationReport
 
@@ -110,8 +101,8 @@ def verify(
         if dtype == torch.float32:
             dtype = None
         if dtype is not None and tolerance is None:
-            tolerance = TOLERANCES[dtype]
-        one_rounding_away(perturbed.parameters(), dtype)
+            tolerance = compare.TOLERANCES[dtype]
+        compare.one_rounding_away(perturbed.parameters(), dtype)
         runs = _Runs(
             one_device=_Run(reference, optimizer, dtype),
             parallel=_Run(parallel, optimizer),
@@ -128,7 +119,7 @@ def verify(
             degrees=dict(plan.degrees),
             steps=steps,
             losses=tuple(runs.losses),
-            comparisons=tuple(merge_ranks(runs.comparisons, runs.is_staged)),
+            comparisons=tuple(compare.merge_ranks(runs.comparisons, runs.is_staged)),
             tied=tied_names(reference),
         )
         if report.ok or runs.is_staged or not any(c.step >= 0 for c in report.failures):
@@ -207,11 +198,11 @@ class _Run:
             self.mixed.accumulate_gradients()
         if max_norm is not None:
             clip_grad_norm_(self.model.parameters(), max_norm)
-        plain = whole(loss)
+        plain = compare.whole(loss)
         assert plain is not None
         return plain
 
-    def tensors(self, kind: Kind) -> Tensors:
+    def tensors(self, kind: Kind) -> compare.Tensors:
         """The tensors of one kind by name; states are those that the optimizer keeps per parameter."""
         if kind == "gradient":
             return {name: p.grad for name, p in self.named.items() if p.requires_grad}
@@ -254,7 +245,7 @@ class _Runs:
     def compare_initial(self) -> None:
         """Before the first step the values must be equal bit for bit."""
         expected, actual = self.one_device.named, self.parallel.named
-        self.comparisons += compare(-1, "parameter", expected, actual, 0.0)
+        self.comparisons += compare.compare(-1, "parameter", expected, actual, 0.0)
 
     def step(self, step: int, seed: int, call: _Call, max_norm: float | None, adaptive: bool) -> None:
         """Run one training step in every run, and compare its tensors."""
@@ -264,7 +255,7 @@ class _Runs:
             torch.manual_seed(seed)
             losses.append(run.backward(call, max_norm))
         self.losses.append((float(losses[0].double()), float(losses[1].double())))
-        self.comparisons += compare(step, "loss", {"": losses[0]}, {"": losses[1]}, self.tolerance)
+        self.comparisons += compare.compare(step, "loss", {"": losses[0]}, {"": losses[1]}, self.tolerance)
         gradients = self._compare(step, "gradient")
         noise = {c.name for c in gradients if not c.measured}
         before = {name: p.detach().clone() for name, p in self.one_device.model.named_parameters()}
@@ -272,8 +263,8 @@ class _Runs:
             run.optimizer.step()
         for name, old in before.items():
             # the two runs may step in opposite directions, and further where the gradient is noise
-            factor = NOISE_REACH if name in noise else 2.0
-            change = magnitude(self.one_device.named[name] - old)
+            factor = compare.NOISE_REACH if name in noise else 2.0
+            change = compare.magnitude(self.one_device.named[name] - old)
             self.reach[name] = self.reach.get(name, 0.0) + factor * change
         self._compare(step, "parameter", self.reach if adaptive else {})
         self._compare(step, "buffer")
@@ -282,7 +273,7 @@ class _Runs:
     def _compare(self, step: int, kind: Kind, reach: Mapping[str, float] | None = None) -> list[Comparison]:
         runs = (self.one_device, self.parallel, self.perturbed)
         want, got, near = (run.tensors(kind) for run in runs)
-        comparisons = compare(
+        comparisons = compare.compare(
             step,
             kind,
             want,

@@ -8,8 +8,7 @@ from torch import nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_pipeline.install.division import StageDivision
-from meshwright_pipeline.install.validate import check_division
+from meshwright_pipeline.install.division import StageDivision, check_division
 
 
 def pipeline(model: nn.Module, plan: ParallelPlan) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Divides a model into stages on this rank: frees the memory of other stages, and takes over the calls of the model."""
+"""Divides a model into stages on this rank: checks the plan, frees the memory of other stages, takes over the model's calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.model.stage_info import StageInfo, describe_stages, stages_of
-from meshwright_dtensor.plan import PipelineRule, Prediction
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule, Prediction
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable, timetable
@@ -23,7 +24,7 @@ from meshwright_pipeline._torch import hooks_of, replace_call
 from meshwright_pipeline.install.fixed_modules import refuse_additions
 from meshwright_pipeline.install.optimizer_guard import watch_steps
 from meshwright_pipeline.install.placeholders import replace_unit
-from meshwright_pipeline.partition.units import Ownership, ownership
+from meshwright_pipeline.partition.units import Ownership, ownership, whole_batch_module
 from meshwright_pipeline.runtime.agreement import RankContext
 from meshwright_pipeline.runtime.call import PipelinedCall
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
@@ -133,6 +134,33 @@ class _IgnoreKeys:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in self.names:
             state.pop(prefix + name, None)
+
+
+def check_division(model: nn.Module, plan: ParallelPlan) -> None:
+    """Check that the stages of `plan` fit the model, and its schedule the stages.
+
+    Raises PlanError: naming field, value, rule and fix.
+    """
+    rule, degree = plan.pipeline, plan.degree("pp")
+    if rule is None:
+        text = f"the {degree} ranks of pp need stages: give the field pipeline, or leave pp out of degrees"
+        raise PlanError("pipeline", None, text)
+    owned = ownership(model, rule)
+    shape = Shape(degree, len(rule.stages), rule.microbatches)
+    checked_timetable(schedule_named(rule.schedule), shape)
+    if plan.precision is not None and plan.precision.parameters == "fp16":
+        text = "a step runs its backward passes before a gradient scaler can scale the loss, so small gradients would be lost"
+        raise PlanError("precision.parameters", "fp16", f"{text}; take bf16", "bf16")
+    reason = whole_batch_module(model) if rule.microbatches > 1 else None
+    if reason is not None:
+        text = f"{reason}; take 1, or eval() if it keeps running statistics"
+        raise PlanError("pipeline.microbatches", rule.microbatches, text, "1")
+    for index, recomputed in enumerate(plan.recompute):
+        for name, module in model.named_modules():
+            inside = any(unit.startswith(f"{name}.") for unit in owned.units)
+            if name and inside and has_forward(module) and recomputed.matches(name):
+                text = f"module {name!r} holds modules of several stages; recompute those instead"
+                raise PlanError(f"recompute[{index}].pattern", recomputed.pattern, text)
 
 
 def checked_timetable(schedule: Schedule, shape: Shape) -> Timetable:

@@ -21,14 +21,7 @@ from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import hooks_of, pytree
-from meshwright_pipeline.analysis.loss_additivity import (
-    INPUT_GRADIENT,
-    OUTPUTS_UNPROVEN,
-    ROWS_LEFT,
-    Leaf,
-    Reason,
-    join_leaves,
-)
+from meshwright_pipeline.analysis import loss_additivity
 from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import full_value, leaves_of
 from meshwright_pipeline.runtime.agreement import RankContext, RankLost, StageRanks
@@ -74,7 +67,7 @@ class StepPlan:
     loss_mode: LossMode
     returns: Literal["loss", "all"]
     weight: float = 1.0
-    leaves: tuple[Leaf | None, ...] = ()
+    leaves: tuple[loss_additivity.Leaf | None, ...] = ()
     numbers: Denominators | None = None
     inputs: InputGradients | None = None
 
@@ -235,13 +228,13 @@ class PipelinedCall:
         plan = StepPlan(calls, batch, text, prepared, training, "full_batch", returns, inputs=inputs)
         if training:
             ragged = full is not batch and loss_of(prepared.profile.output) is not None
-            additivity = ROWS_LEFT if ragged else self.preparation.additivity(prepared, batch)
-            if isinstance(additivity, Reason):
+            additivity = loss_additivity.ROWS_LEFT if ragged else self.preparation.additivity(prepared, batch)
+            if isinstance(additivity, loss_additivity.Reason):
                 reason = additivity
             elif inputs is not None:
-                reason = INPUT_GRADIENT
+                reason = loss_additivity.INPUT_GRADIENT
             elif self.keep_outputs and not additivity.whole:
-                reason = OUTPUTS_UNPROVEN
+                reason = loss_additivity.OUTPUTS_UNPROVEN
             else:
                 leaves, weight = additivity.leaves, additivity.loss.weight(count)
                 numbers = self.preparation.denominators(prepared, additivity, calls)
@@ -283,7 +276,7 @@ class PipelinedCall:
                         step.loss = functools.reduce(torch.add, [losses[m] for m in sorted(losses)])
                         if plan.returns == "all":
                             parts = [leaves_of(results[m]) for m in sorted(results)]
-                            step.outputs = join_leaves(plan.leaves, parts)
+                            step.outputs = loss_additivity.join_leaves(plan.leaves, parts)
                     else:
                         # the tail writes again what the forwards wrote
                         state.put(self.model, before)

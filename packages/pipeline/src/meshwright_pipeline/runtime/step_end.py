@@ -18,6 +18,7 @@ from meshwright_pipeline._torch import at_end_of_backward
 from meshwright_pipeline.runtime.agreement import Agreement, Broadcast, RankContext, RankLost, Report, Vote
 from meshwright_pipeline.runtime.grad_handover import Sink
 from meshwright_pipeline.runtime.input_grads import InputGradients
+from meshwright_pipeline.runtime.p2p import TensorSpec
 from meshwright_pipeline.runtime.p2p_step import Failure
 from meshwright_pipeline.runtime.tied_grads import TiedSum
 from meshwright_pipeline.trace.loss import plain_or_none
@@ -163,7 +164,8 @@ class StepEnd:
         if self.rank == self.last_stage_rank:
             given, header = list(values or ()), None
             if len(given) == len(expected):
-                expected, header = given, [_sketch(value) for value in given]
+                expected = given
+                header = [TensorSpec.of(value) if isinstance(value, Tensor) else None for value in given]
             tensors = [value.detach().contiguous() for value in given if isinstance(value, Tensor)]
             self.results.send(header, tensors if header is not None else ())
         else:
@@ -172,19 +174,14 @@ class StepEnd:
             return None
         received = iter(tensors)
         shared = [
-            plain_or_none(value) if sketch is None else next(received)
-            for value, sketch in zip(expected, header, strict=True)
+            plain_or_none(value) if spec is None else next(received)
+            for value, spec in zip(expected, header, strict=True)
         ]
-        return shared, [sketch is not None and sketch[2] for sketch in header]
+        return shared, [spec is not None and spec.differentiable for spec in header]
 
-    def _buffers(self, header: list[Any] | None) -> list[Tensor]:
-        sketches = [sketch for sketch in header or () if sketch is not None]
-        return [torch.empty(shape, dtype=dtype, device=self.context.device) for shape, dtype, _ in sketches]
+    def _buffers(self, header: list[TensorSpec | None] | None) -> list[Tensor]:
+        return [spec.empty(self.context.device) for spec in header or () if spec is not None]
 
     def _last_action(self, rank: int) -> Action:
         """The action that ends a step on a rank of the run: the pipeline axis is the outermost."""
         return self.table.ranks[rank * self.table.shape.ranks // dist.get_world_size()][-1]
-
-
-def _sketch(value: Any) -> tuple[tuple[int, ...], torch.dtype, bool] | None:
-    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else None

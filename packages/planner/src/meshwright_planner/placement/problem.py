@@ -19,13 +19,12 @@ from meshwright_dtensor.model.tied_parameters import tied_names, with_ties
 from meshwright_dtensor.sharding.states import State, format_state, forward_kind, is_shard
 from meshwright_planner.cost.prices import (
     AxisCosts,
-    Collective,
     along,
     backward_move,
     convertible,
     forward_move,
 )
-from meshwright_planner.placement.ilp import RESULT, ConversionStep, Move, Phase, Placement, Route
+from meshwright_planner.placement.ilp import RESULT, ConversionStep, Move, Placement, Route
 from meshwright_planner.placement.legal_rows import Legality, Option
 from meshwright_planner.placement.saved_bytes import SavedTensors
 from meshwright_planner.trace.tape import Tape
@@ -219,21 +218,16 @@ class PlacementProblem:
     def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
         if not convertible(source, target):
             return None
+        steps: list[ConversionStep] = []
+        forward = forward_move(source, target, nbytes)
+        if forward is not None:
+            moves, key = (Move(source, None, "forward", forward),), ("forward", source, forward_kind(target))
+            steps.append(ConversionStep(moves, self.costs.collective(forward), key, repeated=True))
         backward = backward_move(source, target, nbytes) if grad else None
-        collectives: tuple[tuple[Phase, Collective | None, State], ...] = (
-            ("forward", forward_move(source, target, nbytes), forward_kind(target)),
-            ("backward", backward, target),
-        )
-        return tuple(
-            ConversionStep(
-                (Move(source, None, phase, collective),),
-                self.costs.collective(collective),
-                (phase, source, kind),
-                repeated=phase == "forward",
-            )
-            for phase, collective, kind in collectives
-            if collective is not None
-        )
+        if backward is not None:
+            moves, key = (Move(source, None, "backward", backward),), ("backward", source, target)
+            steps.append(ConversionStep(moves, self.costs.collective(backward), key))
+        return tuple(steps)
 
     def replicated(self) -> Placement:
         """The placement with everything replicated."""

@@ -19,14 +19,7 @@ from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard
 from meshwright_dtensor.sharding.states import State, States, forward_kind, is_shard
 from meshwright_dtensor.trace.graph import Ref
-from meshwright_planner.cost.prices import (
-    AxisCosts,
-    JointCosts,
-    along,
-    backward_move,
-    convertible,
-    forward_move,
-)
+from meshwright_planner.cost.prices import JointCosts, along, backward_move, convertible, forward_move
 from meshwright_planner.placement.ilp import ConversionStep, Move, Placement, Route
 from meshwright_planner.placement.legal_rows import Legality, Option, balanced
 from meshwright_planner.placement.problem import PlacementProblem
@@ -84,9 +77,8 @@ class JointLegality(Legality):
         other.axes = (self.axes[0].on(tape), self.axes[1].on(tape))
         return other
 
-    def across(self, costs: AxisCosts) -> Self:
+    def across(self, costs: JointCosts) -> Self:  # type: ignore[override]
         """The same for ranks joined by other links."""
-        assert isinstance(costs, JointCosts)
         other = super().across(costs)
         other.axes = (self.axes[0].across(costs.axes[0]), self.axes[1].across(costs.axes[1]))
         return other
