@@ -101,9 +101,9 @@ def test_explain_shows_every_field(plan: ParallelPlan) -> None:
         "*.q_proj.weight I S(0)",
         "embed[0].* I S(1)",  # brackets are text, not rich's markup
         "layers.*.mlp linear #2 tp=S(2); any dp=S(0),tp=P",
-        "tp all_reduce forward 4 4.00 MiB",
+        "tp all_reduce forward 4 4.0 MiB",
         "predicted step: 12.3 ms (compute 10 ms, communication 2.5 us)",
-        "predicted memory of the fullest rank at its peak: 5.00 GiB (parameters 3.00 GiB, gradients 1000 B)",
+        "predicted memory of the fullest rank at its peak: 5.0 GiB (parameters 3.0 GiB, gradients 1000 B)",
         "provenance: planner eager, cluster dgx-h100, created 2026-01-01, torch 2.13.0",
         "compute bound",
     ):

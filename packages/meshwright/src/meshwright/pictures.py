@@ -12,7 +12,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.schedule.timetable import DURATION, Timetable
-from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.names import count_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ _ACTIONS = MappingProxyType({"F": "tab:blue", "B": "tab:green", "I": "tab:olive"
 
 def draw_plan(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Path) -> None:
     """Where the step goes, where memory goes, and the timeline, which needs the cluster. Raises UsageError."""
-    from meshwright_planner.evaluation.candidate import human_seconds
     from meshwright_planner.reports.drawings import timeline
     from meshwright_planner.reports.plan_view import COLOURS, memory_limit, view_of
 

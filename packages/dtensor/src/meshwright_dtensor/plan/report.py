@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Iterator, Mapping
 
 from meshwright_dtensor.plan.fields import PlanFields
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.console import Console, Table, Text, box
 from meshwright_dtensor.utils.names import count_of
 
@@ -131,7 +132,7 @@ def _collectives(plan: PlanFields) -> Part:
         entry = total.setdefault((item.axis, item.kind, item.phase), [0, 0])
         entry[0] += item.count
         entry[1] += item.count * item.nbytes
-    rows = ((*key, count, size(nbytes)) for key, (count, nbytes) in total.items())
+    rows = ((*key, count, human_bytes(nbytes)) for key, (count, nbytes) in total.items())
     yield from _table("collectives a step", ["axis", "kind", "phase", "count", "bytes"], rows)
 
 
@@ -140,17 +141,17 @@ def _prediction(plan: PlanFields) -> Part:
     if predicted is None:
         yield "\npredicted: nothing"
         return
-    parts = f"compute {duration(predicted.compute_seconds)}, communication {duration(predicted.communication_seconds)}"
-    yield f"\npredicted step: {duration(predicted.step_seconds)} ({parts})"
+    compute, sent = human_seconds(predicted.compute_seconds), human_seconds(predicted.communication_seconds)
+    yield f"\npredicted step: {human_seconds(predicted.step_seconds)} (compute {compute}, communication {sent})"
     if predicted.proof is not None:
         gap = "unknown" if predicted.gap is None else f"{100 * predicted.gap:.1f}%"
         yield f"gap to the best there may be: {gap} ({predicted.proof})"
     if predicted.memory_bytes:
         by_size = sorted(predicted.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{part} {size(n)}" for part, n in by_size if part != "total" and n)
+        shown = ", ".join(f"{part} {human_bytes(n)}" for part, n in by_size if part != "total" and n)
         if predicted.memory_bytes.get("activations") == 0:
             shown += "; no activations are kept then, as while the optimizer steps"
-        total = f"predicted memory of the fullest rank at its peak: {size(predicted.total_bytes)}"
+        total = f"predicted memory of the fullest rank at its peak: {human_bytes(predicted.total_bytes)}"
         yield f"{total} ({shown})" if shown else total
 
 
@@ -178,19 +179,3 @@ def _origin(plan: PlanFields) -> Part:
 
 def _given(value: object) -> str:
     return "+".join(f"{axis}={n}" for axis, n in value.items()) if isinstance(value, Mapping) else str(value)
-
-
-def size(nbytes: int) -> str:
-    """Text of a size in bytes: "1.50 GiB"."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{nbytes} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
-
-
-def duration(seconds: float) -> str:
-    """Text of a time in seconds: "12.3 ms"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"

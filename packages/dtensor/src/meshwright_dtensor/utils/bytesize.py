@@ -1,4 +1,4 @@
-"""Memory sizes as text: "40GiB", "24 GB", "80e9". Torch-free."""
+"""Sizes of memory and times as text: "40GiB", "24 GB", "80e9", "12.3 ms". Torch-free."""
 
 from __future__ import annotations
 
@@ -58,3 +58,11 @@ def human_bytes(size: float) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """Text of a time: "12.3 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

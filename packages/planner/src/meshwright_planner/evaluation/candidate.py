@@ -139,11 +139,3 @@ def rank(candidate: Candidate) -> tuple[Any, ...]:
 def estimated(candidate: Candidate) -> tuple[Any, ...]:
     """As `rank`, but among candidates that do not fit, those that exceed the memory least come first."""
     return (candidate.excess_bytes, *rank(candidate)[1:])
-
-
-def human_seconds(seconds: float) -> str:
-    """ "12.3 ms"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"

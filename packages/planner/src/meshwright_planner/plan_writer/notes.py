@@ -12,12 +12,12 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, PrecisionRule, ZeroRule
 from meshwright_dtensor.plan.fields import Prediction, Provenance, StageTime, StepSplit
 from meshwright_dtensor.sharding.states import format_state, is_shard
-from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import listing
 from meshwright_planner.clusters.local_machine import PREFIX
 from meshwright_planner.cost.prices import along
-from meshwright_planner.evaluation.candidate import Candidate, human_seconds
+from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.context import Setting
 from meshwright_planner.placement.legal_rows import Option
 from meshwright_planner.plan_writer.rules import Writer

@@ -13,7 +13,7 @@ from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanErro
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
 from meshwright_dtensor.strategy import PlanRequest
-from meshwright_planner.evaluation.candidate import human_seconds
+from meshwright_dtensor.utils.bytesize import human_seconds
 from meshwright_planner.reports.explain import explain
 
 

@@ -13,10 +13,9 @@ from typing import Any
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost, discover
-from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.console import Console, Table, Text, box, full_width
 from meshwright_planner.clusters.registry import cluster_of
-from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.recompute.rules import in_words
 from meshwright_planner.reports.plan_view import PlanView, optimality, view_of
 

@@ -10,8 +10,7 @@ import jinja2
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_planner.evaluation.candidate import human_seconds
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_planner.reports.drawings import mesh_drawing, timeline
 from meshwright_planner.reports.plan_view import COLOURS, memory_limit, optimality, view_of
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_planner.evaluation.candidate import configuration_name, human_seconds
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
+from meshwright_planner.evaluation.candidate import configuration_name
 from meshwright_planner.simulation.events import run
 from meshwright_planner.simulation.workload import Faults, Workload, elsewhere
 

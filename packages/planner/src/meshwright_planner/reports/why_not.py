@@ -16,9 +16,8 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.strategy.plan_request import DEGREES
-from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
-from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.recompute.rules import in_words
 from meshwright_planner.reports.plan_view import name_of, seconds_of
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_planner.evaluation.candidate import Candidate, human_seconds, rank
+from meshwright_dtensor.utils.bytesize import human_seconds
+from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point
 from meshwright_planner.evaluation.degrees import named, unasked
 from meshwright_planner.evaluation.evaluator import Search

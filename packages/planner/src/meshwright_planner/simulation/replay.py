@@ -11,8 +11,8 @@ from typing import Any
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.utils.bytesize import human_seconds
 from meshwright_dtensor.utils.names import count_of
-from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.simulation.events import Outcome, Span, run
 from meshwright_planner.simulation.faults import LinkFault, Straggler
 from meshwright_planner.simulation.mesh import Place
