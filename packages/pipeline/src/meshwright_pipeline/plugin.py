@@ -8,22 +8,10 @@ from meshwright_dtensor.plugins import ScheduleSpec, StrategySpec, hookimpl
 
 _SCHEDULES = {
     "gpipe": ("gpipe:GPipe", "all forwards, then all backwards; any number of stages a rank"),
-    "1f1b": (
-        "one_f_one_b:OneForwardOneBackward",
-        "forwards and backwards take turns; few activations in flight",
-    ),
-    "interleaved": (
-        "one_f_one_b:Interleaved",
-        "1f1b over several stages a rank; a smaller bubble, more messages",
-    ),
-    "looped-bfs": (
-        "gpipe:LoopedBFS",
-        "gpipe over several stages a rank; a smaller bubble, everything in flight",
-    ),
-    "zero-bubble": (
-        "one_f_one_b:ZeroBubble",
-        "interleaved with split backwards: gradients of weights fill the bubble",
-    ),
+    "1f1b": ("one_f_one_b:OneForwardOneBackward", "forwards, backwards in turns; few activations in flight"),
+    "interleaved": ("one_f_one_b:Interleaved", "1f1b, several stages a rank; smaller bubble, more messages"),
+    "looped-bfs": ("gpipe:LoopedBFS", "gpipe, several stages a rank; smaller bubble, everything in flight"),
+    "zero-bubble": ("one_f_one_b:ZeroBubble", "interleaved, split backwards; weights' part fills the bubble"),
     "zbv": ("zbv:ZBV", "two stages a rank along a V, split backwards: the memory of 1f1b, hardly a bubble"),
     "dualpipev": ("dualpipe_v:DualPipeV", "two stages a rank along a V, forwards paired with backwards"),
 }

@@ -288,13 +288,8 @@ def out_overload(op: Any) -> Any:
 
 def replace_code(function: Any, donor: Any) -> Any:
     """Give ``function`` the code of ``donor`` (with as many free variables); return a function that runs the old code."""
-    original = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    parts = function.__code__, function.__globals__, function.__name__, function.__defaults__
+    original = FunctionType(*parts, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
     function.__code__ = donor.__code__
     return original
@@ -360,11 +355,8 @@ def forget_failed_join() -> None:
         dist.distributed_c10d._world.group_count = 0
 
 
-COMPILED_ATTRIBUTES = (
-    "compile",
-    "_torchdynamo_orig_callable",
-    "_torchdynamo_wrapper_id",
-    "__prepare_scriptable__",
+COMPILED_ATTRIBUTES = tuple(
+    "compile _torchdynamo_orig_callable _torchdynamo_wrapper_id __prepare_scriptable__".split()
 )
 """Attributes of a module that `module.compile()`, `torch.compile(module)` and `torch.jit.script(module)` look up."""
 

@@ -15,7 +15,7 @@ replayed. It costs disk space for the model, once per rank, and about 1.6 times 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,11 +120,7 @@ class _MappedInit(core.TorchDispatchMode):
         self._files, self._hollow, self._min_bytes, self._resident = files, hollow, min_bytes, resident
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # fake tensors take no memory
@@ -139,9 +135,7 @@ class _MappedInit(core.TorchDispatchMode):
         if result is not None:
             return result
         result = func(*args, **kwargs)
-        shared = (
-            set() if core.op_name(func) == "aten::lift_fresh" else {_storage(tensor) for tensor in inputs}
-        )
+        shared = set() if core.op_name(func) == "aten::lift_fresh" else set(map(_storage, inputs))
         return core.pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, shared), result)
 
     def _made_in_file(
@@ -184,12 +178,9 @@ class _MappedInit(core.TorchDispatchMode):
         """`tensor`, or its copy in a file if it is large, new and in ordinary memory."""
         if not mapped_files.is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
             return tensor
-        if (
-            _storage(tensor) in shared
-            or mapped_files.is_mapped(tensor)
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
+        if _storage(tensor) in shared or mapped_files.is_mapped(tensor):
+            return tensor
+        if tensor.is_conj() or tensor.is_neg():
             return tensor
         # a small one, expanded
         if tensor.untyped_storage().nbytes() < tensor.nbytes:

@@ -16,11 +16,8 @@ def check_not_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         compiler = compiled_by(module)
         if compiler is not None:
-            _refuse(
-                f"module {name!r} is compiled by {compiler}"
-                if name
-                else f"the model is compiled by {compiler}"
-            )
+            what = f"module {name!r}" if name else "the model"
+            _refuse(f"{what} is compiled by {compiler}")
 
 
 def refuse_compiling(model: nn.Module) -> None:

@@ -295,11 +295,8 @@ class PipelinedCall:
     def _trained(self, messages: StepMessages | None) -> list[bool]:
         """Which values that the last stage received, and which of its parameters, require a gradient."""
         assert messages is not None
-        received = messages.specs.get(self.table.shape.stages - 2, ())
-        return [
-            *(spec.differentiable for spec in received),
-            *(p.requires_grad for p in self.model.parameters()),
-        ]
+        specs = messages.specs.get(self.table.shape.stages - 2, ())
+        return [*(x.differentiable for x in specs), *(p.requires_grad for p in self.model.parameters())]
 
     def _random_numbers(
         self, streams: RngReplay | None, drawn: StepDraws | None = None

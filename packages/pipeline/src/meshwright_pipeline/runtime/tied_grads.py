@@ -125,9 +125,8 @@ class TiedSum:
                     part.copy_(gradient.reshape(-1))
                     present[index] = 1
             record("send_recv", "pp", content.nbytes, "backward", function=self.what)
-            messages.append(
-                _Packed(_TAG + members[0][0], tuple(tie for _, tie, _ in members), names, content)
-            )
+            ties = tuple(tie for _, tie, _ in members)
+            messages.append(_Packed(_TAG + members[0][0], ties, names, content))
         return messages
 
     def _exchange(self, packed: _Packed) -> None:

@@ -62,11 +62,8 @@ class Tapes:
         if not axes:
             return local
         counted = {name: tuple(t.shape[:1]) == (batch.size,) for name, t in batch.tensors()}
-        many, large, modules = (
-            batch.size >= max(BASE_ROWS),
-            len(local.nodes) > SMALL,
-            basis.strategy_modules(),
-        )
+        many, large = batch.size >= max(BASE_ROWS), len(local.nodes) > SMALL
+        modules = basis.strategy_modules()
         if not many or self._family(basis, shapes) is None:
             if rough and large:
                 # each number of rows would have to be recorded

@@ -118,10 +118,7 @@ def one_after_the_other(
 
 
 def in_turns(
-    problem: JointProblem,
-    memory: MemoryTerms,
-    divided: frozenset[int] = frozenset(),
-    time_limit: float = 60.0,
+    problem: JointProblem, memory: MemoryTerms, divided: frozenset[int] = frozenset(), time_limit: float = 60
 ) -> Placement | None:
     """The better of both orders, improved on one axis after the other until nothing changes or the time is over.
 
