@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Mapping
 
 from meshwright_dtensor.plan.fields import PlanFields
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
-from meshwright_dtensor.utils.console import Console, Table, Text, box
+from meshwright_dtensor.utils.console import Table, as_text, table_of
 from meshwright_dtensor.utils.names import count_of
 
 
 def explain(plan: PlanFields, width: int = 110) -> str:
     """The plan as plain text, `width` columns wide."""
-    file = io.StringIO()
-    console = Console(file=file, width=width, color_system=None, force_terminal=False, _environ={})
-    for part in (_head, _pipeline, _parameters, _activations, _experts, _collectives, _prediction, _origin):
-        for item in part(plan):
-            console.print(Text(item) if isinstance(item, str) else item)
-    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    parts = (_head, _pipeline, _parameters, _activations, _experts, _collectives, _prediction, _origin)
+    lines = as_text((item for part in parts for item in part(plan)), width).splitlines()
     # no double blanks
     kept = [line for place, line in enumerate(lines) if line or (place and lines[place - 1])]
     return "\n".join(kept).strip() + "\n"
@@ -29,13 +24,8 @@ Part = Iterator[str | Table]
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Part:
     """A table under a title, which is printed before it: a table's own title wraps at the width of the table."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(Text(column), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
     yield f"\n{title}"
-    yield table
+    yield table_of(columns, rows)
 
 
 def _head(plan: PlanFields) -> Part:

@@ -7,7 +7,7 @@ import json
 import click
 
 from meshwright.cli import State
-from meshwright_dtensor.utils.console import Table, show
+from meshwright_dtensor.utils.console import show, table_of
 
 ORIGIN = ("distribution", "version", "entry_point")
 """Where a plugin or a problem comes from."""
@@ -29,12 +29,8 @@ def command(state: State, as_json: bool) -> None:
         data = {"plugins": rows, "problems": problems, "disabled": list(host.disabled)}
         click.echo(json.dumps(data, indent=2))
         return
-    table, titles = Table(box=None, pad_edge=False), ("kind", "name", "distribution", "version", "summary")
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*(row[title] for title in titles))
-    console = show(table)
+    titles = ("kind", "name", "distribution", "version", "summary")
+    console = show(table_of(titles, ([row[title] for title in titles] for row in rows)))
     for name in host.disabled:
         console.print(f"turned off: {name}", highlight=False)
     for problem in host.problems:

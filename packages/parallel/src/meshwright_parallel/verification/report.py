@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright_dtensor.errors import VerificationError
 from meshwright_dtensor.utils.names import count_of
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.utils.console import Table
 
 Kind = Literal["loss", "gradient", "parameter", "buffer", "state"]
 
@@ -160,43 +162,37 @@ class VerificationReport:
 
     def render(self, count: int = 8, width: int = 110) -> str:
         """A table for people: per kind how many tensors and the worst difference, then the worst tensors."""
-        from meshwright_dtensor.utils.console import Console, Table
+        from meshwright_dtensor.utils.console import as_text
+
+        return as_text(self._shown(count), width)
+
+    def _shown(self, count: int) -> Iterator[str | Table]:
+        from meshwright_dtensor.utils.console import table_of
 
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) or "one rank"
-        summary = Table()
-        for column in ("what", "tensors", "no measure", "worst relative", "passes"):
-            summary.add_column(column, justify="left" if column in ("what", "passes") else "right")
+        yield f"{self.model} on {mesh} against one device, {count_of(self.steps, 'step')}"
+        rows: list[tuple[object, ...]] = []
         for kind in dict.fromkeys(c.kind for c in self.comparisons):
             of_kind = [c for c in self.comparisons if c.kind == kind]
             passed = sum(c.ok for c in of_kind)
             measured = [c.relative for c in of_kind if c.measured]
             worst = f"{max(measured):.1e}" if measured else "-"
             verdict = "all" if passed == len(of_kind) else f"{passed} of {len(of_kind)}"
-            summary.add_row(kind, str(len(of_kind)), str(len(of_kind) - len(measured)), worst, verdict)
-        table = Table()
-        for column in ("step", "what", "name", "relative", "tolerance", ""):
-            table.add_column(column, overflow="fold")
+            rows.append((kind, len(of_kind), len(of_kind) - len(measured), worst, verdict))
+        numbers = ("tensors", "no measure", "worst relative")
+        yield table_of(("what", *numbers, "passes"), rows, right=numbers)
+        for step, (one_device, parallel) in enumerate(self.losses):
+            yield f"step {step}: loss on one device {one_device:.9g}, parallel {parallel:.9g}"
+        rows = []
         for c in self.worst(count):
             mark = ("ok" if c.ok else "DIFFERS") + (f": {c.note}" if c.note else "")
             relative, tolerance = f"{c.relative:.1e}", f"{c.tolerance:.0e}"
-            table.add_row(str(c.step), c.kind, self._named(c) or "-", relative, tolerance, mark)
-        text = io.StringIO()
-        console = Console(file=text, width=width, no_color=True)
-        steps = count_of(self.steps, "step")
-        console.print(f"{self.model} on {mesh} against one device, {steps}", highlight=False)
-        console.print(summary)
-        for step, (one_device, parallel) in enumerate(self.losses):
-            line = f"step {step}: loss on one device {one_device:.9g}, parallel {parallel:.9g}"
-            console.print(line, highlight=False)
-        console.print("furthest from one device:")
-        console.print(table)
-        console.print(
-            "the same as one device" if self.ok else f"DIFFERENT: {count_of(len(self.failures), 'tensor')}",
-            highlight=False,
-        )
+            rows.append((c.step, c.kind, self._named(c) or "-", relative, tolerance, mark))
+        yield "furthest from one device:"
+        yield table_of(("step", "what", "name", "relative", "tolerance", ""), rows)
+        yield "the same as one device" if self.ok else f"DIFFERENT: {count_of(len(self.failures), 'tensor')}"
         if self.fault is not None:
-            console.print(str(self.fault), highlight=False, markup=False)
-        return text.getvalue()
+            yield str(self.fault)
 
     def _named(self, comparison: Comparison) -> str:
         """The tensor's name with every name of a tied parameter: "embed.weight = head.weight/exp_avg"."""

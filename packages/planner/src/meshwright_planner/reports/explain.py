@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
-from meshwright_dtensor.utils.console import Console, Table, Text, box, full_width
+from meshwright_dtensor.utils.console import Table, as_text, full_width, table_of
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.recompute.rules import in_words
 from meshwright_planner.reports.plan_view import PlanView, optimality, view_of
@@ -67,18 +66,13 @@ class Report:
     def __str__(self) -> str:
         if not self.plans:
             return "no plans\n"
-        file = io.StringIO()
-        console = Console(file=file, width=self.width, color_system=None, force_terminal=False, _environ={})
-        table = _table(self.plans)
-        # numbers are never cut off, however narrow the output is
-        console.width = max(self.width, full_width(table, console))
-        console.print(table)
-        console.width = self.width
+        first, table, lines = self.plans[0].plan, _table(self.plans), []
+        title = f"{first.world_size} rank(s) of {first.provenance.cluster or '?'}, one step per rank (comm: exposed communication)"
         for number, view in enumerate(self.plans, 1):
-            console.print(Text(f"{number}. {view.name}"))
-            for line in _details(view, alone=len(self.plans) == 1):
-                console.print(Text(f"   {line}"))
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+            details = _details(view, alone=len(self.plans) == 1)
+            lines += [f"{number}. {view.name}", *(f"   {line}" for line in details)]
+        # numbers are never cut off, however narrow the output is
+        return as_text([title, table], max(self.width, full_width(table))) + as_text(lines, self.width)
 
 
 def explain(
@@ -135,17 +129,11 @@ def _details(view: PlanView, alone: bool) -> list[str]:
 
 def _table(views: Sequence[PlanView]) -> Table:
     """The table of these plans, at least one."""
-    first = views[0].plan
-    columns = [*_plan_columns(views), *_predicted_columns(views)]
-    title = f"{first.world_size} rank(s) of {first.provenance.cluster or '?'}, one step per rank (comm: exposed communication)"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="", pad_edge=False)
-    for heading in ("", *(heading for heading, _ in columns)):
-        table.add_column(Text(heading), justify="right", no_wrap=True)
-    table.add_column(Text("bound by"))
-    for number, view in enumerate(views, 1):
-        bound = NONE if view.plan.predicted is None else view.bound.partition(",")[0]
-        table.add_row(str(number), *(cell(view) for _, cell in columns), bound)
-    return table
+    titles, cells = zip(*_plan_columns(views), *_predicted_columns(views), strict=True)
+    bounds = [NONE if view.plan.predicted is None else view.bound.partition(",")[0] for view in views]
+    rows = [(number, *(cell(view) for cell in cells)) for number, view in enumerate(views, 1)]
+    columns = ("", *titles)
+    return table_of((*columns, "bound by"), [(*row, b) for row, b in zip(rows, bounds)], right=columns)
 
 
 def _plan_columns(views: Sequence[PlanView]) -> Iterator[Column]:
