@@ -23,14 +23,7 @@ from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.saving.background import Job, SaveHandle
 from meshwright_checkpoint.saving.staging import StagingBuffer, tensor_bytes
 from meshwright_checkpoint.shards.write_shares import Piece, TensorLayout, plan_writes
-from meshwright_checkpoint.state import rng
-from meshwright_checkpoint.state.collect import (
-    CollectedState,
-    check_model,
-    collect,
-    describe_shards,
-    optimizer_given,
-)
+from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.storage.backend import CheckpointStorage, ForeignStorage, any_storage_of
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
@@ -77,7 +70,7 @@ def save(
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
     retention = Retention(keep_last, keep_every)
-    check_model("save", model)
+    collect.check_model("save", model)
     if step is not None and (type(step) is not int or step < 0):
         raise UsageError(f"step={step!r} is not a training step; pass an int of at least 0")
     storage = any_storage_of(path, backend)
@@ -118,7 +111,7 @@ def prepare_save(model: nn.Module, *, optimizer: Optimizer | None = None, wait: 
         CheckpointError: an earlier asynchronous save failed.
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
-    check_model("prepare_save", model)
+    collect.check_model("prepare_save", model)
     with own_state(unwrapped(model), optimizer):
         _saver().prepare(model, optimizer)
     if wait:
@@ -200,17 +193,17 @@ class Saver:
 
     def _collect_and_plan(
         self, model: nn.Module, optimizer: Any, extra: Any, ranks: Ranks, shared: set[str], save_id: str
-    ) -> tuple[CollectedState, dict[str, Any], FileLayout]:
+    ) -> tuple[collect.CollectedState, dict[str, Any], FileLayout]:
         """State and file of this rank, and shape and dtype of each tensor.
 
         The write plan is computed again only if a layout has changed.
         """
-        collected, catalog = CollectedState(), {}
+        collected, catalog = collect.CollectedState(), {}
 
         def catalog_digest() -> str:
             nonlocal collected, catalog
-            collected = collect(model, optimizer, extra, ranks, shared)
-            catalog = describe_shards(collected.shards)
+            collected = collect.collect(model, optimizer, extra, ranks, shared)
+            catalog = collect.describe_shards(collected.shards)
             return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
 
         key = hashlib.sha256("".join(ranks.gather_checked(catalog_digest)).encode()).hexdigest()
@@ -231,7 +224,8 @@ def _arguments(
     storage: CheckpointStorage | ForeignStorage, model: nn.Module, optimizer: Any, extra: Any
 ) -> dict[str, Any]:
     """Arguments of `save` that ranks compare."""
-    return {"path": storage.where, "optimizer": optimizer_given(model, optimizer), "extra": extra is not None}
+    stepped = collect.optimizer_given(model, optimizer)
+    return {"path": storage.where, "optimizer": stepped, "extra": extra is not None}
 
 
 def _check_arguments(gathered: Sequence[Mapping[str, Any]]) -> None:

@@ -12,18 +12,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed.tensor import Shard
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.sharding.intervals import (
-    Interval,
-    Intervals,
-    IntervalShard,
-    format_interval_shard,
-    interval_shard,
-    intervals_of,
-    merge_intervals,
-    segmented_shard,
-    single_owner_shard,
-    zigzag_shard,
-)
+from meshwright_dtensor.sharding import intervals as runs
 
 
 class RunShard(Shard):
@@ -38,33 +27,33 @@ class RunShard(Shard):
     Raises UnsupportedError: the intervals leave a gap or overlap.
     """
 
-    intervals: tuple[Intervals, ...]
+    intervals: tuple[runs.Intervals, ...]
 
-    def __new__(cls, dim: int, intervals: Sequence[Sequence[Interval]]) -> RunShard:
+    def __new__(cls, dim: int, intervals: Sequence[Sequence[runs.Interval]]) -> RunShard:
         return Shard.__new__(cls, dim)  # type: ignore[call-arg]
 
-    def __init__(self, dim: int, intervals: Sequence[Sequence[Interval]]) -> None:
+    def __init__(self, dim: int, intervals: Sequence[Sequence[runs.Interval]]) -> None:
         super().__init__(dim)
         try:
-            interval_shard(0, intervals)
+            runs.interval_shard(0, intervals)
         except ValueError as error:
             raise UnsupportedError(f"{error}; every element of the dim belongs to exactly one rank") from None
-        self.intervals = tuple(merge_intervals(rank_intervals) for rank_intervals in intervals)
+        self.intervals = tuple(runs.merge_intervals(rank_intervals) for rank_intervals in intervals)
 
     @classmethod
     def parts(cls, dim: int, sizes: Sequence[int], ranks: int) -> RunShard:
         """Consecutive parts (fused q|k|v), each cut into one chunk per rank; every size divides by ``ranks``."""
-        return cls._of(dim, lambda: segmented_shard(0, sizes, ranks), sum(sizes), ranks)
+        return cls._of(dim, lambda: runs.segmented_shard(0, sizes, ranks), sum(sizes), ranks)
 
     @classmethod
     def zigzag(cls, dim: int, size: int, ranks: int) -> RunShard:
         """Rank ``r`` owns chunks ``r`` and ``2 ranks - 1 - r`` of ``2 ranks``; ``size`` divides by ``2 ranks``."""
-        return cls._of(dim, lambda: zigzag_shard(0, size, ranks), size, ranks)
+        return cls._of(dim, lambda: runs.zigzag_shard(0, size, ranks), size, ranks)
 
     @classmethod
     def owned(cls, dim: int, size: int, ranks: int, owner: int) -> RunShard:
         """Rank ``owner`` owns all of the dim."""
-        return cls._of(dim, lambda: single_owner_shard(0, size, ranks, owner), size, ranks)
+        return cls._of(dim, lambda: runs.single_owner_shard(0, size, ranks, owner), size, ranks)
 
     @classmethod
     def _of(cls, dim: int, make: Callable[[], int], size: int, ranks: int) -> RunShard:
@@ -72,11 +61,11 @@ class RunShard(Shard):
             state = make()
         except ValueError as error:
             raise UnsupportedError(str(error)) from None
-        return cls(dim, intervals_of(state, size, ranks))
+        return cls(dim, runs.intervals_of(state, size, ranks))
 
     def state(self, dim: int) -> int:
         """The state for non-negative ``dim``: an IntervalShard, or the dim itself if the intervals are plain chunks."""
-        return interval_shard(dim, self.intervals)
+        return runs.interval_shard(dim, self.intervals)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunShard) and self.dim == other.dim and self.intervals == other.intervals
@@ -85,6 +74,6 @@ class RunShard(Shard):
         return hash((RunShard, self.dim, self.intervals))
 
     def __repr__(self) -> str:
-        return f"RunShard{format_interval_shard(IntervalShard(self.dim, self.intervals))[1:]}"
+        return f"RunShard{runs.format_interval_shard(runs.IntervalShard(self.dim, self.intervals))[1:]}"
 
     __str__ = __repr__

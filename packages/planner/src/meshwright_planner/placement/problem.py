@@ -17,13 +17,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.hints import marks_of
 from meshwright_dtensor.model.tied_parameters import tied_names, with_ties
 from meshwright_dtensor.sharding.states import State, format_state, forward_kind, is_shard
-from meshwright_planner.cost.prices import (
-    AxisCosts,
-    along,
-    backward_move,
-    convertible,
-    forward_move,
-)
+from meshwright_planner.cost import prices
 from meshwright_planner.placement.ilp import RESULT, ConversionStep, Move, Placement, Route
 from meshwright_planner.placement.legal_rows import Legality, Option
 from meshwright_planner.placement.saved_bytes import SavedTensors
@@ -72,7 +66,7 @@ class PlacementProblem:
         other.saved = SavedTensors(tape, self.quotient, self.costs)
         return other
 
-    def across(self, costs: AxisCosts) -> Self:
+    def across(self, costs: prices.AxisCosts) -> Self:
         """The same problem for ranks joined by other links."""
         other = copy.copy(self)
         other.costs, other.legality, other._routes = costs, self.legality.across(costs), {}
@@ -140,7 +134,8 @@ class PlacementProblem:
             split = alone and any(calls[nodes[n].call, nodes[n].call_inputs] > 1 for n, _ in readers)
             if split or value in self.pins:
                 continue
-            if any(any(map(is_shard, along(s))) for s in self.usable(value, self.storable(value, False))):
+            states = self.usable(value, self.storable(value, False))
+            if any(any(map(is_shard, prices.along(s))) for s in states):
                 usable.add(value)
         total = sum(sizes.values())
         return frozenset(v for v in usable if sizes[v] >= NOTICEABLE * total)
@@ -175,7 +170,7 @@ class PlacementProblem:
 
     def _allowed(self, value: int, state: State) -> bool:
         """Whether the pins allow a parameter to be stored in this state."""
-        return all(pin in (None, s) for pin, s in zip(self.pins.get(value, ()), along(state)))
+        return all(pin in (None, s) for pin, s in zip(self.pins.get(value, ()), prices.along(state)))
 
     def usable(self, value: int, states: Sequence[State]) -> list[State]:
         """The states in which every reader can use a parameter without moving a shard of it."""
@@ -195,8 +190,8 @@ class PlacementProblem:
         """
         if not self.is_parameter(value):
             return True
-        outer_first, pins = along(source), self.pins.get(self.quotient.value(value))
-        for axis, (a, b) in enumerate(zip(outer_first, along(target), strict=True)):
+        outer_first, pins = prices.along(source), self.pins.get(self.quotient.value(value))
+        for axis, (a, b) in enumerate(zip(outer_first, prices.along(target), strict=True)):
             if a == b or (pins is not None and pins[axis] is not None):
                 continue
             # a dim with an inner shard cannot get an outer shard without moving the inner one
@@ -216,14 +211,14 @@ class PlacementProblem:
         return self._routes[key]
 
     def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
-        if not convertible(source, target):
+        if not prices.convertible(source, target):
             return None
         steps: list[ConversionStep] = []
-        forward = forward_move(source, target, nbytes)
+        forward = prices.forward_move(source, target, nbytes)
         if forward is not None:
             moves, key = (Move(source, None, "forward", forward),), ("forward", source, forward_kind(target))
             steps.append(ConversionStep(moves, self.costs.collective(forward), key, repeated=True))
-        backward = backward_move(source, target, nbytes) if grad else None
+        backward = prices.backward_move(source, target, nbytes) if grad else None
         if backward is not None:
             moves, key = (Move(source, None, "backward", backward),), ("backward", source, target)
             steps.append(ConversionStep(moves, self.costs.collective(backward), key))
@@ -289,7 +284,7 @@ def _pinned(legality: Legality, marks: dict[str, State]) -> dict[int, State]:
 def _pinned_on_each(legality: Legality, pins: Pins) -> dict[int, tuple[State | None, ...]]:
     """Value -> the states on each axis in which the user or a strategy stores it."""
     by_axis = [
-        _pinned(on_axis, {n: s for n, pin in pins.items() if (s := along(pin)[axis]) is not None})  # type: ignore[arg-type]
+        _pinned(on_axis, {n: s for n, pin in pins.items() if (s := prices.along(pin)[axis]) is not None})  # type: ignore[arg-type]
         for axis, on_axis in enumerate(legality.axes or (legality,))
     ]
     values = dict.fromkeys(value for held in by_axis for value in held)
