@@ -272,8 +272,8 @@ def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
         if axis not in axes:
             close = did_you_mean(axis, axes)
             fix = f"did you mean {close!r}?" if close else "use one of them, or install its strategy"
-            known = ", ".join(axes) or "none"
-            raise UsageError(f"--degree {text}: there is no mesh axis {axis!r} (installed: {known}); {fix}")
+            names = ", ".join(axes) or "none"
+            raise UsageError(f"--degree {text}: there is no mesh axis {axis!r} (installed: {names}); {fix}")
         if axis in degrees:
             raise UsageError(f"--degree {text}: {axis} is already pinned to {degrees[axis]}; give it once")
         degrees[axis] = int(number)
