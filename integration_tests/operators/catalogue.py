@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-MAX_ELEMENTS, MAX_LISTED = 4000, 60
+MAX_ELEMENTS, MAX_LISTED = 4000, 300
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
 SEED = 5
 
@@ -97,6 +97,8 @@ def samples(op: Any, count: int) -> list[Sample]:
             listed.append((_kind(sample), sample))
         if len(listed) == MAX_LISTED:
             break
+    # samples with dims of one or no element come last of their kind
+    listed.sort(key=lambda pair: sum(size < 2 for t in pair[1].tensors for size in t.shape))
     seen: dict[Any, int] = {}
     turns = []
     for kind, _ in listed:

@@ -114,7 +114,7 @@ def run_ops(
             if any(on_shards(outcome) for outcome in outcomes[first:]):
                 break
             for each in layouts(sample.tensors, sizes):
-                if each.name.startswith("shards") and each.sharded:
+                if each.sharded and each.name.startswith(("shards", "first sharded", "others sharded")):
                     run(name, op, sample, Case("function", place, each))
     return outcomes
 

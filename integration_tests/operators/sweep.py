@@ -48,10 +48,13 @@ def _chunk(
             ranks = pool.run(world, run_ops, sizes, names, count, progress, skipped, timeout=TIMEOUT)
             return faults + [worst(outcomes) for outcomes in zip(*ranks, strict=True)]
         except RankError as error:
+            if len(names) > 1:
+                # one by one: the chunk may only have been slow
+                return [o for name in names for o in _chunk(pool, world, [name], sizes, count, progress)]
             label = Path(progress).read_text()
-            name = next(n for n in sorted(names, key=len, reverse=True) if label.startswith(f"{n} "))
             kind = "hang" if "did not finish" in str(error) else "crash"
-            faults.append(Outcome(name, label[len(name) + 1 :], kind, " ".join(str(error).split())[:300]))
+            case = label.removeprefix(f"{names[0]} ")
+            faults.append(Outcome(names[0], case, kind, " ".join(str(error).split())[:300]))
             if label in skipped:
                 raise
 
