@@ -30,6 +30,12 @@ def mean_of_shards(
     return x.mean(dim, keepdim, dtype=dtype) * (held / count)
 
 
+def loss_of_shards(op: Callable[..., Any], count: int, *args: Any, **options: Any) -> torch.Tensor:
+    """This rank's part of a mean loss over ``count`` elements."""
+    held = args[0].numel()
+    return op(*args, **options) * (held / count) if held else args[0].sum()
+
+
 def localise(
     view: NodeView, out_shapes: Shapes, in_shapes: Shapes | None = None, held: Region | None = None
 ) -> LocalOp:
@@ -48,6 +54,8 @@ def localise(
     name = base_name(node.name)
     if name == "aten.mean":
         return _mean(view, in_shapes)
+    if "_loss" in name or name.startswith("aten.binary_cross_entropy"):
+        return _loss(view, in_shapes)
     localiser = None if node.name == "aten.view.dtype" else _LOCALISERS.get(name)
     local_op = None if localiser is None else localiser(view, out_shapes, held)
     return (node.op, node.args, dict(node.kwargs)) if local_op is None else local_op
@@ -123,6 +131,14 @@ def _mean(view: NodeView, in_shapes: Shapes | None) -> LocalOp:
     return partial(mean_of_shards, count=count), arguments, {}
 
 
+def _loss(view: NodeView, in_shapes: Shapes | None) -> LocalOp:
+    node, whole = view.node, view.in_shapes[0]
+    # 1 is a mean
+    if view.bound()["reduction"] != 1 or (in_shapes is not None and in_shapes[0] == whole):
+        return node.op, node.args, node.kwargs
+    return partial(loss_of_shards, node.op, math.prod(whole)), node.args, node.kwargs
+
+
 _LOCALISERS: Mapping[str, Callable[[NodeView, Shapes, Region | None], LocalOp | None]] = {
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(SLICES, _slice),
@@ -130,6 +146,7 @@ _LOCALISERS: Mapping[str, Callable[[NodeView, Shapes, Region | None], LocalOp | 
     **dict.fromkeys(aten_ops("zeros ones full empty"), partial(_sized, 0)),
     **dict.fromkeys(aten_ops("new_zeros new_ones new_full new_empty expand expand_copy"), partial(_sized, 1)),
     "aten.squeeze": _squeeze,
+    "aten.squeeze_copy": _squeeze,
     "aten.native_group_norm": _group_norm,
     "aten.convolution": _convolution,
 }

@@ -11,6 +11,7 @@ from meshwright_dtensor.rules.node import (
     NodeView,
     Row,
     Slot,
+    base_name,
     broadcast_state,
     kept_rows,
     linear_row,
@@ -185,6 +186,13 @@ def one_hot(view: NodeView) -> Iterator[Row]:
         yield from kept_rows(view, range(len(view.in_shapes[0])))
 
 
+def positions(view: NodeView) -> Iterator[Row]:
+    """take(self, index), searchsorted(sorted, values) of one sorted row: every dim of what is looked up."""
+    if len(view.node.ins) == 2 and (len(view.in_shapes[0]) == 1 or base_name(view.node.name) == "aten.take"):
+        for dim in range(len(view.in_shapes[1])):
+            yield (R, dim), (dim,)
+
+
 def first_only(view: NodeView) -> Iterator[Row]:
     """bucketize, isin: elementwise in the first input, with a table that is whole on every rank."""
     bound = view.bound()
@@ -206,5 +214,6 @@ RULES = rules(
     ("index_fill index_fill_ index_copy index_copy_", index_fill),
     ("one_hot", one_hot),
     ("bucketize isin", first_only),
+    ("take searchsorted", positions),
 )
 """op name -> rule."""

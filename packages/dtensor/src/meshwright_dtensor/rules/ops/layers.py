@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from meshwright_dtensor.rules.node import NodeView, Row, Rule, Slot, kept_rows, linear_row, numel, rules
+from meshwright_dtensor.rules.node import (
+    NodeView,
+    Row,
+    Rule,
+    Slot,
+    broadcast_state,
+    kept_rows,
+    linear_row,
+    numel,
+    rules,
+)
 from meshwright_dtensor.sharding.states import P, R, State
 
 
@@ -134,8 +144,65 @@ def convolution(view: NodeView) -> Iterator[Row]:
     yield row(R, P, P, P)
 
 
+def loss(view: NodeView) -> Iterator[Row]:
+    """Elementwise losses: every dim of the input; a sum or mean gives a partial sum (of a mean: see localise)."""
+    out = P if view.bound()["reduction"] else None
+    for dim in range(len(view.in_shapes[0])):
+        yield (
+            tuple(broadcast_state(dim, view.in_shapes[0], s) for s in view.in_shapes),
+            (dim if out is None else out,),
+        )
+
+
+def batch_loss(view: NodeView) -> Iterator[Row]:
+    """Losses over the classes of each row [n, c]: the rows."""
+    shapes, outs = view.in_shapes, (P if view.bound()["reduction"] else 0, 0)
+    if len(shapes[0]) == 2:
+        yield (
+            tuple(0 if s[0] == shapes[0][0] and i < 2 else R for i, s in enumerate(shapes)),
+            outs[: len(view.node.outs)],
+        )
+
+
+def matrices(view: NodeView) -> Iterator[Row]:
+    """Linear algebra on batches of matrices: the leading dims, which all inputs have; an output without elements has none."""
+    lead = view.in_shapes[0][:-2]
+    for dim in range(len(lead)):
+        states = [dim if s[: len(lead)] == lead else R for s in view.in_shapes + view.out_shapes]
+        if all(
+            s == dim or not numel(shape)
+            for s, shape in zip(states, view.in_shapes + view.out_shapes, strict=True)
+        ):
+            yield tuple(states[: len(view.node.ins)]), tuple(states[len(view.node.ins) :])
+
+
+def distances(view: NodeView) -> Iterator[Row]:
+    """_cdist_forward and _euclidean_dist(x [..., p, m], y [..., r, m]) -> [..., p, r]: leading dims, rows of x, rows of y."""
+    ndim = len(view.out_shapes[0])
+    for dim in range(ndim - 2):
+        yield (dim, dim), (dim,)
+    yield (ndim - 2, R), (ndim - 2,)
+    yield (R, ndim - 2), (ndim - 1,)
+
+
+def grid_sampler(view: NodeView) -> Iterator[Row]:
+    """grid_sampler_2d, grid_sampler_3d(x [n, c, ...], grid [n, ..., 2 or 3]): batch, channels, dims of the grid."""
+    yield (0, 0), (0,)
+    yield (1, R), (1,)
+    for dim in range(1, len(view.in_shapes[1]) - 1):
+        yield (R, dim), (dim + 1,)
+
+
 RULES = rules(
     "hand",
+    ("mse_loss huber_loss smooth_l1_loss binary_cross_entropy soft_margin_loss", loss),
+    ("binary_cross_entropy_with_logits", loss),
+    ("multi_margin_loss", batch_loss),
+    ("_cdist_forward _euclidean_dist", distances),
+    ("grid_sampler_2d grid_sampler_3d", grid_sampler),
+    ("im2col", pooling(3)),
+    ("col2im", pooling(2)),
+    ("channel_shuffle native_channel_shuffle", group_norm),
     ("mkldnn_rnn_layer", onednn_layer),
     ("_thnn_fused_lstm_cell _thnn_fused_gru_cell", fused_cell),
     ("native_layer_norm _fused_rms_norm", layer_norm),
@@ -156,6 +223,13 @@ RULES = rules(
         attention,
     ),
     ("_cudnn_rnn", cudnn_layers),
+    (
+        "cholesky linalg_cholesky_ex cholesky_inverse cholesky_solve geqrf linalg_eig _linalg_eigh linalg_eigvals "
+        "_linalg_eigvals linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor_ex "
+        "linalg_lu_solve lu_unpack linalg_qr _linalg_solve_ex linalg_solve_triangular triangular_solve _linalg_svd ormqr "
+        "linalg_householder_product linalg_matrix_exp _linalg_det _linalg_slogdet",
+        matrices,
+    ),
     ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", batch_norm),
     # replicated results (seeds, masks, the reserve, empty statistics) carry no gradient
     complete=True,

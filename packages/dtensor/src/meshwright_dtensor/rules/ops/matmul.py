@@ -69,8 +69,10 @@ RULES = rules(
     ("mm", product("mk,kn->mn")),
     ("bmm", product("bmk,bkn->bmn")),
     ("mv", product("mk,k->m")),
-    ("dot", product("k,k->")),
+    ("dot vdot", product("k,k->")),
     ("addmm addmm_", product("mk,kn->mn", summand=True)),
+    ("addbmm addbmm_", product("bmk,bkn->mn", summand=True)),
+    ("addr addr_", product("m,n->mn", summand=True)),
     ("addmv", product("mk,k->m", summand=True)),
     ("baddbmm baddbmm_", product("bmk,bkn->bmn", summand=True)),
 ) | rules("hand", ("_grouped_mm", grouped))

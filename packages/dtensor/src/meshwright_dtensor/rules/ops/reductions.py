@@ -91,7 +91,7 @@ RULES = rules(
     ),
     ("count_nonzero", counting),
     ("histc histogram", histogram),
-    ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort", along),
+    ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort glu", along),
     ("cumsum cumsum_", cumulative_sum),
 )
 """op name -> rule."""

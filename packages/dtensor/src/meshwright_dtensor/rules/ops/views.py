@@ -103,6 +103,14 @@ def diagonal(view: NodeView) -> Iterator[Row]:
     return _moved(view, lambda dim: None if dim in gone else dim - sum(g < dim for g in gone))
 
 
+def diagonal_written(view: NodeView) -> Iterator[Row]:
+    """diag_embed: the dims before the diagonal; diagonal_scatter(self, src): the dims that are not of the diagonal."""
+    ndim, bound = len(view.out_shapes[0]), view.bound()
+    gone = {bound["dim1"] % ndim, bound["dim2"] % ndim}
+    for place, dim in enumerate(d for d in range(ndim) if d not in gone):
+        yield (dim, place)[2 - len(view.node.ins) :], (dim,)
+
+
 def as_complex(view: NodeView) -> Iterator[Row]:
     """view_as_complex, view_as_real: the dim of the two parts is never sharded."""
     shared = min(len(view.in_shapes[0]), len(view.out_shapes[0]))
@@ -187,27 +195,28 @@ def scattered(view: NodeView) -> Iterator[Row]:
 
 RULES = rules(
     "view",
-    ("view _unsafe_view reshape _reshape_alias view_copy squeeze squeeze_", reshape),
+    ("view _unsafe_view reshape _reshape_alias view_copy squeeze squeeze_ squeeze_copy", reshape),
     ("permute transpose t numpy_T transpose_copy t_copy permute_copy transpose_ t_", permute),
-    ("unsqueeze", unsqueeze),
+    ("unsqueeze unsqueeze_copy", unsqueeze),
     ("expand expand_copy", expand),
-    ("slice narrow slice_copy", keep_untouched),
+    ("slice narrow slice_copy narrow_copy", keep_untouched),
     ("select unbind unbind_copy select_copy", select),
     ("split split_with_sizes split_copy split_with_sizes_copy", kept_but("dim")),
     ("unsafe_split unsafe_split_with_sizes unsafe_chunk", kept_but("dim")),
-    ("unfold", kept_but("dimension")),
-    ("diagonal", diagonal),
+    ("unfold unfold_copy", kept_but("dimension")),
+    ("diagonal diagonal_copy", diagonal),
+    ("diag_embed diagonal_scatter", diagonal_written),
     ("view_as_complex view_as_real", as_complex),
     ("alias detach lift_fresh lift_fresh_copy lift contiguous alias_copy", leading_dims(0)),
     ("cat concatenate", cat),
     ("stack", stack),
     ("repeat", repeat),
-    ("flip", flip),
+    ("flip rot90", flip),
     ("roll", roll),
     ("constant_pad_nd", pad),
     ("reflection_pad1d replication_pad1d", leading_dims(1)),
     ("reflection_pad2d replication_pad2d tril triu", leading_dims(2)),
-    ("reflection_pad3d replication_pad3d", leading_dims(3)),
+    ("reflection_pad3d replication_pad3d pixel_shuffle pixel_unshuffle", leading_dims(3)),
     ("slice_scatter select_scatter", scattered),
 )
 """op name -> rule."""
