@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 from torch import nn
 
+from meshwright_dtensor.utils.memo import Memo
 from meshwright_parallel.moe.intermediate_dim import inner_states
 from meshwright_parallel.moe.probe import Proved, Rejected, probe
 from meshwright_parallel.moe.probe_model import Candidate
 
-T = TypeVar("T")
 Answer: TypeAlias = tuple[Proved | Rejected, Mapping[str, str]]
 
 
@@ -32,17 +32,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Detection:
-    """Experts of a model, and (name, reason) of modules that only look like experts."""
+    """Experts of a model, and (name, reason) of modules that only look like experts. `memo`: derived values of a search."""
 
     experts: tuple[Experts, ...]
     rejected: tuple[tuple[str, str], ...]
-    _cache: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def cached(self, key: object, value: Callable[[], T]) -> T:
-        """A derived value that a search needs many times; computed once for each key."""
-        if key not in self._cache:
-            self._cache[key] = value()
-        return cast(T, self._cache[key])
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
 
 def detect(model: nn.Module) -> Detection:

@@ -55,7 +55,7 @@ def expert_rules(model: nn.Module, plan: ParallelPlan) -> dict[str, ExpertsRule]
 
 def rules_of(detection: Detection) -> tuple[ExpertsRule, ...]:
     """One rule for all modules whose names differ in numbers only."""
-    return detection.cached("rules", lambda: _rules(detection))
+    return detection.memo.once("rules", lambda: _rules(detection))
 
 
 def _rules(detection: Detection) -> tuple[ExpertsRule, ...]:
@@ -88,7 +88,7 @@ def parameters_of(detection: Detection) -> Iterator[str]:
 def placements_of(detection: Detection, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
     """Parameter name -> mesh axis -> state: dim 0 is sharded along "ep", the intermediate dim of each expert along "tp"."""
     key = ("placements", degrees.get("tp", 1))
-    return detection.cached(key, lambda: MappingProxyType(_placements(detection, degrees)))
+    return detection.memo.once(key, lambda: MappingProxyType(_placements(detection, degrees)))
 
 
 def _placements(detection: Detection, degrees: Mapping[str, int]) -> dict[str, dict[str, str]]:
@@ -120,7 +120,7 @@ def divided_inside(experts: Experts, degrees: Mapping[str, int]) -> bool:
 def all_divided_inside(detection: Detection, degrees: Mapping[str, int]) -> bool:
     """Whether every expert of the model is sharded over the ranks of "tp"."""
     key = ("inside", degrees.get("tp", 1))
-    return detection.cached(key, lambda: all(divided_inside(e, degrees) for e in detection.experts))
+    return detection.memo.once(key, lambda: all(divided_inside(e, degrees) for e in detection.experts))
 
 
 def notes_of(detection: Detection) -> tuple[str, ...]:

@@ -147,7 +147,7 @@ class _Case:
     def even(self) -> StageDivision:
         """Stages of equal time."""
         model, survey, shape = self.model, self.survey, self.shape
-        return model.once(
+        return model.memo.once(
             ("divided", shape.stages),
             lambda: divide(model, survey, even_cuts(model, survey, shape.ranks, shape.stages)),
         )
@@ -160,7 +160,7 @@ class _Case:
         slowdown = request.pipeline.shared_cores
         key = (schedule.name, shape, costs, slowdown)
         try:
-            step = self.model.once(key, lambda: simulate.predict(schedule, shape, costs, slowdown))
+            step = self.model.memo.once(key, lambda: simulate.predict(schedule, shape, costs, slowdown))
         except UsageError as error:
             raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
         if self.tail is not None:
@@ -234,7 +234,7 @@ class _Case:
             names = [empty.union(*(parts.held[stage] for stage in of_rank)) for of_rank in stages]
             return [(of_rank, n, self.survey.share(n)) for of_rank, n in zip(stages, names, strict=True)]
 
-        return self.model.once(("owned", self.schedule.name, self.shape, parts.cuts), owned)
+        return self.model.memo.once(("owned", self.schedule.name, self.shape, parts.cuts), owned)
 
     def operations(self, outcome: _Outcome) -> float:
         """The fraction of model operations in the compute time of the busiest rank."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright_dtensor.utils.memo import Memo
 from meshwright_pipeline.planning.activation_memory import MemoryPeak
 from meshwright_pipeline.planning.simulate import Prediction
 from meshwright_pipeline.planning.unit_costs import NO_WORK, ModelCosts, UnitWork
@@ -14,7 +15,7 @@ from meshwright_pipeline.planning.unit_costs import NO_WORK, ModelCosts, UnitWor
 
 def without_tail(model: ModelCosts) -> ModelCosts:
     """The costs without the work after the last unit, cached."""
-    return model.once("without tail", lambda: replace(model, tail=NO_WORK, cache={}))
+    return model.memo.once("without tail", lambda: replace(model, tail=NO_WORK, memo=Memo()))
 
 
 def tail_of(model: ModelCosts) -> UnitWork:

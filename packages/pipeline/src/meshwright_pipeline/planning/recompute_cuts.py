@@ -87,7 +87,7 @@ def recompute_to_fit(
             during the backwards; None without a tail.
     """
     variants = request.pipeline.recompute_variants
-    options = model.once("recompute options", lambda: RecomputeOptions.of(model, survey, variants))
+    options = model.memo.once("recompute options", lambda: RecomputeOptions.of(model, survey, variants))
     if any(a is not b for a, b in zip(options.variants, variants.values(), strict=True)):
         options = RecomputeOptions.of(model, survey, variants)
     fit = _MemoryFit(request, model, survey, options, _moments(schedule, shape, between), limit)
@@ -200,7 +200,9 @@ class _MemoryFit:
 
     def _held(self, a: int, b: int) -> frozenset[str]:
         units = [run.unit for run in self.model.runs[a:b]]
-        return self.model.once(("held", a, b), lambda: parameters_of(units, self.survey, self.model.shared))
+        return self.model.memo.once(
+            ("held", a, b), lambda: parameters_of(units, self.survey, self.model.shared)
+        )
 
     def _shared(self, a: int, b: int) -> float:
         """Bytes of the tensors that runs of a stage share, in any option."""
@@ -210,7 +212,7 @@ class _MemoryFit:
             work += [self.model.tail] if b == len(self.model.runs) else []
             return shared_bytes(*(part.shared for part in work))
 
-        return self.model.once(("shared", a, b), shared)
+        return self.model.memo.once(("shared", a, b), shared)
 
     @cached_property
     def _early(self) -> list[float]:

@@ -14,6 +14,7 @@ from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule
 from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
+from meshwright_dtensor.utils.memo import Memo
 from meshwright_pipeline.analysis.loss_preview import LossChecker, LossForecast
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.units import called_in_parts, find_units, whole_batch_module
@@ -41,12 +42,9 @@ class ModelSurvey:
     model: nn.Module | None = field(default=None, repr=False, compare=False)
     opened: frozenset[str] = frozenset()
     _unit: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _shares: dict[frozenset[str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _schedules: dict[str, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _memo: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
     _forecasts: dict[bool, LossForecast] = field(default_factory=dict, init=False, repr=False, compare=False)
     _cannot: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    _row_mixing: list[CannotSplit | None] = field(default_factory=list, init=False, repr=False, compare=False)
-    _costs: dict[int, ModelCosts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, calls: frozenset[tuple[str, str]] | None) -> ModelSurvey:
         """The same with the units for these module calls; see PipelineQuery.calls."""
@@ -106,13 +104,8 @@ class ModelSurvey:
 
     def share(self, names: frozenset[str]) -> float:
         """The share of these parameters (first names) in all parameter bytes."""
-        if names not in self._shares:
-            self._shares[names] = sum(map(self.sizes.__getitem__, names)) / self._bytes
-        return self._shares[names]
-
-    @cached_property
-    def _bytes(self) -> int:
-        return sum(self.sizes.values()) or 1
+        total = self._memo.once("bytes", lambda: sum(self.sizes.values()) or 1)
+        return self._memo.once(names, lambda: sum(map(self.sizes.__getitem__, names)) / total)
 
     def stages_each(self, schedule: Schedule, ranks: int) -> int:
         """Stages per rank: the smallest number that divides the layers equally, if the schedule allows several numbers."""
@@ -133,9 +126,7 @@ class ModelSurvey:
 
     def schedule(self, name: str) -> Schedule:
         """The installed schedule of this name, cached."""
-        if name not in self._schedules:
-            self._schedules[name] = schedule_named(name, self._host)
-        return self._schedules[name]
+        return self._memo.once(("schedule", name), lambda: schedule_named(name, self._host))
 
     @cached_property
     def installed(self) -> tuple[str, ...]:
@@ -184,10 +175,11 @@ class ModelSurvey:
         """Why the batch cannot be split, cached; None without an example batch, and for large models."""
         if example is None or self.model is None:
             return None
-        if not self._row_mixing:
-            large = sum(parameter.numel() for parameter in self.model.parameters()) > MOST_PARAMETERS
-            self._row_mixing.append(None if large else find_row_mixing(self.model, self.units, example))
-        return self._row_mixing[0]
+        model, units = self.model, self.units
+        numel = self._memo.once("numel", lambda: sum(parameter.numel() for parameter in model.parameters()))
+        if numel > MOST_PARAMETERS:
+            return None
+        return self._memo.once("row mixing", lambda: find_row_mixing(model, units, example))
 
     @cached_property
     def _loss_checker(self) -> LossChecker:
@@ -196,10 +188,7 @@ class ModelSurvey:
 
     def costs(self, work: tuple[ModuleWork, ...]) -> ModelCosts:
         """The costs of the model by unit, cached for the same work."""
-        costs = self._costs.get(id(work))
-        if costs is None or costs.work is not work:
-            costs = self._costs[id(work)] = model_costs(work, self)
-        return costs
+        return self._memo.once(("costs", id(work)), lambda: model_costs(work, self))
 
 
 def survey_of(request: SearchRequest) -> ModelSurvey | None:

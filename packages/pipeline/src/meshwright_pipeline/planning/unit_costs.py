@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from meshwright_dtensor.strategy import ModuleWork
+from meshwright_dtensor.utils.memo import Memo
 
 if TYPE_CHECKING:
     from meshwright_pipeline.planning.survey import ModelSurvey
 
-T = TypeVar("T")
 Shared = frozenset[tuple[int, float]]
 """(number, bytes) of tensors that autograd keeps for several units. A stage keeps each of them once."""
 
@@ -105,7 +105,7 @@ class ModelCosts:
         blocks: runs that stay on one stage.
         whole, kept: total seconds; total bytes that autograd keeps.
         crossing, returning: for each run, the bytes that cross a cut before it, and bytes of gradients that cross it.
-        cache: see `once`.
+        memo: what follows from these costs.
     """
 
     work: tuple[ModuleWork, ...]
@@ -118,14 +118,7 @@ class ModelCosts:
     kept: float
     crossing: list[int]
     returning: list[int]
-    cache: dict[object, Any] = field(default_factory=dict)
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, cached by key."""
-        if key not in self.cache:
-            self.cache[key] = make()
-        value: T = self.cache[key]
-        return value
+    memo: Memo = field(default_factory=Memo)
 
     def load(self, start: int, end: int) -> UnitWork:
         """The work of a stage with the runs from `start` to `end`.

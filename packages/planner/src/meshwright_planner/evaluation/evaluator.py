@@ -57,10 +57,8 @@ class Search:
         self.basis = Basis(setting, self.shared.surveys)
         self.surveys = self.basis.surveys
         # variants of a search share its time budget
-        if self.shared.end is None:
-            budget = setting.time_budget
-            self.shared.end = math.inf if budget is None else time.monotonic() + budget
-        self.end = self.shared.end
+        budget = math.inf if setting.time_budget is None else setting.time_budget
+        self.end = self.shared.memo.once("end", lambda: time.monotonic() + budget)
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
         self._variants: dict[int, tuple[Placed, RecomputeVariants]] = {}
@@ -110,13 +108,15 @@ class Search:
 
     def _any_tape(self, degrees: Mapping[str, int]) -> Tape:
         """A tape of the model, for facts that do not depend on the degrees."""
-        if self.shared.tape is None:
+
+        def recorded() -> Tape:
             try:
-                self.shared.tape = self.shared.tapes.of(self.basis, degrees)
+                return self.shared.tapes.of(self.basis, degrees)
             except PlanError:
                 # the model does not run on a part of its batch
-                self.shared.tape = self.shared.tapes.of(self.basis, dict.fromkeys(degrees, 1))
-        return self.shared.tape
+                return self.shared.tapes.of(self.basis, dict.fromkeys(degrees, 1))
+
+        return self.shared.memo.once("tape", recorded)
 
     # ---- exact
     def evaluate(self, point: Point | Mapping[str, int], stage: int | None = None) -> Candidate:
@@ -195,16 +195,14 @@ class Search:
         return self._rules_of(wanted, dict(point.degrees)) if isinstance(wanted, str) else ()
 
     def _rules_of(self, wanted: str, degrees: Mapping[str, int]) -> tuple[RecomputeRule, ...]:
-        rules = self.shared.rules
-        if wanted not in rules:
-            rules[wanted] = recompute_rules(self.setting.model, wanted, self._any_tape(degrees).calls)
-        return rules[wanted]
+        model, calls = self.setting.model, self._any_tape(degrees).calls
+        return self.shared.memo.once(("rules", wanted), lambda: recompute_rules(model, wanted, calls))
 
     def can_recompute(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
         """The recompute policies that the model allows, the cheapest in time first."""
-        if self.shared.patterns is None:
-            self.shared.patterns = repeated_blocks(self.setting.model, self._any_tape(degrees).calls)
-        return tuple(reversed(POLICIES)) if self.shared.patterns else ()
+        model, calls = self.setting.model, self._any_tape(degrees).calls
+        patterns = self.shared.memo.once("patterns", lambda: repeated_blocks(model, calls))
+        return tuple(reversed(POLICIES)) if patterns else ()
 
     def has_stage_choice(self, candidate: Candidate) -> bool:
         """Whether each stage of a candidate may choose the blocks that it recomputes."""
@@ -245,10 +243,9 @@ class Search:
         key = self._key(point, tape, axes)
         if key not in self._placed:
             problem = self._problem(point, tape, axes)
-            solved, placements = (*key, self.setting.optimizer), self.shared.placements
-            if solved not in placements:
-                placements[solved] = self._place(problem)
-            self._placed[key] = Placed(self.basis, problem, placements[solved])
+            solved = ("placement", *key, self.setting.optimizer)
+            placement = self.shared.memo.once(solved, lambda: self._place(problem))
+            self._placed[key] = Placed(self.basis, problem, placement)
         return self._placed[key]
 
     def _costed(
@@ -272,9 +269,9 @@ class Search:
             degrees = dict(point.degrees)
             policies = {policy: self._rules_of(policy, degrees) for policy in self.can_recompute(degrees)}
             tape = placed.problem.tape
-            if self.shared.blocks is None:
-                self.shared.blocks = tuple(recomputed_blocks(tape, next(iter(policies.values()), ())))
-            self._variants[id(placed)] = placed, RecomputeVariants.of(placed, policies, self.shared.blocks)
+            first = next(iter(policies.values()), ())
+            blocks = self.shared.memo.once("blocks", lambda: tuple(recomputed_blocks(tape, first)))
+            self._variants[id(placed)] = placed, RecomputeVariants.of(placed, policies, blocks)
         return self._variants[id(placed)][1]
 
     def _problem(self, point: Point, tape: Tape, axes: Axes) -> PlacementProblem:

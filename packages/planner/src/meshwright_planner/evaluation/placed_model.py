@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, TypeVar
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.propagate.predict import PredictedMove
 from meshwright_dtensor.rules.node import NodeView
 from meshwright_dtensor.sharding.states import parse_state
 from meshwright_dtensor.strategy import AttentionUse, CollectiveUse, ModuleWork, ParameterSize
+from meshwright_dtensor.utils.memo import Memo
 from meshwright_planner.cost.prices import work_of
 from meshwright_planner.evaluation.context import Basis, Degrees, placements
 from meshwright_planner.memory.module_work import module_work, parameter_sizes
@@ -24,8 +24,6 @@ from meshwright_planner.recompute.effect import alive_again, checkpoint_dropped,
 from meshwright_planner.recompute.region import recomputed_blocks
 from meshwright_planner.trace.flops import backward_flops, by_name
 from meshwright_planner.trace.tape import Tape
-
-T = TypeVar("T")
 
 UnitSizes = tuple[ParameterSize, ...]
 """The parameters of one unit."""
@@ -48,14 +46,8 @@ class Placed:
         self._entering = cache(problem.tape.entering)
         self._others: dict[object, Placed] = {}
         self._times: dict[int, Placement] = {1: placement}
-        self._by_states: dict[object, Any] = {} if like is None else like._by_states
-
-    def _once(self, key: object, compute: Callable[[], T]) -> T:
-        """A value that depends on the states of the placement, not on the sizes of activations."""
-        if key not in self._by_states:
-            self._by_states[key] = compute()
-        result: T = self._by_states[key]
-        return result
+        # what depends on the states of the placement, not on the sizes of activations
+        self._by_states: Memo = Memo() if like is None else like._by_states
 
     @cached_property
     def alive_again(self) -> Mapping[int, float]:
@@ -143,7 +135,9 @@ class Placed:
     def survey_bytes(self, names: frozenset[str]) -> tuple[float, float]:
         """Bytes of these parameters on one rank, of all and of the trained ones."""
         sizes, problem, placement = self.basis.sizes, self.problem, self.placement
-        return self._once(("survey", names), lambda: parameter_bytes(sizes, problem, placement, names))
+        return self._by_states.once(
+            ("survey", names), lambda: parameter_bytes(sizes, problem, placement, names)
+        )
 
     @property
     def copies(self) -> float:
@@ -151,13 +145,15 @@ class Placed:
         sizes, problem, dtype = self.basis.sizes, self.problem, self.basis.setting.dtype
         if dtype is None:
             return 0.0
-        return self._once("copies", lambda: copied_bytes(sizes, problem, self.placement, dtype))
+        return self._by_states.once("copies", lambda: copied_bytes(sizes, problem, self.placement, dtype))
 
     @property
     def _units(self) -> tuple[dict[str, ParameterSize], ...]:
         """Per unit, its parameters."""
         units, dtype = self.basis.units, self.basis.setting.dtype
-        return self._once("units", lambda: parameter_sizes(units, dtype, self.problem, self.placement))
+        return self._by_states.once(
+            "units", lambda: parameter_sizes(units, dtype, self.problem, self.placement)
+        )
 
     def sizes(self, holds: frozenset[str] | None = None) -> tuple[UnitSizes, ...]:
         """The parameters of each unit; `holds`: names of those that the rank has, None for all."""
@@ -168,7 +164,7 @@ class Placed:
             # equal units are one object
             return tuple(shared.setdefault(unit, unit) for unit in units)
 
-        return self._once(("sizes", holds), find)
+        return self._by_states.once(("sizes", holds), find)
 
     def summed(
         self, degrees: Degrees, over: Sequence[str], holds: frozenset[str] | None = None
@@ -183,7 +179,9 @@ class Placed:
             stated = placements(self.basis.setting.strategies, surveys, degrees)
             return summed_units((_held(unit, holds) for unit in self._units), owners, stated, degrees, over)
 
-        return self._once((tuple(over), tuple((axis, degrees[axis]) for axis in surveys), holds), find)
+        return self._by_states.once(
+            (tuple(over), tuple((axis, degrees[axis]) for axis in surveys), holds), find
+        )
 
     def trained(self, holds: frozenset[str] | None) -> int:
         """How many parameters the optimizer of one rank updates; `holds`: as for `sizes`."""

@@ -130,7 +130,7 @@ class _Step:
                 recompute_variants={} if variants is None else variants.work,
                 bytes_to_free=bytes_to_free,
                 shared_cores=setting.cluster.shared_core_factors(degree),
-                scalar_flows=problem.quotient.once("numbers", lambda: problem.tape.numbers),
+                scalar_flows=problem.quotient.memo.once("numbers", lambda: problem.tape.numbers),
                 calls=problem.tape.calls,
                 example=(setting.batch.args, setting.batch.kwargs),
             )

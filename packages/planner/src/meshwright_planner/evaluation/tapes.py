@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.propagate.choose import MeshShape
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.utils.memo import Memo
 from meshwright_planner.evaluation.context import Basis, Degrees, Surveys
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.trace.quotient import Quotient, quotient
@@ -36,11 +36,9 @@ class Tapes:
     def __init__(self, rules: RuleBook) -> None:
         self._rules = rules
         self._tapes: dict[object, Tape] = {}
-        self._larger: dict[object, Tape | None] = {}
+        self._memo = Memo()
         self._families: dict[object, TapeFamily | None] = {}
         self._data_ranks = DataRankTapes(self.quotient, rules)
-        # the tape is kept too, so that its id stays unique
-        self._quotients: dict[int, tuple[Tape, Quotient]] = {}
         self._failed: dict[object, NoRunError] = {}
         self._known: dict[torch.dtype | None, RecordingCache] = defaultdict(RecordingCache)
 
@@ -86,9 +84,8 @@ class Tapes:
     def quotient(self, tape: Tape) -> Quotient:
         """The quotient of a tape. Tapes that differ in sizes only share one."""
         origin = tape if tape.origin is None else tape.origin
-        if id(origin) not in self._quotients:
-            self._quotients[id(origin)] = origin, quotient(origin)
-        return self._quotients[id(origin)][1]
+        # the tape is kept too, so that its id stays unique
+        return self._memo.once(id(origin), lambda: (origin, quotient(origin)))[1]
 
     def for_more_rows(self, basis: Basis, degrees: Degrees, microbatches: int = 1) -> Tape | None:
         """A tape of one row, scaled from tapes of more rows, while it is not recorded; else None.
@@ -99,9 +96,7 @@ class Tapes:
         key = (basis.setting.dtype, *shapes.values())
         if key in self._tapes:
             return None
-        if key not in self._larger:
-            self._larger[key] = self._scaled(basis, shapes, single_row=True)
-        return self._larger[key]
+        return self._memo.once(key, lambda: self._scaled(basis, shapes, single_row=True))
 
     def other(self, basis: Basis, degrees: Degrees, microbatches: int = 1) -> Tape | None:
         """The tape of the same work on another number of rows; None where the batch has one row or recording fails."""
@@ -214,25 +209,15 @@ class SearchCache:
         tapes: by the shapes of a batch.
         problems: by links, tape, searched axes with their degrees, whether a mesh adds dispatch time, and the axes whose
             strategies place parameters themselves. The first problem is also stored without the links and those axes.
-        placements: by problem and optimizer.
         models: by everything except sizes: a problem and its placement, from which others are scaled.
-        rules: value of `recompute` -> its rules.
-        patterns: patterns of the repeated blocks; None before they are computed.
-        blocks: names of the repeated blocks; None before they are computed.
-        tape: any tape, for facts that are equal in all of them; None before one is recorded.
-        end: time.monotonic() at which the time budget is spent; None before the search has begun.
+        memo: the end of the search, facts of the model, and placements by problem and optimizer.
     """
 
     surveys: Surveys
     tapes: Tapes
     problems: dict[tuple[object, ...], PlacementProblem] = field(default_factory=dict)
-    placements: dict[tuple[object, ...], Placement] = field(default_factory=dict)
     models: dict[tuple[object, ...], tuple[PlacementProblem, Placement]] = field(default_factory=dict)
-    rules: dict[str, tuple[RecomputeRule, ...]] = field(default_factory=dict)
-    patterns: tuple[str, ...] | None = None
-    blocks: tuple[str, ...] | None = None
-    tape: Tape | None = None
-    end: float | None = None
+    memo: Memo = field(default_factory=Memo)
 
 
 def _pair(basis: Basis, shapes: Shapes) -> list[Shapes]:

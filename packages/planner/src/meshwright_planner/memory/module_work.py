@@ -144,8 +144,8 @@ def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
     """The work of one rank in the order of execution."""
     problem, placement = replay.problem, replay.placement
     tape, quotient, share = problem.tape, problem.quotient, problem.costs.share
-    runs, run_of = quotient.once("runs", lambda: _module_runs(problem))
-    kept = quotient.once(("saved by run", tape.recompute), lambda: SavedByRun.of(problem, run_of))
+    runs, run_of = quotient.memo.once("runs", lambda: _module_runs(problem))
+    kept = quotient.memo.once(("saved by run", tape.recompute), lambda: SavedByRun.of(problem, run_of))
     alone, common = kept.bytes(problem, placement, len(runs))
     seconds = {k: option.seconds for k, option in placement.options.items()}
     forward = {k: option.seconds * option.forward for k, option in placement.options.items()}

@@ -65,7 +65,7 @@ def communicated(
 
 def _region(problem: PlacementProblem, rules: Sequence[RecomputeRule]) -> Region:
     tape, quotient, flops = problem.tape, problem.quotient, problem.legality.flops
-    return quotient.once(("recomputed", tuple(rules)), lambda: Region(tape, quotient, flops, rules))
+    return quotient.memo.once(("recomputed", tuple(rules)), lambda: Region(tape, quotient, flops, rules))
 
 
 @dataclass(frozen=True)

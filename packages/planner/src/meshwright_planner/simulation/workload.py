@@ -12,6 +12,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, StageTime
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.strategy.cost import TIED
+from meshwright_dtensor.utils.memo import Memo
 from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.context import SHARED
 from meshwright_planner.simulation.events import Actor, Join, Joins, Operation, Receive, Send, Wait, Work
@@ -81,7 +82,7 @@ class Workload:
                 "the plan has no predicted.split, and a simulation needs the times of its stages; make the plan with "
                 "`meshwright plan`"
             )
-        self._clusters: dict[frozenset[tuple[str, float]], Cluster] = {}
+        self._clusters = Memo()
         self.predicted, self.split = plan.predicted, plan.predicted.split
         inside = {c.axis for c in plan.collectives if c.phase == "forward" and c.axis != SHARED}
         loose = [axis for axis in plan.degrees if axis != "pp" and axis not in inside]
@@ -221,9 +222,7 @@ class Workload:
         if ranks is not None:
             links = {(f.level, f.share) for f in self.faults.links if f.rank in ranks}
             faults = self.faults.everywhere | links
-            if faults not in self._clusters:
-                self._clusters[faults] = degraded(cluster, faults)
-            cluster = self._clusters[faults]
+            cluster = self._clusters.once(faults, lambda: degraded(self.cluster, faults))
         size = math.prod(degree for _, degree in spans)
         return cluster.link_over(spans).seconds(collective.kind, collective.nbytes, size)
 

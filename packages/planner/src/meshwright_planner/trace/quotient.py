@@ -11,9 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from meshwright_dtensor.trace.graph import Ref
+from meshwright_dtensor.utils.memo import Memo
 from meshwright_planner.trace.tape import Tape
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Quotient:
         value_count: representative value -> number of values it represents.
         edges: edge -> the values that flow along its copies, without repeats.
         groups: names of the modules that were merged, representative first.
+        memo: what follows from the operations alone, whatever their sizes.
     """
 
     nodes: list[int] = field(default_factory=list)
@@ -40,7 +42,7 @@ class Quotient:
     groups: list[list[str]] = field(default_factory=list)
     _node_of: dict[int, int] = field(default_factory=dict)
     _value_of: dict[int, int] = field(default_factory=dict)
-    _cache: dict[Hashable, Any] = field(default_factory=dict)
+    memo: Memo = field(default_factory=Memo)
 
     def node(self, index: int) -> int:
         """The representative of node `index`."""
@@ -51,17 +53,11 @@ class Quotient:
         return self._value_of.get(index, index)
 
     def once_for(self, tape: Tape, key: Hashable, make: Callable[[Tape], T]) -> T:
-        """`once`, for a tape and all that differ from it in sizes only: others may save other tensors."""
+        """`memo.once`, for a tape and all that differ from it in sizes only: others may save other tensors."""
         like = tape if tape.origin is None else tape.origin
         # the result keeps the tape alive, so that its id stays unique
-        _, result = self.once((key, id(like)), lambda: (like, make(like)))
+        _, result = self.memo.once((key, id(like)), lambda: (like, make(like)))
         return result
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, cached by key: for what follows from the operations alone, whatever their sizes."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return cast("T", self._cache[key])
 
 
 def quotient(tape: Tape, merge: bool = True) -> Quotient:
