@@ -6,45 +6,32 @@ from collections.abc import Iterator
 
 from meshwright_dtensor.plugins import ClusterSpec, CostModelSpec, PlannerSpec, hookimpl
 
+_PLANNERS = {
+    "eager": "one eager run, all combinations of degrees, placements by integer programming",
+    "manual": "degrees as given (remaining ranks go to dp), placements by integer programming",
+    "alpa": "Alpa's search (OSDI 2022): integer programs inside operators, dynamic programming between them",
+    "mcmc": "FlexFlow's search (MLSys 2019): a seeded Markov chain over configurations",
+}
+_COST_MODELS = {
+    "roofline": "datasheet peaks with the cluster's efficiencies; ignores measurements",
+    "measured": "the curves of `meshwright calibrate`; refuses a cluster without them",
+}
+
 
 @hookimpl
 def meshwright_planners() -> Iterator[PlannerSpec]:
-    """The planners of this package."""
-    yield PlannerSpec(
-        name="eager",
-        target="meshwright_planner.planners.eager:EagerPlanner",
-        summary="one eager run, all combinations of degrees, placements by integer programming",
-    )
-    yield PlannerSpec(
-        name="manual",
-        target="meshwright_planner.planners.manual:ManualPlanner",
-        summary="degrees as given (remaining ranks go to dp), placements by integer programming",
-    )
-    yield PlannerSpec(
-        name="alpa",
-        target="meshwright_planner.planners.alpa:AlpaPlanner",
-        summary="Alpa's search (OSDI 2022): integer programs inside operators, dynamic programming between them",
-    )
-    yield PlannerSpec(
-        name="mcmc",
-        target="meshwright_planner.planners.mcmc:McmcPlanner",
-        summary="FlexFlow's search (MLSys 2019): a seeded Markov chain over configurations",
-    )
+    """The planners of this package, one file each."""
+    for name, summary in _PLANNERS.items():
+        target = f"meshwright_planner.planners.{name}:{name.title()}Planner"
+        yield PlannerSpec(name=name, target=target, summary=summary)
 
 
 @hookimpl
 def meshwright_cost_models() -> Iterator[CostModelSpec]:
     """The cost models of this package."""
-    yield CostModelSpec(
-        name="roofline",
-        target="meshwright_planner.cost.cost_models:Roofline",
-        summary="datasheet peaks with the cluster's efficiencies; ignores measurements",
-    )
-    yield CostModelSpec(
-        name="measured",
-        target="meshwright_planner.cost.cost_models:Measured",
-        summary="the curves of `meshwright calibrate`; refuses a cluster without them",
-    )
+    for name, summary in _COST_MODELS.items():
+        target = f"meshwright_planner.cost.cost_models:{name.title()}"
+        yield CostModelSpec(name=name, target=target, summary=summary)
 
 
 @hookimpl
@@ -53,6 +40,5 @@ def meshwright_clusters() -> Iterator[ClusterSpec]:
     from meshwright_planner.clusters.registry import PROFILES
 
     for attribute, (name, summary) in PROFILES.items():
-        yield ClusterSpec(
-            name=name, target=f"meshwright_planner.clusters.registry:{attribute}", summary=summary
-        )
+        target = f"meshwright_planner.clusters.registry:{attribute}"
+        yield ClusterSpec(name=name, target=target, summary=summary)
