@@ -14,9 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
+from typing import Annotated
 
-from meshwright_dtensor.cluster.links import Link, MeasuredCollective, Points, interpolated
+from pydantic import Field
+
+from meshwright_dtensor.cluster.links import Link, MeasuredCollective, Points, Positive, interpolated
 from meshwright_dtensor.errors import UsageError
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Part = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -32,10 +42,10 @@ class LinkLevel:
     """
 
     name: str
-    size: int
-    latency_s: float
-    bandwidth_Bps: float
-    sizes: tuple[int, ...] = ()
+    size: Natural
+    latency_s: NotNegative
+    bandwidth_Bps: Positive
+    sizes: tuple[Count, ...] = ()
 
     def groups(self, ranks: int) -> list[int]:
         """The first rank of each group of this level among `ranks` ranks, and `ranks` itself."""
@@ -118,10 +128,10 @@ class SlowNode:
     Raises UsageError: a number is out of range, or there is a share of no link.
     """
 
-    node: int
-    compute: float = 1.0
+    node: Natural
+    compute: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     link: str | None = None
-    share: float = 1.0
+    share: Share = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.node, bool) or not isinstance(self.node, int) or self.node < 0:
@@ -149,8 +159,8 @@ class MeasuredWork:
 
     kind: str
     dtype: str
-    forward: Points
-    backward: Points
+    forward: Annotated[Points, Field(min_length=1)]
+    backward: Points = ()
 
     def seconds(self, size: float, passes: tuple[bool, bool] = (True, True)) -> float:
         """Seconds of (forward, backward), as `passes` selects."""
@@ -193,28 +203,28 @@ class Cluster:
     Raises UsageError: a slow node names an unknown link.
     """
 
-    name: str
-    devices_per_node: int
-    memory_bytes: int
-    flops: Mapping[str, float]
-    memory_bandwidth: float
-    links: tuple[LinkLevel, ...]
-    source: str
-    compute_efficiency: float = 0.6
-    memory_efficiency: float = 0.8
-    launch_s: float = 5e-6
-    reserved_bytes: int = 0
+    name: Text
+    devices_per_node: Count
+    memory_bytes: Count
+    flops: Mapping[str, Positive]
+    memory_bandwidth: Positive
+    links: Annotated[tuple[LinkLevel, ...], Field(min_length=1)]
+    source: Text
+    compute_efficiency: Share = 0.6
+    memory_efficiency: Share = 0.8
+    launch_s: NotNegative = 5e-6
+    reserved_bytes: Natural = 0
     fused_attention: bool = True
-    launch_backward_s: float | None = None
-    host_s: float = 0.0
-    dispatch_s: float = 0.0
-    update_s: float = 0.0
+    launch_backward_s: NotNegative | None = None
+    host_s: NotNegative = 0.0
+    dispatch_s: NotNegative = 0.0
+    update_s: NotNegative = 0.0
     hides_launch: bool = True
     hides_communication: bool = True
-    interference: float = 0.0
-    fragmentation: float = 0.0
-    cores: int = 0
-    crowding: tuple[tuple[int, float], ...] = ()
+    interference: Part = 0.0
+    fragmentation: Part = 0.0
+    cores: Natural = 0
+    crowding: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()
     work: tuple[MeasuredWork, ...] = ()
     collectives: tuple[MeasuredCollective, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()

@@ -11,11 +11,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Like other limits of numbers, it is checked where a cluster is read from a file."""
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
-Points = tuple[tuple[float, float], ...]
+
+def _ascending(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+    if any(low[0] >= high[0] for low, high in pairwise(points)):
+        raise ValueError("sizes must ascend")
+    return points
+
+
+Points = Annotated[tuple[tuple[Positive, Positive], ...], AfterValidator(_ascending)]
 """(size, seconds), sizes ascending."""
 
 
@@ -44,9 +56,9 @@ class MeasuredCollective:
     """
 
     kind: CollectiveKind
-    degree: int
-    points: Points
-    ranks: int = 0
+    degree: Annotated[int, Field(ge=2)]
+    points: Annotated[Points, Field(min_length=1)]
+    ranks: Annotated[int, Field(ge=0)] = 0
 
 
 @dataclass(frozen=True)

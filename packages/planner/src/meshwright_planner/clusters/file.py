@@ -13,151 +13,79 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
-from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredCollective, MeasuredWork, SlowNode
+from meshwright_dtensor.cluster import Cluster, LinkLevel
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.strategy import CollectiveKind
 
 FORMAT = "meshwright-cluster/1"
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
 
-
-def _ascending(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
-    if any(low[0] >= high[0] for low, high in pairwise(points)):
-        raise ValueError("sizes must ascend")
-    return points
-
-
-Curve = Annotated[tuple[tuple[Positive, Positive], ...], AfterValidator(_ascending)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _Level(_Part):
-    name: str
-    size: Annotated[int, Field(ge=0)] | None = None
-    latency_s: NotNegative
-    bandwidth_Bps: Positive
-    sizes: tuple[Count, ...] = ()
-
-    @model_validator(mode="after")
-    def _sized(self) -> _Level:
-        if self.size is None and not self.sizes:
+def _fits(cluster: Cluster) -> Cluster:
+    """Check that nodes and levels fit each other. Raises ValueError."""
+    names = [level.name for level in cluster.links]
+    if len(set(names)) < len(names):
+        text = ", ".join(names)
+        raise ValueError(f"links: two levels have the same name ({text}); names of levels must be unique")
+    for slow in cluster.slow_nodes:
+        if slow.link == names[0] and cluster.collectives:
             raise ValueError(
-                f"{self.name!r} has neither size nor sizes; give the number of ranks that it joins, or size 0 for all ranks"
+                f"slow_nodes: node {slow.node} has a share of {slow.link!r}, whose collectives were measured, slow node and all; "
+                "leave the share out, or the measurements"
             )
-        return self
-
-    def level(self) -> LinkLevel:
-        """The LinkLevel; with `sizes` only, its size is the largest."""
-        size = max(self.sizes) if self.size is None else self.size
-        return LinkLevel(self.name, size, self.latency_s, self.bandwidth_Bps, self.sizes)
-
-
-class _Work(_Part):
-    kind: str
-    dtype: str
-    forward: Annotated[Curve, Field(min_length=1)]
-    backward: Curve = ()
-
-
-class _Collective(_Part):
-    kind: CollectiveKind
-    degree: Annotated[int, Field(ge=2)]
-    ranks: Annotated[int, Field(ge=0)] = 0
-    points: Annotated[Curve, Field(min_length=1)]
-
-
-class _Slow(_Part):
-    node: Annotated[int, Field(ge=0)]
-    compute: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    link: str | None = None
-    share: Share = 1.0
+    inner = cluster.links[0]
+    if inner.sizes and max(inner.sizes) != cluster.devices_per_node:
+        raise ValueError(
+            f"links: the nodes of {inner.name!r} have up to {max(inner.sizes)} ranks (sizes), and devices_per_node is "
+            f"{cluster.devices_per_node}; make that the largest"
+        )
+    ends = [level.size for level in cluster.links]
+    if inner.size and not inner.sizes and cluster.devices_per_node not in ends:
+        raise ValueError(
+            f"links: no level ends where nodes do: devices_per_node is {cluster.devices_per_node}, and {inner.name!r} joins "
+            f"{inner.size} ranks; give that level, or one around it, the size {cluster.devices_per_node}"
+        )
+    if cluster.reserved_bytes >= cluster.memory_bytes:
+        raise ValueError(
+            f"reserved_bytes is {cluster.reserved_bytes}, and memory_bytes {cluster.memory_bytes}: nothing is left for a model; "
+            "reserved_bytes must be less than memory_bytes"
+        )
+    _check_nested(cluster.links)
+    return cluster
 
 
-class ClusterFile(_Part):
-    """The content of a cluster file; see `Cluster` for the fields."""
+class _File(BaseModel):
+    """A cluster file. A field that the format or the cluster does not have, in any of its parts, is an error."""
+
+    model_config = ConfigDict(extra="forbid")
 
     format: Literal["meshwright-cluster/1"]
-    name: Annotated[str, Field(min_length=1)]
-    source: Annotated[str, Field(min_length=1)]
-    devices_per_node: Count
-    memory_bytes: Count
-    memory_bandwidth: Positive
-    flops: dict[str, Positive]
-    links: Annotated[tuple[_Level, ...], Field(min_length=1)]
-    compute_efficiency: Share = 0.6
-    memory_efficiency: Share = 0.8
-    launch_s: NotNegative = 5e-6
-    launch_backward_s: NotNegative | None = None
-    host_s: NotNegative = 0.0
-    dispatch_s: NotNegative = 0.0
-    update_s: NotNegative = 0.0
-    hides_launch: bool = True
-    hides_communication: bool = True
-    fused_attention: bool = True
-    reserved_bytes: Annotated[int, Field(ge=0)] = 0
-    interference: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    fragmentation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    cores: Annotated[int, Field(ge=0)] = 0
-    crowding: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()
-    work: tuple[_Work, ...] = ()
-    collectives: tuple[_Collective, ...] = ()
-    slow_nodes: tuple[_Slow, ...] = ()
+    cluster: Annotated[Cluster, AfterValidator(_fits)]
 
-    @model_validator(mode="after")
-    def _fits(self) -> ClusterFile:
-        """Nodes and levels fit each other."""
-        names = [level.name for level in self.links]
-        if len(set(names)) < len(names):
-            text = ", ".join(names)
-            raise ValueError(f"links: two levels have the same name ({text}); names of levels must be unique")
-        for slow in self.slow_nodes:
-            node = f"slow_nodes: node {slow.node}"
-            if slow.link is not None and slow.link not in names:
-                raise ValueError(f"{node} names the link {slow.link!r}; there are {', '.join(names)}")
-            if slow.link is None and slow.share != 1:
-                raise ValueError(f"{node} has a share {slow.share:g} of no link; name it")
-            if slow.link == names[0] and self.collectives:
-                raise ValueError(
-                    f"{node} has a share of {slow.link!r}, whose collectives were measured, slow node and all; leave the share "
-                    "out, or the measurements"
-                )
-        inner = self.links[0]
-        if inner.sizes and max(inner.sizes) != self.devices_per_node:
-            raise ValueError(
-                f"links: the nodes of {inner.name!r} have up to {max(inner.sizes)} ranks (sizes), and devices_per_node is "
-                f"{self.devices_per_node}; make that the largest"
-            )
-        ends = [level.level().size for level in self.links]
-        if inner.size and not inner.sizes and self.devices_per_node not in ends:
-            raise ValueError(
-                f"links: no level ends where nodes do: devices_per_node is {self.devices_per_node}, and {inner.name!r} joins "
-                f"{inner.size} ranks; give that level, or one around it, the size {self.devices_per_node}"
-            )
-        if self.reserved_bytes >= self.memory_bytes:
-            raise ValueError(
-                f"reserved_bytes is {self.reserved_bytes}, and memory_bytes {self.memory_bytes}: nothing is left for a model; "
-                "reserved_bytes must be less than memory_bytes"
-            )
-        _check_nested([level.level() for level in self.links])
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _parts(cls, data: Any) -> Any:
+        """The format, and the fields of the cluster; `ranks` is of a running job."""
+        if not isinstance(data, dict):
+            return data
+        outside = {name: data[name] for name in ("format", "ranks") if name in data}
+        fields = {name: value for name, value in data.items() if name not in outside}
+        if isinstance(fields.get("links"), list):
+            fields["links"] = [_sized(level) for level in fields["links"]]
+        return {**outside, "cluster": fields}
 
-    def cluster(self) -> Cluster:
-        """The Cluster."""
-        values = {name: getattr(self, name) for name in type(self).model_fields if name != "format"}
-        values["links"] = tuple(level.level() for level in self.links)
-        records = {"work": MeasuredWork, "slow_nodes": SlowNode, "collectives": MeasuredCollective}
-        for name, kind in records.items():
-            values[name] = tuple(kind(**item.model_dump()) for item in values[name])
-        return Cluster(**values)
+
+def _sized(level: Any) -> Any:
+    """A level without a size has that of its largest group."""
+    if not isinstance(level, dict) or level.get("size") is not None:
+        return level
+    sizes = level.get("sizes")
+    if not sizes:
+        raise ValueError(
+            f"links: {level.get('name')!r} has neither size nor sizes; give the number of ranks that it joins, or 0 for all ranks"
+        )
+    whole = isinstance(sizes, list) and all(isinstance(size, int) for size in sizes)
+    return {**level, "size": max(sizes) if whole else 0}
 
 
 def _check_nested(levels: Sequence[LinkLevel]) -> None:
@@ -191,18 +119,20 @@ def read(path: str | Path) -> Cluster:
             "JSON file saved as UTF-8"
         ) from None
     try:
-        cluster_file = ClusterFile.model_validate_json(text, strict=False)
+        cluster = _File.model_validate_json(text, strict=False).cluster
+    except UsageError as error:
+        raise UsageError(f"cluster file {str(path)!r}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        where = ".".join(str(part) for part in first["loc"] if part != "cluster") or "the file"
         raise UsageError(
             f"cluster file {str(path)!r}: {where}: {first['msg']}; see docs/planner.md for the fields of a cluster"
         ) from None
-    if "float32" not in cluster_file.flops:
+    if "float32" not in cluster.flops:
         raise UsageError(
             f"cluster file {str(path)!r}: flops has no 'float32', the rate of every dtype that it does not name; add it"
         )
-    return cluster_file.cluster()
+    return cluster
 
 
 def write(cluster: Cluster, path: str | Path) -> None:
