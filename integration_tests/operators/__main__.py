@@ -20,7 +20,7 @@ from .store import append, load
 from .sweep import sweep
 from .table import page, tally
 
-MESHES = {"2": ((2,), 4), "2x2": ((2, 2), 2)}
+MESHES = {"2": ((2,), 2), "2x2": ((2, 2), 1)}
 """Name of a mesh -> its sizes, and samples of each operator on it."""
 
 

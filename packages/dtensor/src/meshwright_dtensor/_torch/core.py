@@ -93,6 +93,12 @@ quiet_exchanges = partial(_without_log, "torch.distributed.tensor._collective_ut
 """Inside, torch does not warn that gloo changes the sharded dim by a gather: the value is right."""
 
 
+def kept_dispatch_keys() -> Any:
+    """Restores the dispatch keys of this thread at exit: an exception inside of torch may leave others."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Run outside of every dispatch mode (a FakeTensorMode of the caller, say)."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -14,6 +14,7 @@ from meshwright_dtensor._torch.core import (
     any_autocast,
     dtensor_local,
     functorch_active,
+    kept_dispatch_keys,
     make_subclass,
     pytree,
 )
@@ -135,7 +136,8 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
         if special is not None:
             return special(func, args, kwargs)
         context = _context_of(tensors)
-        program = _make(context, func, args, kwargs, tensors, target)
+        with kept_dispatch_keys():
+            program = _make(context, func, args, kwargs, tensors, target)
         remember(context, frozen, program)
     site = NOWHERE
     if CommLog._active:

@@ -30,7 +30,7 @@ from meshwright_dtensor.stored.elementwise import (
     order_of,
     same_specs,
 )
-from meshwright_dtensor.stored.gather import run_by_rules
+from meshwright_dtensor.stored.gather import gather_stored, run_by_rules
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, permuted_layout, with_order_of
 from meshwright_dtensor.stored.writes import (
@@ -122,6 +122,8 @@ def _view_call(
     return func(*args, **kwargs)
 
 
+# stock DTensor gathers by types that gloo has, and not 16-bit integers
+MeshValue.full_tensor = lambda self, **options: gather_stored(self)  # type: ignore[method-assign]
 MeshValue.__torch_function__ = classmethod(_mesh_value_call)  # type: ignore[assignment]
 PermutedDTensor.__torch_function__ = classmethod(_permuted_call)  # type: ignore[assignment]
 MeshView.__torch_function__ = classmethod(_view_call)  # type: ignore[assignment]

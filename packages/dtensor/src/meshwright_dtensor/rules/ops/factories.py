@@ -36,6 +36,6 @@ RULES = rules(
     "factory",
     ("zeros ones full empty", constant),
     ("zeros_like ones_like full_like empty_like", like),
-    ("new_zeros new_ones new_full new_empty new_empty_strided", new),
+    ("new_zeros new_ones new_full new_empty", new),
 )
 """op name -> rule; arange, scalar_tensor, eye and linspace are not here: their elements differ, so they stay replicated."""
