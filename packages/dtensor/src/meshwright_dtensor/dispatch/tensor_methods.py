@@ -15,11 +15,12 @@ from meshwright_dtensor.mesh.layout import layout_of, replicated_layout
 from meshwright_dtensor.parameter import MeshParameter, gradient_of
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States, complete
+from meshwright_dtensor.stored.gather import stored_layout
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.tensor.compute_copy import is_of_copy, mark_as_copy
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
-from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, differentiated
 
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -86,7 +87,10 @@ def _as_gradient(t: Any, g: Tensor | None) -> Tensor | None:
         copy = getattr(t, "_copy", None)
         if copy is not None and not (g.requires_grad and torch.is_grad_enabled()):
             g = copy.stored_gradient(g)
-        return gradient_of(t, g) if isinstance(t, MeshParameter) else mesh_value(dtensor_like(g, t))
+        if isinstance(t, MeshParameter):
+            return gradient_of(t, g)
+        recorded = g.requires_grad and torch.is_grad_enabled()
+        return wrap(g, stored_layout(t)) if recorded else mesh_value(dtensor_like(g, t))
     return g
 
 
@@ -123,7 +127,7 @@ def _autograd_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     names = "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused".split()
     given = dict(zip(names, args, strict=False)) | kwargs
     outputs = [given.pop("outputs")] if isinstance(given["outputs"], Tensor) else list(given.pop("outputs"))
-    inputs = [given.pop("inputs")] if isinstance(given["inputs"], Tensor) else list(given.pop("inputs"))
+    inputs = differentiated(given.pop("inputs"))
     seeds = given.pop("grad_outputs", None)
     seeds = [None] * len(outputs) if seeds is None else [seeds] if isinstance(seeds, Tensor) else list(seeds)
     locals_, local_seeds = [], []

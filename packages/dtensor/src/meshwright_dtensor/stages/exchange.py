@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stages.stage_tensor import StageValue, held, value_of
 from meshwright_dtensor.stored.gather import as_global
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
@@ -26,9 +27,15 @@ def exchanged_by_id(values: Iterable[StageValue]) -> dict[int, Tensor]:
 
 def exchange(model: Any, values: Sequence[StageValue]) -> list[Tensor]:
     """The values on every rank (a collective call): replicated global tensors; their gradients go to the ranks that hold them."""
+    if model.inside:
+        raise UnsupportedError(
+            f"a value of shape {list(values[0].shape)} of another pipeline stage is read inside of a step, in a hook for example, "  # type: ignore[attr-defined]
+            "where each rank runs its own stages; read it before the step, with .full_tensor()"
+        )
     with held(values):
         wholes = [_whole(value_of(x)) for x in values]
-    shapes = ", ".join(f"{list(x.shape)} {x.dtype}" for x in wholes)
+    forms = ((list(x.shape), x.dtype, min(value.holders)) for x, value in zip(wholes, values, strict=True))
+    shapes = ", ".join(f"{shape} {dtype} of stage rank {holder}" for shape, dtype, holder in forms)
     model.check_same_call(f"reads values of shapes {shapes}")
     results = _Exchange.apply(model, [min(x.holders) for x in values], [x.here for x in values], *wholes)
     return [distribute(x, model.mesh, ["I"] * model.mesh.ndim) for x in results]

@@ -33,6 +33,7 @@ from meshwright_dtensor.trace.function_kinds import (
     Args,
     Function,
     Kwargs,
+    differentiated,
     is_in_place,
     kind_of,
 )
@@ -48,9 +49,10 @@ _QUERIES = frozenset(
 )
 """Functions that ask about a tensor, not for its value."""
 _READS = (DATA_DEPENDENT - VIEWS) | frozenset(
-    "backward bernoulli multinomial poisson binomial normal".split()
+    "backward bernoulli multinomial poisson binomial normal _make_dual cholesky cholesky_inverse inverse pinverse svd lu "
+    "lu_solve matrix_power".split()
 )
-"""Functions that take the value on every rank; what is drawn may depend on it."""
+"""Functions that take the value on every rank; what is drawn, or whether they raise, may depend on it. Those of linalg too."""
 
 
 def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -68,7 +70,13 @@ def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: K
         return _write(func, name, args, kwargs, operands, written)
     common = frozenset.intersection(*(x.holders for x in operands))
     # autocast does not act on meta tensors
-    if name in _READS or not common or any_autocast() or _records_others(args, kwargs, common):
+    if (
+        name in _READS
+        or name.startswith("linalg_")
+        or not common
+        or any_autocast()
+        or _records_others(args, kwargs, common)
+    ):
         return _exchanged(func, args, kwargs, operands)
     return _where_held(func, args, kwargs, operands, common)
 
@@ -128,12 +136,13 @@ def _refuse_recording(name: str, args: Args, kwargs: Kwargs) -> None:
 
 # ---- one set of ranks holds the operands
 class _Draws(TorchDispatchMode):
-    """Sees whether random numbers are drawn."""
+    """Sees whether random numbers are drawn, or indices are checked: a rank without the value does that too."""
 
     any = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
+        indexed = func.__name__.startswith(("index", "gather", "scatter", "take", "put", "embedding"))
+        self.any = self.any or indexed or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
@@ -356,6 +365,15 @@ def _in_groups(func: Function, args: Args, kwargs: Kwargs, groups: dict[frozense
 
 
 # ---- gradients
+def _computed_with_own(inputs: Sequence[Any], operands: Values, given: Kwargs) -> Sequence[Any]:
+    """The gradients on this rank. A step runs backward on every rank, whatever inputs are named: this rank's are added."""
+    parameters = operands[0].whole_model.parameters.values() if operands else ()
+    added = [p for p in parameters if getattr(p, "here", True) and p.requires_grad]
+    with held(_operands([*inputs, *added], {})):
+        targets = [value_of(x) for x in (*inputs, *added)]
+        return torch.autograd.grad(inputs=targets, allow_unused=True, **given)[: len(inputs)]
+
+
 def _gradients(args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad``: on each rank the gradients of its own inputs; None on all ranks, or on none."""
     names = "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused".split()
@@ -364,16 +382,14 @@ def _gradients(args: Args, kwargs: Kwargs) -> Any:
         raise UnsupportedError(
             "torch.autograd.grad(create_graph=True) of values of pipeline stages; leave it out, or plan without pp"
         )
-    inputs = given.pop("inputs")
-    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    inputs = differentiated(given.pop("inputs"))
     zeros = given.pop("materialize_grads", False)
     may_be_unused = given.pop("allow_unused", False) or zeros
     of_outputs = _operands((), given)
     if of_outputs:
         _, given, _ = _substituted((), given, of_outputs)
     operands = _operands(inputs, {})
-    with held(operands):
-        computed = torch.autograd.grad(inputs=[value_of(x) for x in inputs], allow_unused=True, **given)
+    computed = _computed_with_own(inputs, operands, given)
     results: list[Any] = list(computed)
     mine = [
         isinstance(x, StageValue) and x.here and g is not None for x, g in zip(inputs, computed, strict=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.stages.stage_tensor import StageTensor, StageValue, meta_like, staged, value_of
-from meshwright_dtensor.stages.whole_model import own_stages
+from meshwright_dtensor.stages.whole_model import WholeModel, own_stages
 
 
 def steps_each_parameter(optimizer: Optimizer) -> bool:
@@ -22,14 +24,72 @@ def steps_each_parameter(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
 
 
-def show_states(optimizer: Optimizer) -> None:
-    """Show the states of an optimizer that sees all stages as its parameters are shown."""
+def _agreed(name: str) -> Callable[..., Any]:
+    def read(states: _StageStates, *args: Any) -> Any:
+        states._agree()
+        return getattr(defaultdict, name)(states, *args)
+
+    return read
+
+
+class _StageStates(defaultdict[Any, Any]):
+    """The states of an optimizer of which each stage steps its own: read outside of a step, they are those of all stages.
+
+    Attributes: `optimizer`, `model` (the `WholeModel`), and `changed` (a step has run since the states were agreed on).
+    """
+
+    optimizer: Optimizer | None = None
+    model: WholeModel | None = None
+    changed = False
+
+    def _agree(self) -> None:
+        """After a step, give every rank the states of other stages (a collective call), as tensors without memory."""
+        if self.model is None or self.optimizer is None or not self.changed or self.model.inside:
+            return
+        self.changed = False
+        with self.model.entered():
+            given = [p for group in self.optimizer.param_groups for p in group["params"]]
+            mine = [p if p in self and not isinstance(p, StageTensor) else None for p in given]
+            forms = [
+                None if p is None else pytree.tree_map_only(torch.Tensor, meta_like, self[p]) for p in mine
+            ]
+        of_ranks = self.model.gathered("reads the states of an optimizer", forms)
+        held_here = dict(super().items())
+        # in the same order on every rank
+        self.clear()
+        for i, p in enumerate(given):
+            entries = of_ranks[min(p.holders)][i] if isinstance(p, StageTensor) else held_here.get(p)
+            if entries is not None:
+                self[p] = entries
+        self.update(
+            {key: x for key, x in held_here.items() if key not in self and not isinstance(key, StageTensor)}
+        )
+        show_states(self.optimizer, numbers=True)
+
+    __getitem__, get, items, values, __iter__ = map(
+        _agreed, ("__getitem__", "get", "items", "values", "__iter__")
+    )
+
+
+def states_changed(optimizer: Optimizer, model: WholeModel) -> None:
+    """A step of the optimizer has ended: its states are agreed on when they are read."""
+    if not steps_each_parameter(optimizer):
+        return
+    states: Any = optimizer.state
+    if not isinstance(states, _StageStates):
+        optimizer.state = states = _StageStates(dict, states)
+        states.optimizer, states.model = optimizer, model
+    states.changed = True
+
+
+def show_states(optimizer: Optimizer, numbers: bool = False) -> None:
+    """Show the states of an optimizer that sees all stages as its parameters are shown; also plain `numbers`."""
     for parameter, entries in optimizer.state.items():
         if not isinstance(parameter, StageValue) or not isinstance(entries, dict):
             continue
         for key, value in entries.items():
             # a count of steps is the same on every rank
-            number = type(value) is torch.Tensor and not value.dim()
+            number = type(value) is torch.Tensor and not value.dim() and not numbers
             if isinstance(value, torch.Tensor) and not number and not isinstance(value, StageValue):
                 value = value if parameter.here else meta_like(value)
                 entries[key] = staged(value, parameter.whole_model, parameter.holders, parameter.device)

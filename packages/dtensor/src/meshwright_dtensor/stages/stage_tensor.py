@@ -176,12 +176,15 @@ class StageBuffer(StageValue, torch.Tensor):
 def staged(value: Any, model: Any, holders: frozenset[int], device: torch.device) -> Any:
     """The tensors in ``value`` as values that ``holders`` hold, on ``device``."""
 
-    def one(x: Tensor) -> StageTensor:
+    def one(x: Tensor) -> Any:
+        # a function may return its operand
+        if isinstance(x, StageValue):
+            return x
         # its own functions would give the same metadata, ten times as slowly
         with stock_call():
             result: Any = wrapper_like(StageTensor, x, device)
         result._value, result.holders, result.whole_model = x, holders, model
-        return result  # type: ignore[no-any-return]
+        return result
 
     return one(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, one, value)
 

@@ -81,7 +81,7 @@ class _Absent:
     module: nn.Module
     part: dict[str, Any]
     order: Iterable[str]
-    tensors: Mapping[str, Any]
+    tensors: dict[str, Any]
     placeholders: dict[str, Any]
 
     def show(self) -> None:
@@ -97,9 +97,13 @@ class _Absent:
         self.part.update(held)
 
     def hide(self) -> None:
-        for name in self.tensors:
-            del self.part[name]
-            self.module.__dict__[name] = self.placeholders.pop(name)
+        for name, tensor in list(self.tensors.items()):
+            if self.part.get(name) is tensor:
+                del self.part[name]
+                self.module.__dict__[name] = self.placeholders.pop(name)
+            else:
+                # the user has deleted it, or set it to None
+                del self.tensors[name]
 
 
 class WholeModel:
@@ -197,7 +201,9 @@ class WholeModel:
         if self._depth > 1:
             return
         for tensor in self._held:
-            tensor.__class__ = tensor.held_class
+            # not one of a call in which the step runs
+            if isinstance(tensor, StageValue):
+                tensor.__class__ = tensor.held_class  # type: ignore[assignment]
         for absent in self._absent:
             absent.hide()
 
@@ -250,14 +256,23 @@ class WholeModel:
         ((least, largest),) = extremes([zlib.crc32(call.encode())], self.group, self.device)
         if least == largest:
             return
-        calls: list[str] = [""] * len(self._everywhere)
-        dist.all_gather_object(calls, call, group=self.group)
+        calls = self._of_ranks(call)
         listed = "; ".join(f"stage rank {rank} {text}" for rank, text in enumerate(calls))
         raise UsageError(
             f"ranks of a pipeline do not make the same calls on its parameters: {listed}. Read parameters and gradients on every "
             "rank and in the same order (not in that of a set); isinstance(x, DTensor) is true for this rank's stages only: use "
             'hasattr(x, "full_tensor")'
         )
+
+    def _of_ranks(self, mine: Any) -> list[Any]:
+        of_ranks: list[Any] = [None] * len(self._everywhere)
+        dist.all_gather_object(of_ranks, mine, group=self.group)
+        return of_ranks
+
+    def gathered(self, call: str, mine: Any) -> list[Any]:
+        """What each rank of the axis has, in the same call (a collective call)."""
+        self.check_same_call(call)
+        return self._of_ranks(mine)
 
     def gradients_changed(self) -> None:
         """A backward pass has run: which parameters have a gradient is agreed on before it is read."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import (
     dtensor_local,
@@ -30,7 +30,7 @@ from meshwright_dtensor.stored.elementwise import (
     order_of,
     same_specs,
 )
-from meshwright_dtensor.stored.gather import gather_stored, run_by_rules
+from meshwright_dtensor.stored.gather import as_recorded, complete_value, gather_stored, run_by_rules
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, permuted_layout, with_order_of
 from meshwright_dtensor.stored.writes import (
@@ -60,17 +60,33 @@ _STOCK = (_QUERIES - {"__format__"}) | frozenset(
 """Functions that stock DTensor runs; all others run as on global tensors."""
 
 
+_UNRECORDED = _QUERIES | frozenset(
+    "__delete__ detach requires_grad_ retain_grad is_shared share_memory_".split()
+)
+
+
 def _mesh_value_call(
     cls: type, func: Function, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
     if any(t is not MeshValue and t is not DTensor for t in types):
         # parameters and global tensors have rules of their own
         return NotImplemented
+    if torch.is_grad_enabled() and _records(func, args, kwargs):
+        args, kwargs = pytree.tree_map(as_recorded, (args, kwargs or {}))
+        return func(*args, **kwargs)
     result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
         return mesh_value(result)
     result = view_write_or_draw(func, args, kwargs)
     return optimizer_call(func, args, kwargs) if result is NotImplemented else result
+
+
+def _records(func: Function, args: Args, kwargs: Kwargs | None) -> bool:
+    """Whether autograd records the call: it takes the value of a leaf, and does not write."""
+    operands = pytree.tree_leaves((args, kwargs))
+    if not any(isinstance(x, MeshValue) and x.requires_grad for x in operands):
+        return False
+    return kind_of(func) in ("view", "draw") or (kind_of(func) == "" and func.__name__ not in _UNRECORDED)
 
 
 def _permuted_call(
@@ -171,7 +187,7 @@ def _shown(result: Any) -> Any:
     if not isinstance(result, DTensor):
         return result
     with stock_call():
-        return mesh_value(settled(_complete(result)))
+        return mesh_value(settled(complete_value(result)))
 
 
 def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -197,17 +213,10 @@ def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _completed(x: MeshValue) -> MeshValue:
     """``x`` itself, completed in place: a later write must reach this tensor."""
-    whole = _complete(x)
+    whole = complete_value(x)
     if whole is not x:
         set_dtensor_parts(x, dtensor_local(whole), dtensor_spec(whole))
     return x
-
-
-def _complete(x: DTensor) -> DTensor:
-    """``x`` with partial values reduced, one axis after the other, as norms of norms."""
-    if not any(p.is_partial() for p in x.placements):
-        return x
-    return settled(x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements]))
 
 
 def _on_locals(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:

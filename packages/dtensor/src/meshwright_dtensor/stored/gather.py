@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright_dtensor._torch.core import dtensor_local, pytree
+from meshwright_dtensor._torch.core import dtensor_local, pytree, settled
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
@@ -67,12 +67,24 @@ def _current(x: DTensor) -> DTensor:
     return x if current is None else current()  # type: ignore[no-any-return]
 
 
+def complete_value(x: DTensor) -> DTensor:
+    """``x`` with partial values reduced, one axis after the other, as norms of norms."""
+    if not any(p.is_partial() for p in x.placements):
+        return x
+    return settled(x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements]))
+
+
 def as_global(x: Any) -> Any:
     """A stored DTensor as the global tensor that shares its memory, without autograd; anything else as it is."""
     if not isinstance(x, DTensor):
         return x
-    x = _current(x)
+    x = complete_value(_current(x))
     return wrap(dtensor_local(x).detach(), stored_layout(x))
+
+
+def as_recorded(x: Any) -> Any:
+    """A stored DTensor as the global tensor that shares its memory, recorded by autograd; anything else as it is."""
+    return wrap(dtensor_local(x), stored_layout(x)) if isinstance(x, DTensor) else x
 
 
 def as_stored(x: Any) -> Any:

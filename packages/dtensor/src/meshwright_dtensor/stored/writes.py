@@ -99,6 +99,17 @@ class MeshView(MeshValue):
             set_dtensor_parts(self, dtensor_local(value), copied_spec(value))
         return mesh_value(dtensor_like(dtensor_local(self), self))
 
+    def requires_grad_(self, requires_grad: bool = True) -> MeshValue:
+        """Switch the gradient on: a leaf in the memory of the base. Raises UnsupportedError: it is not in that memory."""
+        if requires_grad and not self._shares:
+            raise UnsupportedError(
+                f"requires_grad_() of a view of shape {list(self.shape)} of a sharded tensor, which had to be gathered: writes to "
+                "that tensor would not reach it; use x.detach().clone().requires_grad_()"
+            )
+        if requires_grad:
+            self.__class__ = MeshValue  # type: ignore[assignment]
+        return super().requires_grad_(requires_grad)
+
     def to_local(self, **options: Any) -> Tensor:
         """This rank's part."""
         return self.current().to_local(**options)

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
+
+from meshwright_dtensor.errors import UnsupportedError
 
 Function = Callable[..., Any]
 """A torch function, which is called with `Args` and `Kwargs`."""
@@ -37,6 +40,17 @@ _DRAWS = frozenset(
 )
 _ALIASES = frozenset({"detach", "contiguous"})
 _NO_WRITES = frozenset("requires_grad_ detach_ share_memory_ rename_".split())
+
+
+def differentiated(inputs: Any) -> list[Any]:
+    """The inputs of ``torch.autograd.grad`` as a list. Raises UnsupportedError: one is a node of the graph."""
+    listed = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else list(inputs)
+    if any(isinstance(x, GradientEdge) for x in listed):
+        raise UnsupportedError(
+            "torch.autograd.grad with respect to a GradientEdge: the node of a global tensor or mesh parameter has this rank's "
+            "part; give the tensor itself"
+        )
+    return listed
 
 
 def is_in_place(name: str) -> bool:

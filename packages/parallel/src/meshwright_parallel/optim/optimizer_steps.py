@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter, state_like
-from meshwright_dtensor.stages.optimizers import show_states, steps_each_parameter
+from meshwright_dtensor.stages.optimizers import show_states, states_changed, steps_each_parameter
 from meshwright_dtensor.stages.stage_tensor import StageTensor, value_of
 from meshwright_dtensor.stages.whole_model import WholeModel, whole_model_among
 from meshwright_dtensor.stored.elementwise import parts_correspond
@@ -94,6 +94,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     replaced = args and args[0] is not optimizer and type(args[0]) is type(optimizer)
     if model is not None:
         model.end_step()
+        states_changed(optimizer, model)
     if replaced and type(optimizer) in ELEMENTWISE:
         with nullcontext() if model is None else model.entered():
             copy_states_back(optimizer, args[0])
