@@ -143,10 +143,10 @@ def run_random(
         only_box = boxes.single_box(result.box)
         if only_box == boxes.whole_box(result.shape) and boxes.dim_order_of(local) == result.dim_order:
             return op(local, *rest, **kwargs)
-        # a part of the outermost dim has the gaps of the whole; a part of another dim has its own
+        # a part without gaps of its own is dense, or a slice of a dense whole
         order = result.dim_order
-        cut_dims = [d for d, cut in enumerate(only_box or ()) if cut != (0, result.shape[d])]
-        gaps = cut_dims == [order[0]] and local.stride() != boxes.dense_strides(local.shape, order)
+        dense = (boxes.dense_strides(shape, order) for shape in (tuple(local.shape), result.shape))
+        gaps = local.stride() not in dense
         where = result.shape, order, local.dtype, local.device, result.box
         generator = kwargs.get("generator")
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -93,10 +94,12 @@ quiet_exchanges = partial(_without_log, "torch.distributed.tensor._collective_ut
 """Inside, torch does not warn that gloo changes the sharded dim by a gather: the value is right."""
 
 
-def kept_dispatch_keys() -> Any:
+@contextlib.contextmanager
+def kept_dispatch_keys() -> Iterator[None]:
     """Restores the dispatch keys of this thread at exit: an exception inside of torch may leave others."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(include, exclude)
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -136,8 +136,7 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
         if special is not None:
             return special(func, args, kwargs)
         context = _context_of(tensors)
-        with kept_dispatch_keys():
-            program = _make(context, func, args, kwargs, tensors, target)
+        program = _make(context, func, args, kwargs, tensors, target)
         remember(context, frozen, program)
     site = NOWHERE
     if CommLog._active:
@@ -271,6 +270,7 @@ def _context_of(tensors: Sequence[Any]) -> MeshContext:
     return context
 
 
+@kept_dispatch_keys()
 def _make(
     context: MeshContext, func: Function, args: Any, kwargs: Any, tensors: list[Any], target: Target | None
 ) -> Program | fallback.Replicated | ViewWrite:
