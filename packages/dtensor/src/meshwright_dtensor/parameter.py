@@ -7,6 +7,7 @@ is the local tensor inside, so gradients are accumulated in C++; ``parameter.gra
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -237,6 +238,9 @@ def new_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = T
     parameter._layout = layout_of(context, states, dtensor.shape, dtensor.dtype)
     parameter._order = states if is_permuted(states) else None
     parameter.compute_with(None)
+    if "X" in states:
+        # torch swaps no tensor with a weak reference: gradients of another one here would be summed twice
+        parameter._unswapped = weakref.ref(parameter)
     return parameter  # type: ignore[no-any-return]
 
 

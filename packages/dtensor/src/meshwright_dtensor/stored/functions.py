@@ -89,6 +89,12 @@ def _records(func: Function, args: Args, kwargs: Kwargs | None) -> bool:
     return kind_of(func) in ("view", "draw") or (kind_of(func) == "" and func.__name__ not in _UNRECORDED)
 
 
+def _full_tensor(self: MeshValue, **options: Any) -> Tensor:
+    """The whole value on every rank (a collective call), connected to autograd where it is a leaf."""
+    recorded = torch.is_grad_enabled() and self.requires_grad
+    return as_recorded(self).full_tensor() if recorded else gather_stored(self)  # type: ignore[no-any-return]
+
+
 def _permuted_call(
     cls: type, func: Function, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
@@ -139,7 +145,7 @@ def _view_call(
 
 
 # stock DTensor gathers by types that gloo has, and not 16-bit integers
-MeshValue.full_tensor = lambda self, **options: gather_stored(self)  # type: ignore[method-assign]
+MeshValue.full_tensor = _full_tensor  # type: ignore[assignment, method-assign]
 MeshValue.__torch_function__ = classmethod(_mesh_value_call)  # type: ignore[assignment]
 PermutedDTensor.__torch_function__ = classmethod(_permuted_call)  # type: ignore[assignment]
 MeshView.__torch_function__ = classmethod(_view_call)  # type: ignore[assignment]

@@ -56,11 +56,6 @@ class MeshValue(WholeMemory, DTensor):
         local = dtensor_local(self)
         return local.view_as(local) if self.requires_grad else super().to_local(**options)
 
-    def full_tensor(self, **options: Any) -> Tensor:
-        """The whole value on every rank (a collective call), connected to autograd."""
-        recorded: Any = self.view_as(self) if self.requires_grad and torch.is_grad_enabled() else super()
-        return recorded.full_tensor(**options)  # type: ignore[no-any-return]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         copy: Any = mesh_value(dtensor_like(dtensor_local(self).detach().clone(), self))
         copy.requires_grad = self.requires_grad

@@ -108,7 +108,7 @@ class MeshView(MeshValue):
             )
         if requires_grad:
             self.__class__ = MeshValue  # type: ignore[assignment]
-        return super().requires_grad_(requires_grad)
+        return MeshValue.requires_grad_(self, requires_grad)
 
     def to_local(self, **options: Any) -> Tensor:
         """This rank's part."""
