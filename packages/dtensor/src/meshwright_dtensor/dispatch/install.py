@@ -20,6 +20,7 @@ from meshwright_dtensor.dispatch.parameter_calls import parameter_call
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.replaced import ReplacedTensor, current
 from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import Args, Kwargs
 
@@ -39,6 +40,8 @@ def install() -> None:
 
     def route(cls: Any, args: Args, kwargs: Kwargs) -> Any:
         for a in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(a, ReplacedTensor):
+                return route(cls, tuple(map(current, args)), {k: current(x) for k, x in kwargs.items()})
             if isinstance(a, Staged):
                 raise UnsupportedError(
                     f"{cls.__name__}.apply is given a value that only some pipeline stages hold; pass x.full_tensor()"

@@ -18,6 +18,7 @@ from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import with_order_of
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import computing, touch
+from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import (
     FILLS,
     VIEW_GETTERS,
@@ -48,8 +49,8 @@ def parameter_call(
         result = fast_elementwise(func, args, kwargs)
         if result is not NotImplemented:
             return mesh_value(with_order_of(args[0], result))
-    if MeshView in types:
-        # views have rules of their own
+    if any(issubclass(t, (MeshView, Staged)) for t in types):
+        # they have rules of their own
         return NotImplemented
     name, kind = getattr(func, "__name__", ""), kind_of(func)
     # torch.nn.init names it

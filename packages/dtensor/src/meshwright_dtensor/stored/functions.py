@@ -43,6 +43,7 @@ from meshwright_dtensor.stored.writes import (
     write_out,
 )
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
+from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, kind_of
 
 Tensor = torch.Tensor
@@ -101,8 +102,8 @@ def _permuted_call(
     result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
         return with_order_of(args[0], result)
-    if MeshView in types:
-        # views have rules of their own
+    if any(issubclass(t, (MeshView, Staged)) for t in types):
+        # they have rules of their own
         return NotImplemented
     result = view_write_or_draw(func, args, kwargs, views=False)
     return optimizer_call(func, args, kwargs) if result is NotImplemented else result

@@ -10,6 +10,7 @@ Every parameter becomes a DTensor of which this rank holds its part; make optimi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -34,6 +35,7 @@ from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, regio
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stages.whole_model import show_all_stages
 from meshwright_dtensor.stored.permuted import install_true_order
+from meshwright_dtensor.tensor.replaced import replace_tensor
 from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.engine.grad_reduction import install_reduction, make_groups
 from meshwright_parallel.engine.unshard import install_compute_copies
@@ -93,7 +95,8 @@ def parallelize(
     division = None if outer is None else outer.divide(model, whole, all_axes)
     plain = division is not None and mesh.size() == 1 and computes_as_stored(inner)
     placed = ModelPlacement(inner, mesh, strategies, plain)
-    _place_parameters(model, mesh, states, device, blank)
+    replaced = _place_parameters(model, mesh, states, device, blank)
+    undo.replaced = {id(new): weakref.ref(old) for old, new in replaced}
     _place_buffers(model, device, inner)
     link_stages(model, mesh)
     install_true_order(model)
@@ -124,8 +127,8 @@ def parallelize(
 
 def _place_parameters(
     model: nn.Module, mesh: DeviceMesh, states: Mapping[str, States], device: torch.device, blank: bool
-) -> None:
-    """Replace every parameter by a mesh parameter; tied parameters stay tied."""
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Replace every parameter by a mesh parameter; tied parameters stay tied. Returns the old and the new ones."""
     # by id; the old parameter is kept, so that its id is not reused
     new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for prefix, module in model.named_modules():
@@ -135,6 +138,9 @@ def _place_parameters(
                 new[id(old)] = (old, _mesh_parameter(old, mesh, states[fqn], device, blank))
             # not register_parameter: recurrent layers watch assignments
             setattr(module, name, new[id(old)][1])
+    for old, placed in new.values():
+        replace_tensor(old, placed)
+    return list(new.values())
 
 
 def _mesh_parameter(
@@ -182,6 +188,8 @@ def _place_buffers(model: nn.Module, device: torch.device, plan: ParallelPlan) -
                 value = local_values(old, whole_box(tuple(old.shape))).to(device)
                 new[id(old)] = (old, value.to(dtype) if id(old) in cast else value)
             setattr(module, name, new[id(old)][1])
+    for old, placed in new.values():
+        replace_tensor(old, placed)
 
 
 class _PicklingRefusal:

@@ -8,6 +8,7 @@ since are kept.
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import live_process_groups
 from meshwright_dtensor.stages.whole_model import show_all_stages
+from meshwright_dtensor.tensor.replaced import replace_tensor
 from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts
 
 _ATTRIBUTE = "_meshwright_before"
@@ -117,6 +119,8 @@ class PlanUndo:
                         alive.append(tensor)
                         part[name] = forms.setdefault(id(tensor), TensorForm.of(tensor))
         self.after: list[_ModuleSnapshot] = []
+        # id of a mesh parameter -> the parameter that it has replaced, which others may refer to
+        self.replaced: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def finish(self, model: nn.Module) -> None:
         """Record the model after the plan was applied."""
@@ -145,9 +149,12 @@ class Unparallelized:
     parallel: list[_ModuleSnapshot]
     lost: frozenset[str] = field(default_factory=frozenset)
     groups: frozenset[dist.ProcessGroup] = field(default_factory=frozenset)
+    replaced: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def restore(self) -> None:
         """Make the model parallel again, exactly as before; its parameters must be unchanged."""
+        for earlier, parameter in self.replaced:
+            replace_tensor(earlier, parameter)
         for snapshot in self.parallel:
             snapshot.restore()
         show_all_stages(self.parallel[0].module)
@@ -167,7 +174,7 @@ def unparallelize(model: nn.Module) -> Unparallelized:
         )
     show_all_stages(model, False)
     result = Unparallelized([_ModuleSnapshot.of(module) for module in model.modules()], groups=before.groups)
-    restoration = _Restoration()
+    restoration = _Restoration(before.replaced, result.replaced)
     names = {id(module): prefix for prefix, module in model.named_modules()}
     try:
         for old, new in zip(before.modules, before.after, strict=True):
@@ -183,6 +190,8 @@ def unparallelize(model: nn.Module) -> Unparallelized:
 class _Restoration:
     """What was made anew so far, by the form of the old value, and the names of values that this rank did not hold."""
 
+    earlier: Mapping[int, weakref.ref[torch.Tensor]]
+    replaced: list[tuple[torch.Tensor, torch.Tensor]]
     replacements: dict[int, torch.Tensor] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
 
@@ -240,6 +249,10 @@ class _Restoration:
                     # attributes that users set on a parameter
                     if not key.startswith("_"):
                         setattr(replacement, key, value)
+                earlier = self.earlier.get(id(parameter), lambda: None)()
+                if earlier is not None:
+                    self.replaced.append((earlier, parameter))
+                    replace_tensor(earlier, replacement)
             part[name] = self.replacements[id(form)]
 
     def _restore_buffers(self, part: dict[str, Any], old: Mapping[str, Any], dot: str) -> None:

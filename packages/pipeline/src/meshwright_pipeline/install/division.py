@@ -20,6 +20,7 @@ from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable, timetable
 from meshwright_dtensor.stages.whole_model import WholeModel, names_of
 from meshwright_dtensor.strategy import Division
+from meshwright_dtensor.tensor.replaced import replace_tensor
 from meshwright_pipeline._torch import hooks_of, replace_call
 from meshwright_pipeline.install.fixed_modules import refuse_additions
 from meshwright_pipeline.install.optimizer_guard import watch_steps
@@ -74,10 +75,22 @@ class StageDivision(Division):
             for name, _ in model.get_submodule(unit).named_buffers(unit, remove_duplicate=False)
         }
         self.skeleton = skeleton(model, self.owned.units, dtype)
+        tensors = {
+            (module, name): tensor
+            for module in model.modules()
+            for name, tensor in (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            )
+        }
         here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
         for unit in self.owned.units:
             if unit not in here:
                 replace_unit(model, unit, rank, holders)
+        kept = set(map(id, (*model.parameters(), *model.buffers())))
+        for (module, name), tensor in tensors.items():
+            if id(tensor) not in kept:
+                replace_tensor(tensor, module.__dict__[name])
         self.elsewhere = everything - frozenset(model.state_dict())
         self._describe(model, holders, rank)
 

@@ -12,14 +12,18 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline._torch import without_subclasses
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.forward_hooks import signature_of
 from meshwright_pipeline.trace.meta_model import move_to_meta
 
+_SHAPE_ONLY = frozenset("view_as expand_as reshape_as type_as to is_same_size".split())
+"""Functions of two tensors that take the shape, dtype or device of the second."""
 
-class Placeholder(torch.Tensor):
+
+class Placeholder(Staged, torch.Tensor):
     """A meta tensor in place of a parameter or buffer of another stage, or computed from one."""
 
     _what: str
@@ -40,13 +44,14 @@ class Placeholder(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run on the meta device. An error there says where the value is. Raises UnsupportedError: the value is needed."""
-        if any(not issubclass(cls, kind) for kind in types):
-            # tensors over a mesh have their own dispatcher
-            return NotImplemented
         first = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder)), None)
         what = "a value of another stage" if first is None else first._what
         try:
             with without_subclasses():
+                valued = any(x.dim() and not x.is_meta for x in tensors_of((args, kwargs)))
+                # torch would read memory that is not there
+                if valued and getattr(func, "__name__", "") not in _SHAPE_ONLY:
+                    raise NotImplementedError("another operand has a value")
                 result = func(*args, **(kwargs or {}))
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
