@@ -49,9 +49,8 @@ class Axes:
         if noisy and whole.is_floating_point():
             for axis, state in enumerate(states):
                 if state == "P":
-                    noise = torch.randn(whole.shape, dtype=D, generator=torch.Generator().manual_seed(5)).to(
-                        whole.dtype
-                    )
+                    drawn = torch.randn(whole.shape, dtype=D, generator=torch.Generator().manual_seed(5))
+                    noise = torch.empty_like(whole).copy_(drawn)
                     whole = whole - noise if ctx.rank(axis) == 0 else noise
         return slice_of(whole, ctx.box(tuple(whole.shape), states)).clone(memory_format=torch.preserve_format)
 
@@ -107,13 +106,22 @@ def last_node(call: Call, tensors: list[torch.Tensor], book: RuleBook) -> tuple[
     return recorder.nodes[-1], recorder.values
 
 
-def run_case(rank: int, world_size: int, name: str, sizes: list[int]) -> tuple[int, list[str]]:
-    """All combinations of rows on a mesh; (how many, which kinds of rows)."""
+def memory_order(x: torch.Tensor) -> list[int]:
+    """Dims of more than one element, by stride."""
+    return sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: -x.stride(d))
+
+
+def run_case(
+    rank: int, world_size: int, name: str, sizes: list[int], transposed: bool = False
+) -> tuple[int, list[str]]:
+    """All combinations of rows on a mesh; (how many, which kinds of rows). `transposed`: inputs in another memory order."""
     mesh = init_device_mesh("cpu", tuple(sizes))
     book = RuleBook.first_party()
     call, make = CASES[name]
     torch.manual_seed(3)
     inputs = make()
+    if transposed:
+        inputs = [x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x for x in inputs]
     node, values = last_node(call, inputs, book)
     composite = book.composite(node.name)
     shapes = tuple(values[r.i].shape for r in node.ins), tuple(values[r.i].shape for r in node.outs)
@@ -174,6 +182,9 @@ def compare(
     assert torch.equal(torch.get_rng_state(), state_after)
     for k in fixed:  # running statistics are updated in place
         axes.check(ctx, local[k], whole[k].detach(), axes.ins(k), False)
+    # random numbers are drawn in memory order
+    there = [d for d in memory_order(expected) if result.shape[d] > 1]
+    assert memory_order(result) == there, (ctx.ins, result.stride(), expected.stride())
     partial = any("P" in states for states in ctx.ins)
     axes.check(ctx, result, expected.detach(), axes.outs(0), exact and not partial)
     if composite.plain(ctx) and not exact:
@@ -196,8 +207,9 @@ def dual(row: Strategy, k: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_composite_rows_on_one_axis(name: str, rank_pool: RankPool) -> None:
-    count, _ = rank_pool.run(2, run_case, name, [2])[0]
-    assert count > 1 or name == "ce one row"
+    for transposed in (False, True):
+        count, _ = rank_pool.run(2, run_case, name, [2], transposed)[0]
+        assert count > 1 or name == "ce one row"
 
 
 @pytest.mark.slow

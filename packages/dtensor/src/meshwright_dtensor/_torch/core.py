@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.utils._pytree as _pytree
 import torch.utils.checkpoint as _checkpoint
 from torch import _ops
+from torch._prims_common import suggest_memory_format as memory_format_of  # noqa: F401 - for others
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.utils import _python_dispatch

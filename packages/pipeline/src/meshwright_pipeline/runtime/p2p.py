@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
 
@@ -34,6 +35,8 @@ class TensorSpec:
         local_shape, dtype: of this rank's part.
         states, shape: the placement over the mesh of the stage, None for an ordinary tensor; the global shape.
         differentiable: whether a gradient comes back.
+        dim_order: the dims in memory, outermost first. A stage receives the memory order of one device: random numbers are
+            drawn in it.
     """
 
     local_shape: tuple[int, ...]
@@ -41,20 +44,32 @@ class TensorSpec:
     states: States | None
     shape: tuple[int, ...]
     differentiable: bool
+    dim_order: tuple[int, ...]
 
     @staticmethod
     def of(value: Tensor) -> TensorSpec:
         """The description of `value`."""
         if isinstance(value, GlobalTensor):
             layout, local = value.global_layout, value.to_local()
-            return TensorSpec(
-                tuple(local.shape), local.dtype, layout.states, tuple(layout.shape), local.requires_grad
-            )
-        return TensorSpec(tuple(value.shape), value.dtype, None, tuple(value.shape), value.requires_grad)
+            states, shape = layout.states, tuple(layout.shape)
+        else:
+            local, states, shape = value, None, tuple(value.shape)
+        # the stride of a dim of one element says nothing
+        order = sorted(dim_order_of(local), key=lambda dim: local.shape[dim] != 1)
+        return TensorSpec(tuple(local.shape), local.dtype, states, shape, local.requires_grad, tuple(order))
 
     def empty(self, device: torch.device) -> Tensor:
         """A buffer for this rank's part, or for its gradient."""
-        return torch.empty(self.local_shape, dtype=self.dtype, device=device)
+        strides = dense_strides(self.local_shape, self.dim_order)
+        return torch.empty_strided(self.local_shape, strides, dtype=self.dtype, device=device)
+
+    def contiguous(self, local: Tensor) -> Tensor:
+        """What is sent of this rank's part; of a buffer it is a view."""
+        return local.detach().permute(self.dim_order).contiguous()
+
+    def unpacked(self, sent: Tensor) -> Tensor:
+        """The part of which `sent` is `contiguous`, a view."""
+        return sent.permute(sorted(range(sent.dim()), key=self.dim_order.__getitem__))
 
     def value(self, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
         """The tensor that has `local` as this rank's part."""
@@ -145,10 +160,12 @@ class Transport:
             raise NothingComes
         return content
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, phase: Any, place: int) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], specs: Specs, peer: int, tag: int, phase: Any, place: int
+    ) -> None:
         """Send tensors, not to be written to any more. `place`: index, among the peer's actions, of the action that takes them."""
-        for number, tensor in enumerate(tensors):
-            contiguous = tensor.detach().contiguous()
+        for number, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+            contiguous = spec.contiguous(tensor)
             record("send_recv", "pp", contiguous.nbytes, phase, function="pipeline")
             self._isend(contiguous, peer, tag + number, place)
 
@@ -156,8 +173,8 @@ class Transport:
         """Start to receive tensors of these descriptions. The function that is returned waits for them."""
         buffers = [spec.empty(self.device) for spec in specs]
         works = [
-            dist.irecv(buffer, group=self.group, group_src=peer, tag=tag + number)
-            for number, buffer in enumerate(buffers)
+            dist.irecv(spec.contiguous(buffer), group=self.group, group_src=peer, tag=tag + number)
+            for number, (spec, buffer) in enumerate(zip(specs, buffers, strict=True))
         ]
 
         def tensors() -> list[Tensor]:

@@ -221,13 +221,13 @@ class StepMessages:
             return
         if peer in self.lost_ranks:
             return
+        specs = self._specs(cut, backward)
+        assert specs is not None
         if outputs is None:
-            specs = self._specs(cut, backward)
-            assert specs is not None
             outputs = [spec.empty(self.peers.transport.device) for spec in specs]
         place = self.peers.places[self._counterpart(action, sends=True)]
         phase = "backward" if backward else "forward"
-        self.peers.transport.send(outputs, peer, self._tag(*key), phase, place)
+        self.peers.transport.send(outputs, specs, peer, self._tag(*key), phase, place)
 
     def _send_header(self, action: Action, cut: int, peer: int | None, succeeded: bool) -> None:
         """Send the header of a cut, or that nothing will come over it."""

@@ -166,7 +166,7 @@ class StepEnd:
             if len(given) == len(expected):
                 expected = given
                 header = [TensorSpec.of(value) if isinstance(value, Tensor) else None for value in given]
-            tensors = [value.detach().contiguous() for value in given if isinstance(value, Tensor)]
+            tensors = [TensorSpec.of(x).contiguous(x) for x in given if isinstance(x, Tensor)]
             self.results.send(header, tensors if header is not None else ())
         else:
             header, tensors = self.results.receive(self.last_stage_rank, self._buffers)
@@ -174,13 +174,14 @@ class StepEnd:
             return None
         received = iter(tensors)
         shared = [
-            plain_or_none(value) if spec is None else next(received)
+            plain_or_none(value) if spec is None else spec.unpacked(next(received))
             for value, spec in zip(expected, header, strict=True)
         ]
         return shared, [spec is not None and spec.differentiable for spec in header]
 
     def _buffers(self, header: list[TensorSpec | None] | None) -> list[Tensor]:
-        return [spec.empty(self.context.device) for spec in header or () if spec is not None]
+        specs = [spec for spec in header or () if spec is not None]
+        return [spec.contiguous(spec.empty(self.context.device)) for spec in specs]
 
     def _last_action(self, rank: int) -> Action:
         """The action that ends a step on a rank of the run: the pipeline axis is the outermost."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_pipeline.pytrees import leaves_of
 from meshwright_pipeline.trace.side_outputs import is_attribute
 from meshwright_pipeline.trace.state_writes import NO_WRITES, WrittenState
@@ -57,17 +58,24 @@ class Draw:
         """Identifies the operation within one forward."""
         return self.key, self.place
 
-    def run(self, numel: int | None = None, fill: FillOp | None = None) -> torch.Tensor:
+    def run(
+        self, numel: int | None = None, fill: FillOp | None = None, like: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Draw from the default generator. `numel`: this many elements, to advance the generator only; None for the whole tensor.
 
         `fill`: the operation with its present arguments, when they may differ from the recorded ones (a dropout whose probability
-        has changed).
+        has changed). `like`: rows of the tensor, whose memory order the numbers have.
         """
         op, rest, kwargs = fill or (self.op, self.rest, self.kwargs)
         if numel is not None:
             target = torch.empty(numel, dtype=self.dtype)
         else:
-            target = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+            # zeros that stood for values when the model was profiled had no memory order
+            same = like is not None and like.dim() == len(self.shape)
+            strides = (
+                dense_strides(self.shape, dim_order_of(like)) if like is not None and same else self.stride
+            )
+            target = torch.empty_strided(self.shape, strides, dtype=self.dtype)
         with torch.no_grad():
             op(target, *rest, **dict(kwargs))
         return target

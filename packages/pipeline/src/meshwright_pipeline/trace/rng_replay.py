@@ -205,7 +205,7 @@ class RngReplay:
             )
         torch.set_rng_state(state)
         same = fill is not None and fill[0] is draw.op
-        full, shape = draw.run(None, fill if same else None), tuple(like.shape)
+        full, shape = draw.run(None, fill if same else None, like), tuple(like.shape)
         for dim, size in enumerate(shape if len(shape) == full.dim() else ()):
             rows = full.shape[dim]
             # of one row, the first microbatch takes all numbers, and the others have none in the batch

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from meshwright_dtensor._torch.core import memory_format_of
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.states import R
@@ -98,7 +99,8 @@ class BatchNorm(Composite):
                 result = result * weight.view(across)
             if bias is not None:
                 result = result + bias.view(across)
-            return result.to(x.dtype)
+            # the memory order of torch's kernel: dropout draws in memory order
+            return result.to(x.dtype).contiguous(memory_format=memory_format_of(x))
 
         return normalise_together
 
