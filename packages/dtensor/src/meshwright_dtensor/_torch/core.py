@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.utils._pytree as _pytree
 import torch.utils.checkpoint as _checkpoint
 from torch import _ops
-from torch._prims_common import suggest_memory_format as memory_format_of  # noqa: F401 - for others
+from torch._prims_common import suggest_memory_format
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.utils import _python_dispatch
@@ -69,6 +69,8 @@ def wrapper_like(cls: type[torch.Tensor], tensor: torch.Tensor, device: torch.de
     )
 
 
+# the memory format that torch's kernels give their result
+memory_format_of = suggest_memory_format
 any_autocast = torch._C._is_any_autocast_enabled
 
 

@@ -31,9 +31,11 @@ class ReplacedTensor(Staged, torch.Tensor):
         args, kwargs = pytree.tree_map_only(ReplacedTensor, current, (args, kwargs or {}))
         if isinstance(first, ReplacedTensor):
             # the class of the replacement may have its own attributes and methods
-            if name in ("__get__", "__set__", "__delete__"):
-                do = {"__get__": getattr, "__set__": setattr, "__delete__": delattr}[name]
-                return do(args[0], func.__self__.__name__, *args[1:2] if name == "__set__" else ())
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name == "__get__":
+                return getattr(args[0], attribute)
+            if name in ("__set__", "__delete__"):
+                return setattr(args[0], attribute, args[1]) if args[1:] else delattr(args[0], attribute)
             if getattr(torch.Tensor, name, None) is func:
                 return getattr(args[0], name)(*args[1:], **kwargs)
         return func(*args, **kwargs)

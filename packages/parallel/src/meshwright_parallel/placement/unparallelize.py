@@ -250,7 +250,7 @@ class _Restoration:
                     if not key.startswith("_"):
                         setattr(replacement, key, value)
                 earlier = self.earlier.get(id(parameter), lambda: None)()
-                if earlier is not None:
+                if parameter is not None and earlier is not None:
                     self.replaced.append((earlier, parameter))
                     replace_tensor(earlier, replacement)
             part[name] = self.replacements[id(form)]
