@@ -32,16 +32,9 @@ from meshwright_dtensor.mesh.layout import Layout, layout_of, stored_placement
 from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import States, complete
+from meshwright_dtensor.stored import permuted
 from meshwright_dtensor.stored.gather import stored_layout
 from meshwright_dtensor.stored.mesh_value import mesh_value
-from meshwright_dtensor.stored.permuted import (
-    as_permuted,
-    is_permuted,
-    local_part_of,
-    permuted_layout,
-    redistributed,
-    with_order_of,
-)
 from meshwright_dtensor.stored.serialization import WholeMemory
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy
@@ -92,7 +85,7 @@ class MeshParameter(WholeMemory, DTensor):
         shown = self._shown_gradient
         if shown is None or dtensor_local(shown) is not local:
             value = mesh_value(dtensor_like(local.detach() if local.requires_grad else local, self))
-            shown = self._shown_gradient = as_permuted(value, self._layout)
+            shown = self._shown_gradient = permuted.as_permuted(value, self._layout)
             if is_repeated(self):
                 mark_repeated(shown)
         return shown
@@ -128,8 +121,10 @@ class MeshParameter(WholeMemory, DTensor):
             return local_in(value, complete(self._layout.states))
         if not isinstance(value, DTensor):
             return read_region(value.detach(), self._layout.region).clone()
-        same = value.placements == self.placements and permuted_layout(value) is permuted_layout(self)
-        return dtensor_local(value) if same else local_part_of(value, self._layout)
+        same = value.placements == self.placements and permuted.permuted_layout(
+            value
+        ) is permuted.permuted_layout(self)
+        return dtensor_local(value) if same else permuted.local_part_of(value, self._layout)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """``hook`` is called with this parameter once its gradient has been accumulated in a backward pass."""
@@ -196,8 +191,8 @@ class MeshParameter(WholeMemory, DTensor):
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
         """As stock DTensor does; a parameter with an interval shard gives true order, without autograd."""
-        if is_permuted(self._layout.states):
-            return redistributed(self, self._layout, placements, device_mesh, options)
+        if permuted.is_permuted(self._layout.states):
+            return permuted.redistributed(self, self._layout, placements, device_mesh, options)
         source: DTensor = self
         # torch would warn about the gradient of the leaf inside
         if not torch.is_grad_enabled():
@@ -209,7 +204,7 @@ class MeshParameter(WholeMemory, DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with stock_call():
             text = DTensor.__repr__(self)
-        return f"{text[:-1]}, layout={self._layout!r})" if is_permuted(self._layout.states) else text
+        return f"{text[:-1]}, layout={self._layout!r})" if permuted.is_permuted(self._layout.states) else text
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshParameter:
         with torch.no_grad():
@@ -236,7 +231,7 @@ def new_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = T
     set_dtensor_parts(parameter, leaf, dtensor_spec(dtensor))
     parameter.__class__ = MeshParameter
     parameter._layout = layout_of(context, states, dtensor.shape, dtensor.dtype)
-    parameter._order = states if is_permuted(states) else None
+    parameter._order = states if permuted.is_permuted(states) else None
     parameter.compute_with(None)
     if "X" in states:
         # torch swaps no tensor with a weak reference: gradients of another one here would be summed twice
@@ -253,7 +248,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 def state_like(parameter: MeshParameter, local: Tensor) -> DTensor:
     """An optimizer state as a DTensor with the layout of the parameter; `local` is this rank's part."""
-    return mesh_value(with_order_of(parameter, dtensor_like(local, parameter)))
+    return mesh_value(permuted.with_order_of(parameter, dtensor_like(local, parameter)))
 
 
 def gradient_of(parameter: MeshParameter, local: Tensor) -> Tensor:
@@ -266,7 +261,7 @@ def gradient_of(parameter: MeshParameter, local: Tensor) -> Tensor:
         # a compute copy may have another dtype
         local = local.to(parameter._layout.dtype)
         return wrap(local, layout_of(layout.context, states, layout.shape, local.dtype))
-    return mesh_value(as_permuted(dtensor_like(local, parameter), parameter._layout))
+    return mesh_value(permuted.as_permuted(dtensor_like(local, parameter), parameter._layout))
 
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:

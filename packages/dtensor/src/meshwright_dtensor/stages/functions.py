@@ -14,17 +14,8 @@ import torch
 
 from meshwright_dtensor._torch.core import TorchDispatchMode, any_autocast, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.stages import stage_tensor
 from meshwright_dtensor.stages.exchange import exchanged_by_id
-from meshwright_dtensor.stages.stage_tensor import (
-    StageBuffer,
-    StageParameter,
-    StageTensor,
-    StageValue,
-    held,
-    meta_like,
-    staged,
-    value_of,
-)
 from meshwright_dtensor.tensor.foreach import writes_lists
 from meshwright_dtensor.tensor.global_tensor import version_of
 from meshwright_dtensor.trace.function_kinds import (
@@ -39,7 +30,7 @@ from meshwright_dtensor.trace.function_kinds import (
 )
 
 Tensor = torch.Tensor
-Values = Sequence[StageValue]
+Values = Sequence[stage_tensor.StageValue]
 
 _DEVICE = frozenset({torch.Tensor.device, torch.Tensor.is_cpu, torch.Tensor.is_cuda, torch.Tensor.is_meta})
 _QUERIES = frozenset(
@@ -96,20 +87,20 @@ def _special(func: Function, name: str, args: Args, kwargs: Kwargs, operands: Va
     if name.startswith(("_foreach", "_amp_foreach", "_fused")):
         groups = _groups(args)
         return NotImplemented if len(groups) == 1 else _in_groups(func, args, kwargs, groups)
-    if name in ("to", "cpu", "cuda") and isinstance(args[0], StageValue):
+    if name in ("to", "cpu", "cuda") and isinstance(args[0], stage_tensor.StageValue):
         return _moved(func, name, args, kwargs)
     return NotImplemented
 
 
 def install() -> None:
     """Let these rules run the functions of all tensors of stages; idempotent."""
-    for kind in (StageTensor, StageParameter, StageBuffer):
+    for kind in (stage_tensor.StageTensor, stage_tensor.StageParameter, stage_tensor.StageBuffer):
         kind.__torch_function__ = classmethod(stage_call)  # type: ignore[assignment]
 
 
-def _operands(args: Any, kwargs: Any) -> list[StageValue]:
-    values: list[StageValue] = []
-    _map(lambda x: values.append(x) if isinstance(x, StageValue) else None, (args, kwargs))
+def _operands(args: Any, kwargs: Any) -> list[stage_tensor.StageValue]:
+    values: list[stage_tensor.StageValue] = []
+    _map(lambda x: values.append(x) if isinstance(x, stage_tensor.StageValue) else None, (args, kwargs))
     return values
 
 
@@ -126,7 +117,9 @@ def _refuse_recording(name: str, args: Args, kwargs: Kwargs) -> None:
     if name == "backward":
         refused = len(args) > 4 or kwargs.get("inputs") is not None
     else:
-        computed = isinstance(args[0], StageTensor) and not isinstance(args[0], torch.nn.Parameter)
+        computed = isinstance(args[0], stage_tensor.StageTensor) and not isinstance(
+            args[0], torch.nn.Parameter
+        )
         refused = computed and name != "__get__" and (*args[1:], *kwargs.values()) != (False,)
     if refused:
         raise UnsupportedError(
@@ -151,7 +144,7 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
     model = operands[0].whole_model
     here = model.rank in common
     with stock_call():
-        recorded = torch.is_grad_enabled() and any(value_of(x).requires_grad for x in operands)
+        recorded = torch.is_grad_enabled() and any(stage_tensor.value_of(x).requires_grad for x in operands)
     key = None if recorded or kwargs.get("requires_grad") else _form(func, args, kwargs)
     outcome = model.results_on_meta.get(key)
     if outcome is None:
@@ -171,7 +164,7 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
         result = _on_values(func, args, kwargs)
     elif outcome[1]:
         _draw(func, args, kwargs)
-    return staged(result, model, common, model.device)
+    return stage_tensor.staged(result, model, common, model.device)
 
 
 def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -179,7 +172,7 @@ def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
     def form(x: Any) -> Any:
         if isinstance(x, Tensor):
-            x = value_of(x)
+            x = stage_tensor.value_of(x)
             return (x.shape, x.stride(), x.dtype, x.requires_grad)
         if isinstance(x, (list, tuple)):
             return (type(x), *map(form, x))
@@ -204,29 +197,33 @@ def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _on_values(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``func`` on the values themselves, or on the meta tensors in their place; an operand that it returns is itself again."""
     operands = _operands(args, kwargs)
-    with held(operands):
-        result = func(*_map(value_of, args), **_map(value_of, kwargs))
+    with stage_tensor.held(operands):
+        result = func(*_map(stage_tensor.value_of, args), **_map(stage_tensor.value_of, kwargs))
     for x in operands:
-        if result is value_of(x):
+        if result is stage_tensor.value_of(x):
             return x
     return result
 
 
 def _on_meta(x: Any) -> Any:
     """A meta tensor of the same shape; that in place of a value itself, with its history."""
-    if isinstance(x, StageTensor) and x._value.is_meta:
+    if isinstance(x, stage_tensor.StageTensor) and x._value.is_meta:
         return x._value
     if not isinstance(x, Tensor) or x.is_meta or _is_number(x):
         return x
-    meta = meta_like(x)
-    return meta.requires_grad_(x.requires_grad) if isinstance(x, StageValue) and not x.here else meta
+    meta = stage_tensor.meta_like(x)
+    return (
+        meta.requires_grad_(x.requires_grad)
+        if isinstance(x, stage_tensor.StageValue) and not x.here
+        else meta
+    )
 
 
 def _draw(func: Function, args: Args, kwargs: Kwargs) -> None:
     """Draw the random numbers that ``func`` draws where the value is held: the generators of all ranks stay equal."""
 
     def empty(x: Any) -> Any:
-        if isinstance(x, StageValue):
+        if isinstance(x, stage_tensor.StageValue):
             return torch.empty(tuple(x.size()), dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
         return x
 
@@ -246,10 +243,10 @@ def _moved(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
             return x
     else:
         dtypes = [a for a in given if isinstance(a, torch.dtype)] + [a.dtype for a in like]
-        moved = value_of(x).to(*dtypes[:1] or (x.dtype,))
-        if moved is value_of(x) and devices[0] == x.device and not kwargs.get("copy"):
+        moved = stage_tensor.value_of(x).to(*dtypes[:1] or (x.dtype,))
+        if moved is stage_tensor.value_of(x) and devices[0] == x.device and not kwargs.get("copy"):
             return x
-    return staged(moved, x.whole_model, x.holders, devices[0])
+    return stage_tensor.staged(moved, x.whole_model, x.holders, devices[0])
 
 
 def _map(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -278,7 +275,7 @@ def _write(
         raise UnsupportedError(
             f"{name} of tensors of pipeline stages; use mw.GradScaler for torch's, or write to one tensor after the other"
         )
-    if not all(isinstance(x, StageValue) for x in written):
+    if not all(isinstance(x, stage_tensor.StageValue) for x in written):
         return _exchanged(func, args, kwargs, operands)
     needed = frozenset.union(*(x.holders for x in written))
     ids = {id(x) for x in written}
@@ -347,7 +344,7 @@ def _groups(args: Args) -> dict[frozenset[int], list[int]]:
     lists = [a for a in args if isinstance(a, (list, tuple)) and len(a) == len(args[0])]
     groups: dict[frozenset[int], list[int]] = {}
     for i, members in enumerate(zip(*lists, strict=True)):
-        holders = (x.holders for x in members if isinstance(x, StageValue))
+        holders = (x.holders for x in members if isinstance(x, stage_tensor.StageValue))
         groups.setdefault(frozenset[int]().union(*holders), []).append(i)
     return groups
 
@@ -369,8 +366,8 @@ def _computed_with_own(inputs: Sequence[Any], operands: Values, given: Kwargs) -
     """The gradients on this rank. A step runs backward on every rank, whatever inputs are named: this rank's are added."""
     parameters = operands[0].whole_model.parameters.values() if operands else ()
     added = [p for p in parameters if getattr(p, "here", True) and p.requires_grad]
-    with held(_operands([*inputs, *added], {})):
-        targets = [value_of(x) for x in (*inputs, *added)]
+    with stage_tensor.held(_operands([*inputs, *added], {})):
+        targets = [stage_tensor.value_of(x) for x in (*inputs, *added)]
         return torch.autograd.grad(inputs=targets, allow_unused=True, **given)[: len(inputs)]
 
 
@@ -392,13 +389,16 @@ def _gradients(args: Args, kwargs: Kwargs) -> Any:
     computed = _computed_with_own(inputs, operands, given)
     results: list[Any] = list(computed)
     mine = [
-        isinstance(x, StageValue) and x.here and g is not None for x, g in zip(inputs, computed, strict=True)
+        isinstance(x, stage_tensor.StageValue) and x.here and g is not None
+        for x, g in zip(inputs, computed, strict=True)
     ]
     present = operands[0].whole_model.agreed(mine) if operands else mine
     for i, x in enumerate(inputs):
-        if isinstance(x, StageValue):
-            gradient = results[i] if x.here else meta_like(value_of(x))
-            results[i] = staged(gradient, x.whole_model, x.holders, x.device) if present[i] else None
+        if isinstance(x, stage_tensor.StageValue):
+            gradient = results[i] if x.here else stage_tensor.meta_like(stage_tensor.value_of(x))
+            results[i] = (
+                stage_tensor.staged(gradient, x.whole_model, x.holders, x.device) if present[i] else None
+            )
         if results[i] is None and not may_be_unused:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "

@@ -14,14 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import (
-    checkpoint_chunks,
-    checkpoint_items,
-    mark_as_parameter,
-    pytree,
-    stock_call,
-    wrapper_like,
-)
+from meshwright_dtensor._torch import core
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.staged import Staged
@@ -83,7 +76,7 @@ class StageValue(Staged):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy: Any = self.detach().clone()  # type: ignore[attr-defined]
         if isinstance(self, torch.nn.Parameter):
-            mark_as_parameter(copy)
+            core.mark_as_parameter(copy)
             copy.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
         memo[id(self)] = copy
         return copy
@@ -111,10 +104,10 @@ class StageTensor(StageValue, torch.Tensor):
 
     # torch.distributed.checkpoint: each rank saves and loads its part
     def __create_write_items__(self, name: str, _: Any) -> Any:
-        return checkpoint_items(name, self._value) if self.here else []
+        return core.checkpoint_items(name, self._value) if self.here else []
 
     def __create_chunk_list__(self) -> Any:
-        return checkpoint_chunks(self._value) if self.here else []
+        return core.checkpoint_chunks(self._value) if self.here else []
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         value: Any = self._value
@@ -181,12 +174,12 @@ def staged(value: Any, model: Any, holders: frozenset[int], device: torch.device
         if isinstance(x, StageValue):
             return x
         # its own functions would give the same metadata, ten times as slowly
-        with stock_call():
-            result: Any = wrapper_like(StageTensor, x, device)
+        with core.stock_call():
+            result: Any = core.wrapper_like(StageTensor, x, device)
         result._value, result.holders, result.whole_model = x, holders, model
         return result
 
-    return one(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, one, value)
+    return one(value) if isinstance(value, Tensor) else core.pytree.tree_map_only(Tensor, one, value)
 
 
 @contextlib.contextmanager
@@ -218,7 +211,7 @@ def held_gradient(x: Any) -> Any:
     """The gradient on this rank: of the value, or of the meta tensor in its place."""
     if isinstance(x, StageParameter):
         return MeshParameter.grad.fget(x)  # type: ignore[attr-defined]
-    with stock_call():
+    with core.stock_call():
         return value_of(x).grad
 
 

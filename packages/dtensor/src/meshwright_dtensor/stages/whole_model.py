@@ -22,19 +22,9 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.model.stage_info import StageInfo
 from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.stages import stage_tensor
 from meshwright_dtensor.stages.exchange import exchange, exchanged_by_id
 from meshwright_dtensor.stages.functions import install
-from meshwright_dtensor.stages.stage_tensor import (
-    StageBuffer,
-    StageParameter,
-    StageTensor,
-    StageValue,
-    held,
-    held_gradient,
-    meta_like,
-    staged,
-    value_of,
-)
 
 Tensor = torch.Tensor
 _ATTRIBUTE = "_meshwright_whole_model"
@@ -85,16 +75,16 @@ class _Absent:
     placeholders: dict[str, Any]
 
     def show(self) -> None:
-        held = dict(self.part)
+        mine = dict(self.part)
         self.part.clear()
         for name in self.order:
             if name in self.tensors:
                 self.placeholders[name] = self.module.__dict__.pop(name)
                 self.part[name] = self.tensors[name]
-            elif name in held:
-                self.part[name] = held.pop(name)
+            elif name in mine:
+                self.part[name] = mine.pop(name)
         # added by the user
-        self.part.update(held)
+        self.part.update(mine)
 
     def hide(self) -> None:
         for name, tensor in list(self.tensors.items()):
@@ -179,12 +169,14 @@ class WholeModel:
             self._held.append(tensor)
         return tensor
 
-    def _foreign(self, placeholder: Tensor, holders: frozenset[int], trained: bool | None) -> StageTensor:
+    def _foreign(
+        self, placeholder: Tensor, holders: frozenset[int], trained: bool | None
+    ) -> stage_tensor.StageTensor:
         """A parameter of other ranks, or a buffer (`trained` is None)."""
         with stock_call():
-            meta = meta_like(placeholder)
+            meta = stage_tensor.meta_like(placeholder)
             value: Tensor = meta if trained is None else nn.Parameter(meta, trained)
-        tensor: StageTensor = staged(value, self, holders, self.device)
+        tensor: stage_tensor.StageTensor = stage_tensor.staged(value, self, holders, self.device)
         if trained is not None:
             mark_as_parameter(tensor)
         return tensor
@@ -202,7 +194,7 @@ class WholeModel:
             return
         for tensor in self._held:
             # not one of a call in which the step runs
-            if isinstance(tensor, StageValue):
+            if isinstance(tensor, stage_tensor.StageValue):
                 tensor.__class__ = tensor.held_class  # type: ignore[assignment]
         for absent in self._absent:
             absent.hide()
@@ -213,7 +205,9 @@ class WholeModel:
         if self._depth:
             return
         for tensor in self._held:
-            tensor.__class__ = StageParameter if isinstance(tensor, MeshParameter) else StageBuffer
+            tensor.__class__ = (
+                stage_tensor.StageParameter if isinstance(tensor, MeshParameter) else stage_tensor.StageBuffer
+            )
         for absent in self._absent:
             absent.show()
 
@@ -239,13 +233,13 @@ class WholeModel:
             self.leave()
 
     # ---- agreement with other stages
-    def exchange(self, values: Sequence[StageValue]) -> list[Any]:
+    def exchange(self, values: Sequence[stage_tensor.StageValue]) -> list[Any]:
         """The values on every rank (a collective call): replicated global tensors."""
         return exchange(self, values)
 
     def on_every_rank(self, tree: Any) -> Any:
         """A pytree with the values of single stages exchanged (a collective call, if there are any)."""
-        values = [x for x in pytree.tree_leaves(tree) if isinstance(x, StageValue)]
+        values = [x for x in pytree.tree_leaves(tree) if isinstance(x, stage_tensor.StageValue)]
         if not values:
             return tree
         by_id = exchanged_by_id(values)
@@ -290,11 +284,11 @@ class WholeModel:
         if not self._changed:
             return
         self._changed = False
-        parameters = [x for x in self.parameters.values() if isinstance(x, StageValue)]
-        present = self.agreed([x.here and held_gradient(x) is not None for x in parameters])
+        parameters = [x for x in self.parameters.values() if isinstance(x, stage_tensor.StageValue)]
+        present = self.agreed([x.here and stage_tensor.held_gradient(x) is not None for x in parameters])
         for x, has in zip(parameters, present, strict=True):
             if not x.here:
-                value = value_of(x)
+                value = stage_tensor.value_of(x)
                 value.grad = value.detach() if has else None
 
 
@@ -312,9 +306,9 @@ def whole_model_among(tensors: Iterable[Any]) -> WholeModel | None:
 def own_tensors(tensors: Iterable[Any]) -> Iterator[list[Any]]:
     """Those of `tensors` that this rank has, inside as they are in a step of their model."""
     given = list(tensors)
-    mine = [x for x in given if not isinstance(x, StageValue) or x.here]
-    with held([x for x in mine if isinstance(x, StageValue)]):
-        yield [value_of(x) for x in mine]
+    mine = [x for x in given if not isinstance(x, stage_tensor.StageValue) or x.here]
+    with stage_tensor.held([x for x in mine if isinstance(x, stage_tensor.StageValue)]):
+        yield [stage_tensor.value_of(x) for x in mine]
 
 
 @contextlib.contextmanager

@@ -13,16 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import (
-    dtensor_local,
-    dtensor_spec,
-    pytree,
-    quiet_exchanges,
-    set_dtensor_parts,
-    settled,
-    stock_call,
-)
+from meshwright_dtensor._torch import core
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.stored import writes
 from meshwright_dtensor.stored.elementwise import (
     assigns_under_mask,
     fast_elementwise,
@@ -33,15 +26,6 @@ from meshwright_dtensor.stored.elementwise import (
 from meshwright_dtensor.stored.gather import as_recorded, complete_value, gather_stored, run_by_rules
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, permuted_layout, with_order_of
-from meshwright_dtensor.stored.writes import (
-    MeshView,
-    mixes_plain_tensors,
-    set_data,
-    view_of,
-    view_write_or_draw,
-    write,
-    write_out,
-)
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, kind_of
@@ -73,18 +57,18 @@ def _mesh_value_call(
         # parameters and global tensors have rules of their own
         return NotImplemented
     if torch.is_grad_enabled() and _records(func, args, kwargs):
-        args, kwargs = pytree.tree_map(as_recorded, (args, kwargs or {}))
+        args, kwargs = core.pytree.tree_map(as_recorded, (args, kwargs or {}))
         return func(*args, **kwargs)
     result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
         return mesh_value(result)
-    result = view_write_or_draw(func, args, kwargs)
+    result = writes.view_write_or_draw(func, args, kwargs)
     return optimizer_call(func, args, kwargs) if result is NotImplemented else result
 
 
 def _records(func: Function, args: Args, kwargs: Kwargs | None) -> bool:
     """Whether autograd records the call: it takes the value of a leaf, and does not write."""
-    operands = pytree.tree_leaves((args, kwargs))
+    operands = core.pytree.tree_leaves((args, kwargs))
     if not any(isinstance(x, MeshValue) and x.requires_grad for x in operands):
         return False
     return kind_of(func) in ("view", "draw") or (kind_of(func) == "" and func.__name__ not in _UNRECORDED)
@@ -102,10 +86,10 @@ def _permuted_call(
     result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
         return with_order_of(args[0], result)
-    if any(issubclass(t, (MeshView, Staged)) for t in types):
+    if any(issubclass(t, (writes.MeshView, Staged)) for t in types):
         # they have rules of their own
         return NotImplemented
-    result = view_write_or_draw(func, args, kwargs, views=False)
+    result = writes.view_write_or_draw(func, args, kwargs, views=False)
     return optimizer_call(func, args, kwargs) if result is NotImplemented else result
 
 
@@ -115,33 +99,33 @@ def _view_call(
     kwargs = kwargs or {}
     kind, name = kind_of(func), getattr(func, "__name__", "")
     first = args[0] if args else None
-    if kind == "init" or (kwargs.get("inplace") is True and isinstance(first, MeshView)):
-        return write(func, args, kwargs)
-    if isinstance(first, MeshView):
+    if kind == "init" or (kwargs.get("inplace") is True and isinstance(first, writes.MeshView)):
+        return writes.write(func, args, kwargs)
+    if isinstance(first, writes.MeshView):
         if kind in ("view", "alias"):
-            view = view_of(first, func, args[1:], kwargs)
+            view = writes.view_of(first, func, args[1:], kwargs)
             if view is not NotImplemented:
                 return view
         elif kind in ("write", "fill"):
-            return write(func, args, kwargs)
+            return writes.write(func, args, kwargs)
         elif kind == "set data":
-            return set_data(*args)
+            return writes.set_data(*args)
         elif name in _QUERIES:
-            with stock_call():
+            with core.stock_call():
                 return func(*args, **kwargs)
-    if isinstance(kwargs.get("out"), MeshView):
-        return write_out(func, args, kwargs)
+    if isinstance(kwargs.get("out"), writes.MeshView):
+        return writes.write_out(func, args, kwargs)
     if writes_lists(name):
         return one_by_one(func, args, kwargs)
     # a fused function writes to all of its lists
     if name.startswith(("_fused", "_amp_foreach")) and name.endswith("_"):
-        for view in pytree.tree_leaves(args):
-            if isinstance(view, MeshView):
+        for view in core.pytree.tree_leaves(args):
+            if isinstance(view, writes.MeshView):
                 raise UnsupportedError(
                     f"{name} is given a view of shape {list(view.shape)} of a tensor over a mesh, and a write to it might "
                     "not reach that tensor; write to one view after the other, with its own methods"
                 )
-    args, kwargs = pytree.tree_map_only(MeshView, MeshView.current, (args, kwargs))
+    args, kwargs = core.pytree.tree_map_only(writes.MeshView, writes.MeshView.current, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -149,7 +133,7 @@ def _view_call(
 MeshValue.full_tensor = _full_tensor  # type: ignore[assignment, method-assign]
 MeshValue.__torch_function__ = classmethod(_mesh_value_call)  # type: ignore[assignment]
 PermutedDTensor.__torch_function__ = classmethod(_permuted_call)  # type: ignore[assignment]
-MeshView.__torch_function__ = classmethod(_view_call)  # type: ignore[assignment]
+writes.MeshView.__torch_function__ = classmethod(_view_call)  # type: ignore[assignment]
 
 
 def optimizer_call(func: Function, args: Args, kwargs: Kwargs | None) -> Any:
@@ -164,18 +148,18 @@ def optimizer_call(func: Function, args: Args, kwargs: Kwargs | None) -> Any:
     operands = (x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)))
     if any(permuted_layout(x) is not None for x in operands):
         return _on_permuted(func, name, args, kwargs)
-    with stock_call():
+    with core.stock_call():
         # the norms of many gradients are stacked first, and completed together
         if name != "stack":
             args = tuple([_completed(a) if isinstance(a, MeshValue) else a for a in args])
         result = on_local_parts(func, name, args, kwargs)
     if result is NotImplemented:
         if kwargs.get("out") is not None:
-            return write_out(func, args, kwargs)
+            return writes.write_out(func, args, kwargs)
         result = _by_stock(func, args, kwargs)
     if isinstance(result, (list, tuple)) and name.startswith("_foreach"):
         for tensor in result:
-            mesh_value(settled(tensor) if isinstance(tensor, DTensor) else tensor)
+            mesh_value(core.settled(tensor) if isinstance(tensor, DTensor) else tensor)
     return _shown(result)
 
 
@@ -185,29 +169,29 @@ def _on_permuted(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
         return result if isinstance(result, PermutedDTensor) else _shown(result)
     if writes_lists(name):
         return one_by_one(func, args, kwargs)
-    writes = name.endswith("_") and not name.endswith("__")
-    return write(func, args, kwargs) if writes else run_by_rules(func, args, kwargs)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return writes.write(func, args, kwargs) if in_place else run_by_rules(func, args, kwargs)
 
 
 def _shown(result: Any) -> Any:
     """A result of stock DTensor, complete and of our class."""
     if not isinstance(result, DTensor):
         return result
-    with stock_call():
-        return mesh_value(settled(complete_value(result)))
+    with core.stock_call():
+        return mesh_value(core.settled(complete_value(result)))
 
 
 def _by_stock(func: Function, args: Args, kwargs: Kwargs) -> Any:
     name = getattr(func, "__name__", "")
     by_list = writes_lists(name)
-    fused = name.startswith("_f") and not by_list
+    fused = name.startswith(("_f", "_amp")) and not by_list
     if kind_of(func) == "write":
-        return write(func, args, kwargs)
+        return writes.write(func, args, kwargs)
     # it tells of the tensor, or gives one value that can be completed
     stock = name in _STOCK or (name in ("max", "min") and len(args) == 1 and not kwargs)
-    if fused or (stock and not mixes_plain_tensors(args, kwargs)):
+    if fused or (stock and not writes.mixes_plain_tensors(args, kwargs)):
         try:
-            with stock_call(), quiet_exchanges():
+            with core.stock_call(), core.quiet_exchanges():
                 return func(*args, **kwargs)
         except NotImplementedError:
             # no rule: raised on every rank before any communication
@@ -222,17 +206,17 @@ def _completed(x: MeshValue) -> MeshValue:
     """``x`` itself, completed in place: a later write must reach this tensor."""
     whole = complete_value(x)
     if whole is not x:
-        set_dtensor_parts(x, dtensor_local(whole), dtensor_spec(whole))
+        core.set_dtensor_parts(x, core.dtensor_local(whole), core.dtensor_spec(whole))
     return x
 
 
 def _on_locals(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
-    with stock_call(), torch.no_grad():
+    with core.stock_call(), torch.no_grad():
         lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
         if not same_specs([a for a in lists if isinstance(a[0], DTensor)]):
             for members in zip(*lists, strict=False):
                 _check_alike(name, members)
-        local_args, local_kwargs = pytree.tree_map_only(DTensor, dtensor_local, (args, kwargs))
+        local_args, local_kwargs = core.pytree.tree_map_only(DTensor, core.dtensor_local, (args, kwargs))
         return func(*local_args, **local_kwargs)
 
 

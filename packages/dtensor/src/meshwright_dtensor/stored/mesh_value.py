@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import (
-    dtensor_like,
-    dtensor_local,
-    dtensor_spec,
-    mark_as_parameter,
-    set_dtensor_parts,
-)
+from meshwright_dtensor._torch import core
 from meshwright_dtensor.stored.serialization import WholeMemory
 
 Tensor = torch.Tensor
@@ -28,13 +22,15 @@ class MeshValue(WholeMemory, DTensor):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether autograd records what is computed from it."""
-        return dtensor_local(self).requires_grad
+        return core.dtensor_local(self).requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         if value != self.requires_grad:
             # not the memory's other tensors
-            set_dtensor_parts(self, dtensor_local(self).detach().requires_grad_(value), dtensor_spec(self))
+            core.set_dtensor_parts(
+                self, core.dtensor_local(self).detach().requires_grad_(value), core.dtensor_spec(self)
+            )
 
     def requires_grad_(self, requires_grad: bool = True) -> MeshValue:
         """Switch the gradient on or off."""
@@ -44,23 +40,23 @@ class MeshValue(WholeMemory, DTensor):
     @property
     def grad(self) -> Tensor | None:
         """The gradient of a leaf; it shares memory with that of the local tensor."""
-        local = dtensor_local(self).grad
-        return None if local is None else mesh_value(dtensor_like(local.detach(), self))
+        local = core.dtensor_local(self).grad
+        return None if local is None else mesh_value(core.dtensor_like(local.detach(), self))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        dtensor_local(self).grad = None if value is None else dtensor_local(value)  # type: ignore[arg-type]
+        core.dtensor_local(self).grad = None if value is None else core.dtensor_local(value)  # type: ignore[arg-type]
 
     def to_local(self, **options: Any) -> Tensor:
         """This rank's part, recorded by autograd."""
-        local = dtensor_local(self)
+        local = core.dtensor_local(self)
         return local.view_as(local) if self.requires_grad else super().to_local(**options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        copy: Any = mesh_value(dtensor_like(dtensor_local(self).detach().clone(), self))
+        copy: Any = mesh_value(core.dtensor_like(core.dtensor_local(self).detach().clone(), self))
         copy.requires_grad = self.requires_grad
         if isinstance(self, torch.nn.Parameter):
-            mark_as_parameter(copy)
+            core.mark_as_parameter(copy)
         memo[id(self)] = copy
         return copy  # type: ignore[no-any-return]
 

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright_dtensor._torch.core import (
-    dtensor_like,
-    dtensor_local,
-    pytree,
-    share_memory,
-    stock_call,
-    waited,
-)
+from meshwright_dtensor._torch import core
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, uneven_dims
 from meshwright_dtensor.stored.gather import gather_stored, stored_layout, whole_value
 from meshwright_dtensor.stored.permuted import is_permuted, stock_dtensor
@@ -56,7 +49,7 @@ class Origin:
     @staticmethod
     def of(base: DTensor) -> Origin:
         """The base itself."""
-        layout, local = stored_layout(base), dtensor_local(base)
+        layout, local = stored_layout(base), core.dtensor_local(base)
         strides = dense_strides(layout.shape, dim_order_of(local))
         return Origin(base, torch.empty_strided(layout.shape, strides, dtype=local.dtype, device="meta"))
 
@@ -80,7 +73,7 @@ class Origin:
                 Origin(self.base, sketch, (*self.steps, Step(func, args, kwargs, i)))
                 for i, sketch in enumerate(made)
             ]
-        if not share_memory(made, self.sketch):
+        if not core.share_memory(made, self.sketch):
             return None
         return Origin(self.base, made, (*self.steps, Step(func, args, kwargs)))
 
@@ -90,15 +83,15 @@ class Origin:
         A collective call where it does not.
         """
         base = self.base
-        layout, local = stored_layout(base), dtensor_local(base).detach()
+        layout, local = stored_layout(base), core.dtensor_local(base).detach()
         with torch.no_grad():
-            stock = None if is_permuted(layout.states) else self._by_stock(dtensor_like(local, base))
+            stock = None if is_permuted(layout.states) else self._by_stock(core.dtensor_like(local, base))
             if stock is not None:
-                return stock, share_memory(dtensor_local(stock), local)
+                return stock, core.share_memory(core.dtensor_local(stock), local)
             whole = gather_stored(base)
             part = self(whole)
             replicated = layout.with_states(layout.context.replicated)
-            return stock_dtensor(part, replicated, part.shape, part.stride()), share_memory(whole, local)
+            return stock_dtensor(part, replicated, part.shape, part.stride()), core.share_memory(whole, local)
 
     def _by_stock(self, x: DTensor) -> DTensor | None:
         """The view of ``x`` by stock DTensor; None where it has no rule.
@@ -106,7 +99,7 @@ class Origin:
         Only with even shards: all ranks then fail together, and none waits in a collective call.
         """
         try:
-            with stock_call():
+            with core.stock_call():
                 for step in self.steps:
                     if not _is_even(x):
                         return None
@@ -117,7 +110,9 @@ class Origin:
                         return None
         except (RuntimeError, NotImplementedError):
             return None
-        return dtensor_like(waited(dtensor_local(x)), x) if x.shape == self.sketch.shape else None
+        return (
+            core.dtensor_like(core.waited(core.dtensor_local(x)), x) if x.shape == self.sketch.shape else None
+        )
 
 
 def _is_even(x: DTensor) -> bool:
@@ -141,7 +136,7 @@ def _is_number(x: Any) -> bool:
 
 def frozen_arguments(tree: Any) -> Any:
     """Copies of the arguments that take a view: a tensor used as an index may change later."""
-    return pytree.tree_map(_frozen, tree)
+    return core.pytree.tree_map(_frozen, tree)
 
 
 def _frozen(x: Any) -> Any:

@@ -13,17 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import (
-    copied_spec,
-    count_write,
-    dtensor_from,
-    dtensor_like,
-    dtensor_local,
-    pytree,
-    set_dtensor_parts,
-    share_memory,
-    stock_call,
-)
+from meshwright_dtensor._torch import core
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.stored.elementwise import assigns_under_mask, is_elementwise, on_local_parts
@@ -96,8 +86,8 @@ class MeshView(MeshValue):
         """The present value as a tensor that is no view (a collective call where the memory is not shared)."""
         if not self._shares:
             value, _ = self._origin.value()
-            set_dtensor_parts(self, dtensor_local(value), copied_spec(value))
-        return mesh_value(dtensor_like(dtensor_local(self), self))
+            core.set_dtensor_parts(self, core.dtensor_local(value), core.copied_spec(value))
+        return mesh_value(core.dtensor_like(core.dtensor_local(self), self))
 
     def requires_grad_(self, requires_grad: bool = True) -> MeshValue:
         """Switch the gradient on: a leaf in the memory of the base. Raises UnsupportedError: it is not in that memory."""
@@ -144,7 +134,7 @@ def view_of(x: DTensor, func: Function, args: Args, kwargs: Mapping[str, Any]) -
 def _view(origin: Origin) -> MeshView:
     value, shares = origin.value()
     # a copied spec: the fast path compares specs by identity and must not take the view for its base
-    view: Any = dtensor_from(dtensor_local(value), copied_spec(value))
+    view: Any = core.dtensor_from(core.dtensor_local(value), core.copied_spec(value))
     view.__class__ = MeshView
     view._origin, view._shares = origin, shares
     return view  # type: ignore[no-any-return]
@@ -156,16 +146,16 @@ def write(func: Function, args: Args, kwargs: Kwargs) -> Any:
     target = args[0] if args else kwargs.get("tensor")
     # a plain tensor, which takes whole values
     if not isinstance(target, DTensor):
-        return func(*pytree.tree_map(whole_value, args), **pytree.tree_map(whole_value, kwargs))
+        return func(*core.pytree.tree_map(whole_value, args), **core.pytree.tree_map(whole_value, kwargs))
     if isinstance(target, MeshView):
         origin = target._origin
         if target._shares and args:
-            rest, options = pytree.tree_map_only(MeshView, MeshView.current, (args[1:], kwargs))
-            with stock_call():
+            rest, options = core.pytree.tree_map_only(MeshView, MeshView.current, (args[1:], kwargs))
+            with core.stock_call():
                 _refuse_leaf(origin.base)
                 if on_local_parts(func, name, (target, *rest), options) is not NotImplemented:
                     # torch has counted the write for the view only
-                    count_write(origin.base)
+                    core.count_write(origin.base)
                     return target
     else:
         origin = Origin.of(target)
@@ -232,13 +222,13 @@ def _write_parts(func: Function, target: DTensor, args: Args, kwargs: Mapping[st
 
     def part(x: Any) -> Any:
         if x is target:
-            return dtensor_local(target)
+            return core.dtensor_local(target)
         if isinstance(x, DTensor) and x.shape == layout.shape and not isinstance(x, MeshView):
             return local_part_of(x, layout)
         x = whole_value(x)
         return read_region(x.expand(layout.shape), layout.region) if isinstance(x, Tensor) and x.dim() else x
 
-    parts, options = pytree.tree_map(part, (args, dict(kwargs)))
+    parts, options = core.pytree.tree_map(part, (args, dict(kwargs)))
     with torch.no_grad():
         func(*parts, **options)
 
@@ -252,17 +242,19 @@ def write_whole(
     """
     base = origin.base
     _refuse_leaf(base)
-    layout, local = stored_layout(base), dtensor_local(base).detach()
+    layout, local = stored_layout(base), core.dtensor_local(base).detach()
     if "P" in layout.states:
         raise UnsupportedError(
             f"a write to partial sums ({layout!r}) has no meaning for their sum; use x.redistribute(...) first"
         )
-    given, options = pytree.tree_map(lambda x: x if x is target else whole_value(x), (args, dict(kwargs)))
+    given, options = core.pytree.tree_map(
+        lambda x: x if x is target else whole_value(x), (args, dict(kwargs))
+    )
     with torch.no_grad():
         whole = gather_stored(base)
         part = origin(whole)
         shape, strides = part.shape, part.stride()
-        given, options = pytree.tree_map(lambda x: part if x is target else x, (given, options))
+        given, options = core.pytree.tree_map(lambda x: part if x is target else x, (given, options))
         func(*given, **options)
         if part.shape != shape or part.stride() != strides:
             raise UnsupportedError(
@@ -270,7 +262,7 @@ def write_whole(
                 f"{list(part.shape)} in place, or its strides from {strides} to {part.stride()}; use the form that gives a new "
                 "tensor"
             )
-        if not share_memory(whole, local):
+        if not core.share_memory(whole, local):
             local.copy_(read_region(whole, layout.region))
 
 
@@ -283,7 +275,7 @@ def set_data(target: DTensor, value: Any) -> None:
         raise UnsupportedError(
             "x[index].data = value would give new memory to a view alone; use x[index] = value, which reaches x"
         )
-    wanted = f"{dtensor_local(target).dtype} {list(target.shape)}"
+    wanted = f"{core.dtensor_local(target).dtype} {list(target.shape)}"
     given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     if given != wanted:
         raise UnsupportedError(
