@@ -29,9 +29,8 @@ def draw_plan(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, pat
 
     view = view_of(plan, host=host)
     if plan.predicted is None:
-        raise UsageError(
-            "the plan predicts nothing, so there is nothing to draw; make it with `meshwright plan`"
-        )
+        text = "the plan predicts nothing, so there is nothing to draw; make it with `meshwright plan`"
+        raise UsageError(text)
     replayed = timeline(plan, cluster, host)
     bars, whole = replayed.rows, replayed.whole
     figure = _figure(11, 3.4 + (0.9 + 0.28 * len(bars) if bars else 0.0))

@@ -60,9 +60,8 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         kind = type(model).__name__
         raise UsageError(f"this {kind} is on no plan; call parallelize() or auto_parallelize() first")
     if len({(digest, optimizes) for _, digest, optimizes in told}) > 1:
-        raise UsageError(
-            "ranks were given different plans, or an optimizer on some of them only; call reshard() alike"
-        )
+        text = "ranks were given different plans, or an optimizer on some of them only; call reshard() alike"
+        raise UsageError(text)
     state = ranks.run_checked(lambda: LiveState.of(model, optimizer) if old is not None else LiveState())
     trained = {name: flag for flags in ranks.gather(state.trained) for name, flag in flags.items()}
     off = unparallelize(model) if old is not None else drop_values(model)

@@ -145,9 +145,8 @@ def check_tokens(name: str, sequence_length: int | None) -> None:
     from meshwright.demo.models import RECIPES
 
     if sequence_length is not None and RECIPES[name].rows.fixed:
-        raise UsageError(
-            f"--sequence-length {sequence_length} has no effect on {name}, whose rows have a fixed size; leave it out"
-        )
+        text = f"--sequence-length {sequence_length} has no effect on {name}, whose rows have a fixed size; leave it out"
+        raise UsageError(text)
 
 
 def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Source:
@@ -162,9 +161,8 @@ def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Sou
     # transformers raises many kinds of errors for a bad config
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(
-            f"--model {path} is no transformers config ({reason}); give its config.json"
-        ) from error
+        text = f"--model {path} is no transformers config ({reason}); give its config.json"
+        raise UsageError(text) from error
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (batch_size, sequence_length), generator=generator)
     batch = {"input_ids": tokens, "labels": tokens.clone()}

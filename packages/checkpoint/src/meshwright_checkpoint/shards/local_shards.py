@@ -12,15 +12,8 @@ from torch.distributed.tensor import DTensor
 from meshwright_checkpoint._torch import indices_of, is_sharding, local_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.sharding.boxes import (
-    Box,
-    Region,
-    box_numel,
-    intersect,
-    region_boxes,
-    relative_to,
-    slice_of,
-)
+from meshwright_dtensor.sharding import boxes
+from meshwright_dtensor.sharding.boxes import Box, Region
 from meshwright_dtensor.sharding.intervals import Interval
 from meshwright_dtensor.stored.permuted import permuted_layout
 
@@ -41,10 +34,10 @@ class LocalShards:
 
     def view(self, box: Box) -> torch.Tensor:
         """The part of the local tensor that holds the global `box`, which must be inside one shard."""
-        there, here = next(pair for pair in self.boxes if intersect(box, pair[0]) == box)
-        inside = relative_to(box, there)
+        there, here = next(pair for pair in self.boxes if boxes.intersect(box, pair[0]) == box)
+        inside = boxes.relative_to(box, there)
         local_box = tuple((mine + at, n) for (at, n), (mine, _) in zip(inside, here, strict=True))
-        return slice_of(self.local, local_box)
+        return boxes.slice_of(self.local, local_box)
 
 
 def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> LocalShards:
@@ -67,16 +60,15 @@ def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None
         raise UsageError(text)
     if local.layout != torch.strided or local.is_quantized:
         raise UnsupportedError(f"{name} is not a dense tensor (layout {local.layout}); convert it first")
-    boxes: list[tuple[Box, Box]] = [((), ())]
+    pairs: list[tuple[Box, Box]] = [((), ())]
     if tensor.dim():
-        boxes = region_boxes(_region(tensor, name, parameter))
+        pairs = boxes.region_boxes(_region(tensor, name, parameter))
     elif isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-        boxes = []
-    nonempty = tuple((there, here) for there, here in boxes if box_numel(there))
-    if sum(box_numel(there) for there, _ in nonempty) != local.numel():
-        raise UnsupportedError(
-            f"{name}: the local tensor has shape {tuple(local.shape)}, which does not match its placements ({boxes})"
-        )
+        pairs = []
+    nonempty = tuple((there, here) for there, here in pairs if boxes.box_numel(there))
+    if sum(boxes.box_numel(there) for there, _ in nonempty) != local.numel():
+        text = f"{name}: the local tensor has shape {tuple(local.shape)}, which does not match its placements ({pairs})"
+        raise UnsupportedError(text)
     return LocalShards(tuple(tensor.shape), tensor.dtype, local, nonempty)
 
 
@@ -84,9 +76,8 @@ def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> 
     if not isinstance(tensor, DTensor):
         return tuple(((0, size),) for size in tensor.shape)
     if any(p.is_partial() for p in tensor.placements):
-        raise UnsupportedError(
-            f"{name} holds partial sums ({tensor.placements}); redistribute it to Replicate or Shard first"
-        )
+        text = f"{name} holds partial sums ({tensor.placements}); redistribute it to Replicate or Shard first"
+        raise UnsupportedError(text)
     if isinstance(tensor, MeshParameter):
         return tensor.global_layout.region
     layout = permuted_layout(tensor)
@@ -124,7 +115,7 @@ def _intervals(indices: torch.Tensor) -> tuple[Interval, ...]:
 
 def box_nbytes(box: Box, dtype: torch.dtype) -> int:
     """Size of a box in bytes."""
-    return box_numel(box) * dtype.itemsize
+    return boxes.box_numel(box) * dtype.itemsize
 
 
 def box_text(box: Box) -> str:

@@ -234,9 +234,10 @@ class Cluster:
         names = [level.name for level in self.links]
         for slow in self.slow_nodes:
             if slow.link is not None and slow.link not in names:
-                raise UsageError(
+                text = (
                     f"slow_nodes: node {slow.node} names the link {slow.link!r}; there are {', '.join(names)}"
                 )
+                raise UsageError(text)
 
     @property
     def usable_bytes(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.rules import node as nodes
 from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.composites.batch_norm import BatchNorm
 from meshwright_dtensor.rules.composites.cross_entropy import CrossEntropy
@@ -17,18 +18,7 @@ from meshwright_dtensor.rules.composites.embedding import Embedding, EmbeddingBa
 from meshwright_dtensor.rules.composites.linear import Linear
 from meshwright_dtensor.rules.composites.sdpa import ScaledDotProductAttention
 from meshwright_dtensor.rules.lift import Known, extended
-from meshwright_dtensor.rules.node import (
-    SOURCES,
-    NodeView,
-    Row,
-    RuleEntry,
-    Strategy,
-    base_name,
-    finish,
-    is_random,
-    needs_data,
-    replicate,
-)
+from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Strategy
 from meshwright_dtensor.rules.ops import factories, indexing, layers, matmul, pointwise, reductions, views
 from meshwright_dtensor.rules.ops.stock import suggested_rows
 from meshwright_dtensor.rules.verify_row import check
@@ -44,10 +34,9 @@ class RuleBook:
         """``rules``: ``"aten.op"`` or ``"aten.op.overload"`` -> rule; rows of source "plugin" are checked."""
         self._rules = dict(rules)
         for op, entry in self._rules.items():
-            if entry.source not in SOURCES:
-                raise UsageError(
-                    f"the rule of {op} has source {entry.source!r}; it must be one of {', '.join(sorted(SOURCES))}"
-                )
+            if entry.source not in nodes.SOURCES:
+                text = f"the rule of {op} has source {entry.source!r}; it must be one of {', '.join(sorted(nodes.SOURCES))}"
+                raise UsageError(text)
         installed = list(composites)
         self.composites = {function: composite for composite in installed for function in composite.functions}
         self._by_name = {composite.name: composite for composite in installed}
@@ -103,23 +92,23 @@ class RuleBook:
         node = view.node
         if node.op is None:
             return self._by_name[node.name].strategies(view)
-        if is_random(node) or not node.outs:
-            return [replicate(view)]
-        entry = self._rules.get(node.name) or self._rules.get(base_name(node.name))
+        if nodes.is_random(node) or not node.outs:
+            return [nodes.replicate(view)]
+        entry = self._rules.get(node.name) or self._rules.get(nodes.base_name(node.name))
         if entry is None and torch.Tag.pointwise in node.op.tags:
             # torch's tags are tested; the tag of a custom op is checked
             tested = node.op.namespace in ("aten", "prims")
             entry = RuleEntry(pointwise.pointwise, "pointwise" if tested else "plugin")
         if entry is None:
-            if not self._use_stock or needs_data(node):
-                return [replicate(view)]
+            if not self._use_stock or nodes.needs_data(node):
+                return [nodes.replicate(view)]
             return self._checked(view, suggested_rows(view), "dtensor")
         if entry.source == "plugin":
             return self._checked(view, entry.rule(view), entry.source)
-        return finish(view, entry.rule(view), entry.source, entry.complete)
+        return nodes.finish(view, entry.rule(view), entry.source, entry.complete)
 
     def _checked(self, view: NodeView, rows: Iterable[Row], source: str) -> list[Strategy]:
-        first, *others = finish(view, rows, source)
+        first, *others = nodes.finish(view, rows, source)
         return [first, *(row for row in others if check(view, row))]
 
 

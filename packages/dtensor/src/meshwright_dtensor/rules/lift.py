@@ -10,16 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from meshwright_dtensor.rules.node import (
-    RESHAPES,
-    SLICES,
-    SPLITS,
-    NodeView,
-    Row,
-    Strategy,
-    base_name,
-    mutation_ties,
-)
+from meshwright_dtensor.rules import node
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy
 from meshwright_dtensor.sharding.intervals import IntervalShard, interval_shard, intervals_of
 from meshwright_dtensor.sharding.reshape import concatenated_state, local_slice, through_view
 from meshwright_dtensor.sharding.states import R, State, States
@@ -57,8 +49,8 @@ def extended(
                 lifted = _lifted(view, row, shard)
                 if lifted is not None:
                     added.setdefault(lifted, Strategy(*lifted, row.source, row.complete))
-    special = SPECIAL.get(base_name(view.node.name)) if view.node.op is not None else None
-    if special is not None and not mutation_ties(view):
+    special = SPECIAL.get(node.base_name(view.node.name)) if view.node.op is not None else None
+    if special is not None and not node.mutation_ties(view):
         sources, targets = (
             [[s for s in states if isinstance(s, int)] for states in tensors] for tensors in (ins, outs)
         )
@@ -165,9 +157,9 @@ def _cat(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterato
 
 
 SPECIAL: Mapping[str, Callable[[NodeView, list[list[int]], list[list[int]]], Iterator[Row]]] = {
-    **dict.fromkeys(RESHAPES, _reshape),
-    **dict.fromkeys(SLICES, _slice),
-    **dict.fromkeys(SPLITS, _split),
+    **dict.fromkeys(node.RESHAPES, _reshape),
+    **dict.fromkeys(node.SLICES, _slice),
+    **dict.fromkeys(node.SPLITS, _split),
     **dict.fromkeys(("aten.cat", "aten.concatenate"), _cat),
 }
 """op name -> (view, shards of the inputs, wanted shards of the outputs) -> rows."""

@@ -18,9 +18,10 @@ def schedule_named(name: str, host: PluginHost | None = None) -> Schedule:
     target = (host or discover()).get(ScheduleSpec, name).load()
     schedule = _instance(target) if isinstance(target, type) else target
     if not isinstance(schedule, Schedule):
-        raise UsageError(
+        text = (
             f"schedule {name!r} is a {type(schedule).__name__}; it has to be a meshwright_pipeline.Schedule"
         )
+        raise UsageError(text)
     return schedule
 
 

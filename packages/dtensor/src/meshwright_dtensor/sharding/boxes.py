@@ -103,9 +103,8 @@ def box_numel(box: Box) -> int:
 def intersect(a: Box, b: Box) -> Box | None:
     """The box common to `a` and `b` (of one tensor), or None if they share no element."""
     if len(a) != len(b):
-        raise UsageError(
-            f"boxes of {len(a)} and {len(b)} dims have no intersection; compare boxes of one tensor"
-        )
+        text = f"boxes of {len(a)} and {len(b)} dims have no intersection; compare boxes of one tensor"
+        raise UsageError(text)
     common = []
     for (start, length), (other, other_length) in zip(a, b, strict=True):
         low = max(start, other)

@@ -118,9 +118,8 @@ def intervals_of(state: int, total: int, n: int) -> tuple[Intervals, ...]:
     if not isinstance(state, IntervalShard):
         return chunk_intervals(total, n)
     if state.total != total or len(state.intervals) != n:
-        raise ValueError(
-            f"{state!r} owns {state.total} elements on {len(state.intervals)} ranks, the dim has {total} on {n}"
-        )
+        text = f"{state!r} owns {state.total} elements on {len(state.intervals)} ranks, the dim has {total} on {n}"
+        raise ValueError(text)
     return state.intervals
 
 
@@ -133,9 +132,10 @@ def interval_shard(dim: int, intervals: Sequence[Sequence[Interval]]) -> int:
             raise ValueError(f"the intervals {ranks} leave a gap or overlap at {min(offset, total)}")
         total += length
     if dim < 0 or not ranks:
-        raise ValueError(
+        text = (
             f"an interval shard needs a dim >= 0 and at least one rank, not dim {dim} and {len(ranks)} ranks"
         )
+        raise ValueError(text)
     return int(dim) if ranks == chunk_intervals(total, len(ranks)) else _interned(int(dim), ranks)
 
 
@@ -183,9 +183,8 @@ def zigzag_shard(dim: int, total: int, n: int) -> int:
     """
     step, rest = divmod(total, 2 * n)
     if rest or not step:
-        raise ValueError(
-            f"{total} elements do not divide into the {2 * n} chunks of a zig-zag over {n} ranks"
-        )
+        text = f"{total} elements do not divide into the {2 * n} chunks of a zig-zag over {n} ranks"
+        raise ValueError(text)
     return interval_shard(dim, [((r * step, step), ((2 * n - 1 - r) * step, step)) for r in range(n)])
 
 

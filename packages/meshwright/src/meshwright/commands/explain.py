@@ -89,9 +89,8 @@ def command(
         chosen = opt.ModelChoice(model, batch_size, sequence_length, defaults=sizes)
     if why_not:
         if chosen is None:
-            raise UsageError(
-                f"--why-not {why_not[0]} plans again, and a plan does not hold its model; give --model, and the batch"
-            )
+            text = f"--why-not {why_not[0]} plans again, and a plan does not hold its model; give --model, and the batch"
+            raise UsageError(text)
         _why_not(state, loaded, why_not, chosen, {"cluster": cluster, **plan_again}, as_json)
     elif schedule:
         _timeline(loaded, png, as_json)

@@ -47,9 +47,8 @@ def read_text(path: str | Path | None = None, *, at_least: int = 1) -> Tensor:
             with open(path, "rb") as source:
                 data = source.read(LIMIT)
         except OSError as error:
-            raise UsageError(
-                f"--text {path} cannot be read ({error.strerror}); give a readable text file"
-            ) from error
+            text = f"--text {path} cannot be read ({error.strerror}); give a readable text file"
+            raise UsageError(text) from error
     if len(data) < at_least:
         raise UsageError(
             f"--text {path} has {len(data)} bytes: training needs at least {at_least}; "

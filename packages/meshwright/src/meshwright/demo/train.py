@@ -76,9 +76,8 @@ class Options:
             if value < 1:
                 raise UsageError(f"--{option} {value} is less than 1; give a larger one")
         if self.learning_rate is not None and not 0.0 < self.learning_rate < math.inf:
-            raise UsageError(
-                f"--learning-rate {self.learning_rate} is no rate; give a number above 0, such as 1e-3"
-            )
+            text = f"--learning-rate {self.learning_rate} is no rate; give a number above 0, such as 1e-3"
+            raise UsageError(text)
         pinned = (self.zero, self.zero_degree, self.precision)
         if self.plan is not None and (self.degrees or any(value is not None for value in pinned)):
             raise UsageError(

@@ -122,9 +122,8 @@ class _Reuse(TorchDispatchMode):
         kept = self.kept[self.position] if self.position < len(self.kept) else None
         self.position += 1
         if kept is None or kept.op is not func:
-            raise RuntimeError(
-                f"{func} runs at another position than in the first run; a recomputed module must be deterministic"
-            )
+            text = f"{func} runs at another position than in the first run; a recomputed module must be deterministic"
+            raise RuntimeError(text)
         # it was written to in place: compute it again
         if not kept.intact:
             return func(*args, **(kwargs or {}))

@@ -100,9 +100,8 @@ class EagerPlanner(Planner):
             raise UsageError(unknown("optimizer", request.optimizer, OPTIMIZERS))
         world_size = request.world_size or running_ranks()
         if world_size > 1 and not strategies:
-            raise UsageError(
-                f"world_size={world_size} needs a parallel strategy, and none is installed; pip install meshwright-parallel"
-            )
+            text = f"world_size={world_size} needs a parallel strategy, and none is installed; pip install meshwright-parallel"
+            raise UsageError(text)
         example = Batch.of(batch)
         check_signature(model, example)
         if request.global_batch_size not in (None, example.size):

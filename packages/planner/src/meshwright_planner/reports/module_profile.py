@@ -120,9 +120,8 @@ def profile_model(
     if precision is not None and precision not in PRECISIONS:
         raise UsageError(unknown("precision", precision, PRECISIONS))
     if recompute is not None and (not isinstance(recompute, str) or not recompute):
-        raise UsageError(
-            f"recompute={recompute!r} is neither a policy nor a pattern of module names; give a string"
-        )
+        text = f"recompute={recompute!r} is neither a policy nor a pattern of module names; give a string"
+        raise UsageError(text)
     rules, example = recompute_rules(model, recompute), Batch.of(batch)
     book = RuleBook.default()
     dtype = None if precision in (None, "fp32") else DTYPES[str(precision)]

@@ -67,9 +67,8 @@ def _ranks(match: re.Match[str], cluster: Cluster, world_size: int, option: str)
     bounds = range(world_size + 1) if kind == "rank" else cluster.nodes(world_size)
     number = int(match[kind])
     if number + 1 >= len(bounds):
-        raise UsageError(
-            f"{option}: there is no such {kind} among {world_size} ranks; give 0 to {len(bounds) - 2}"
-        )
+        text = f"{option}: there is no such {kind} among {world_size} ranks; give 0 to {len(bounds) - 2}"
+        raise UsageError(text)
     return range(bounds[number], bounds[number + 1])
 
 

@@ -71,9 +71,8 @@ def steps_of(plan: ParallelPlan, host: PluginHost | None = None) -> list[list[St
 def _step(action: Action, schedule: Schedule, shape: Shape, parts: Mapping[str, float]) -> Step:
     kind, stage, microbatch = action
     if kind not in PARTS:
-        raise UsageError(
-            f"schedule {schedule.name!r} has actions of kind {kind!r}; the kinds of actions are {', '.join(PARTS)}"
-        )
+        text = f"schedule {schedule.name!r} has actions of kind {kind!r}; the kinds of actions are {', '.join(PARTS)}"
+        raise UsageError(text)
     message, after = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
     receives, sends = (kind != "W" and 0 <= s < shape.stages for s in (2 * stage - after, after))
     return Step(

@@ -33,18 +33,16 @@ class Batch:
         if isinstance(batch, Mapping):
             bad = [key for key in batch if not isinstance(key, str)]
             if bad:
-                raise UsageError(
-                    f"batch key {bad[0]!r} is not a string; a mapping is passed as keyword arguments"
-                )
+                text = f"batch key {bad[0]!r} is not a string; a mapping is passed as keyword arguments"
+                raise UsageError(text)
             result = cls((), dict(batch))
         elif isinstance(batch, torch.Tensor):
             result = cls((batch,), {})
         elif isinstance(batch, (tuple, list)):
             result = cls(tuple(batch), {})
         else:
-            raise UsageError(
-                f"batch is a {type(batch).__name__}; give a dict of keyword arguments, a tuple of arguments or a tensor"
-            )
+            text = f"batch is a {type(batch).__name__}; give a dict of keyword arguments, a tuple of arguments or a tensor"
+            raise UsageError(text)
         if not result._named:
             leaves = pytree.tree_leaves((result.args, result.kwargs))
             kinds = ", ".join(sorted({type(x).__name__ for x in leaves}))
@@ -54,9 +52,8 @@ class Batch:
             )
         if not result.size:
             name, tensor = next((name, t) for name, t in result.tensors() if t.dim())
-            raise UsageError(
-                f"batch has no rows: {name!r} is of shape {tuple(tensor.shape)}; give an example with one row at least"
-            )
+            text = f"batch has no rows: {name!r} is of shape {tuple(tensor.shape)}; give an example with one row at least"
+            raise UsageError(text)
         return result
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,6 +113,5 @@ def check_signature(model: nn.Module, batch: Batch) -> None:
         signature.bind(*batch.args, **batch.kwargs)
     except TypeError as error:
         accepted = ", ".join(str(p) for p in signature.parameters) or "nothing"
-        raise UsageError(
-            f"{type(model).__name__}.forward does not take this batch: {error}; it accepts: {accepted}"
-        ) from None
+        text = f"{type(model).__name__}.forward does not take this batch: {error}; it accepts: {accepted}"
+        raise UsageError(text) from None

@@ -170,9 +170,8 @@ class VocabularyLoss(torch.autograd.Function):
         target = target.long()
         kept = target != ignore
         if target.device.type == "cpu" and bool(((target < 0) | (target >= shards.classes))[kept].any()):
-            raise IndexError(
-                f"a target is outside of the {shards.classes} classes; use ignore_index for rows that do not count"
-            )
+            text = f"a target is outside of the {shards.classes} classes; use ignore_index for rows that do not count"
+            raise IndexError(text)
         peak = shards.reduce(scores.amax(-1), dist.ReduceOp.MAX)
         here = kept & (target >= shards.start) & (target < shards.start + shards.length)
         index = (target - shards.start).masked_fill(~here, 0).unsqueeze(-1)

@@ -7,17 +7,8 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.rules.node import (
-    NodeView,
-    Row,
-    Slot,
-    base_name,
-    broadcast_state,
-    kept_rows,
-    linear_row,
-    other_dims,
-    rules,
-)
+from meshwright_dtensor.rules import node
+from meshwright_dtensor.rules.node import NodeView, Row, Slot
 from meshwright_dtensor.sharding.states import P, R, State
 
 
@@ -62,10 +53,10 @@ def index(view: NodeView) -> Iterator[Row]:
     for offset in range(rank):
         states: list[State] = [R] * count
         for slot in slots:
-            states[slot] = broadcast_state(offset, out[start : start + rank], view.in_shapes[slot])
+            states[slot] = node.broadcast_state(offset, out[start : start + rank], view.in_shapes[slot])
         yield tuple(states), (start + offset,)
     if view.floating(0):
-        yield linear_row(view, 0)
+        yield node.linear_row(view, 0)
 
 
 def index_put(view: NodeView) -> Iterator[Row]:
@@ -108,7 +99,7 @@ def _masked_put(view: NodeView, indices: list[Any], values: Slot) -> Iterator[Ro
         if dim < masked:
             states[slot] = dim
         else:
-            states[values.index] = broadcast_state(dim, whole, put)
+            states[values.index] = node.broadcast_state(dim, whole, put)
         yield tuple(states), (dim,)
 
 
@@ -116,11 +107,11 @@ def index_select(view: NodeView) -> Iterator[Row]:
     """index_select(self, dim, index [m]): other dims of self; the index; linear in self."""
     if not all(view.in_shapes):
         return
-    used, others = other_dims(view)
-    yield from kept_rows(view, others)
+    used, others = node.other_dims(view)
+    yield from node.kept_rows(view, others)
     yield (R, 0), (used,)
     if view.floating(0):
-        yield linear_row(view, 0)
+        yield node.linear_row(view, 0)
 
 
 def gather(view: NodeView) -> Iterator[Row]:
@@ -128,20 +119,20 @@ def gather(view: NodeView) -> Iterator[Row]:
     data, positions = view.in_shapes
     if not data or not positions or view.bound()["sparse_grad"]:
         return
-    used, _ = other_dims(view)
+    used, _ = node.other_dims(view)
     for dim in range(len(data)):
         if dim == used:
             yield (R, dim), (dim,)
         elif data[dim] == positions[dim]:
             yield (dim, dim), (dim,)
     if view.floating(0):
-        yield linear_row(view, 0)
+        yield node.linear_row(view, 0)
 
 
 def scatter(view: NodeView) -> Iterator[Row]:
     """scatter, scatter_add (self, dim, index, src): dims other than dim in which all agree."""
     shapes = view.in_shapes
-    for dim in other_dims(view)[1] if all(shapes) else ():
+    for dim in node.other_dims(view)[1] if all(shapes) else ():
         if len({shape[dim] for shape in shapes}) == 1:
             yield (dim,) * len(shapes), (dim,)
 
@@ -151,8 +142,8 @@ def scatter_add(view: NodeView) -> Iterator[Row]:
     yield from scatter(view)
     shapes = view.in_shapes
     if view.floating(0) and view.floating(2) and all(shapes):
-        yield linear_row(view, 0, 2)
-        used, _ = other_dims(view)
+        yield node.linear_row(view, 0, 2)
+        used, _ = node.other_dims(view)
         if shapes[1] == shapes[2]:
             yield (P, used, used), (P,)
 
@@ -162,11 +153,11 @@ def index_add(view: NodeView) -> Iterator[Row]:
     shapes = view.in_shapes
     if not shapes[0] or len(shapes[0]) != len(shapes[2]) or not shapes[1]:
         return
-    used, others = other_dims(view)
+    used, others = node.other_dims(view)
     for dim in others:
         yield (dim, R, dim), (dim,)
     if view.floating(0) and view.floating(2):
-        yield linear_row(view, 0, 2)
+        yield node.linear_row(view, 0, 2)
         yield (P, 0, used), (P,)
 
 
@@ -176,19 +167,20 @@ def index_fill(view: NodeView) -> Iterator[Row]:
     of_source = source.index if isinstance(source, Slot) else None
     if of_source is not None and len(shapes[of_source]) != len(shapes[0]):
         return
-    for dim in other_dims(view)[1]:
+    for dim in node.other_dims(view)[1]:
         yield tuple(dim if i in (0, of_source) else R for i in range(len(shapes))), (dim,)
 
 
 def one_hot(view: NodeView) -> Iterator[Row]:
     """one_hot(ids, classes): every dim, if the number of classes is given."""
     if view.bound()["num_classes"] > 0:
-        yield from kept_rows(view, range(len(view.in_shapes[0])))
+        yield from node.kept_rows(view, range(len(view.in_shapes[0])))
 
 
 def positions(view: NodeView) -> Iterator[Row]:
     """take(self, index), searchsorted(sorted, values) of one sorted row: every dim of what is looked up."""
-    if len(view.node.ins) == 2 and (len(view.in_shapes[0]) == 1 or base_name(view.node.name) == "aten.take"):
+    is_take = node.base_name(view.node.name) == "aten.take"
+    if len(view.node.ins) == 2 and (is_take or len(view.in_shapes[0]) == 1):
         for dim in range(len(view.in_shapes[1])):
             yield (R, dim), (dim,)
 
@@ -198,10 +190,10 @@ def first_only(view: NodeView) -> Iterator[Row]:
     bound = view.bound()
     first = bound.get("elements", bound.get("self"))
     if isinstance(first, Slot) and first.index == 0:
-        yield from kept_rows(view, range(len(view.in_shapes[0])))
+        yield from node.kept_rows(view, range(len(view.in_shapes[0])))
 
 
-RULES = rules(
+RULES = node.rules(
     "hand",
     ("embedding", embedding),
     ("index _unsafe_index", index),

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from meshwright_dtensor.rules.node import (
-    NodeView,
-    Row,
-    Rule,
-    Slot,
-    broadcast_state,
-    kept_rows,
-    linear_row,
-    numel,
-    rules,
-)
+from meshwright_dtensor.rules import node
+from meshwright_dtensor.rules.node import NodeView, Row, Rule, Slot
 from meshwright_dtensor.sharding.states import P, R, State
 
 
@@ -49,7 +40,7 @@ def onednn_layer(view: NodeView) -> Iterator[Row]:
     """
     states = _at(view, {"input": 1, "hx_": 0, "cx_": 0})
     if not view.bound()["batch_sizes"] and len(view.in_shapes[0]) == 3:
-        yield states, (1, 0, 0, 0 if numel(view.out_shapes[3]) else R)
+        yield states, (1, 0, 0, 0 if node.numel(view.out_shapes[3]) else R)
 
 
 def cudnn_layers(view: NodeView) -> Iterator[Row]:
@@ -79,12 +70,12 @@ def _at(view: NodeView, dims: Mapping[str, int]) -> tuple[State, ...]:
 
 def layer_norm(view: NodeView) -> Iterator[Row]:
     """native_layer_norm and _fused_rms_norm: leading dims; the mean and rstd outputs keep them."""
-    return kept_rows(view, range(len(view.in_shapes[0]) - len(view.bound()["normalized_shape"])))
+    return node.kept_rows(view, range(len(view.in_shapes[0]) - len(view.bound()["normalized_shape"])))
 
 
 def group_norm(view: NodeView) -> Iterator[Row]:
     """native_group_norm: the batch dim; statistics are [N, group]."""
-    return kept_rows(view, [0])
+    return node.kept_rows(view, [0])
 
 
 def batch_norm(view: NodeView) -> Iterator[Row]:
@@ -93,7 +84,7 @@ def batch_norm(view: NodeView) -> Iterator[Row]:
     running = bound.get("running_mean")
     if bound.get("training", False) or not isinstance(running, Slot):
         return
-    if any(map(numel, view.out_shapes[1:])):
+    if any(map(node.numel, view.out_shapes[1:])):
         return
     rest = len(view.node.ins) - 1
     for dim in range(len(view.in_shapes[0])):
@@ -113,9 +104,9 @@ def pooling(spatial: int, linear: bool = True) -> Rule:
     """Pooling and resampling over the last ``spatial`` dims: batch and channels; if ``linear`` also partial sums."""
 
     def rule(view: NodeView) -> Iterator[Row]:
-        yield from kept_rows(view, range(len(view.in_shapes[0]) - spatial))
+        yield from node.kept_rows(view, range(len(view.in_shapes[0]) - spatial))
         if linear and view.floating(0):
-            yield linear_row(view, 0)
+            yield node.linear_row(view, 0)
 
     return rule
 
@@ -148,31 +139,24 @@ def loss(view: NodeView) -> Iterator[Row]:
     """Elementwise losses: every dim of the input; a sum or mean gives a partial sum (of a mean: see localise)."""
     out = P if view.bound()["reduction"] else None
     for dim in range(len(view.in_shapes[0])):
-        yield (
-            tuple(broadcast_state(dim, view.in_shapes[0], s) for s in view.in_shapes),
-            (dim if out is None else out,),
-        )
+        states = tuple(node.broadcast_state(dim, view.in_shapes[0], s) for s in view.in_shapes)
+        yield states, (dim if out is None else out,)
 
 
 def batch_loss(view: NodeView) -> Iterator[Row]:
     """Losses over the classes of each row [n, c]: the rows."""
     shapes, outs = view.in_shapes, (P if view.bound()["reduction"] else 0, 0)
     if len(shapes[0]) == 2:
-        yield (
-            tuple(0 if s[0] == shapes[0][0] and i < 2 else R for i, s in enumerate(shapes)),
-            outs[: len(view.node.outs)],
-        )
+        states = tuple(0 if s[0] == shapes[0][0] and i < 2 else R for i, s in enumerate(shapes))
+        yield states, outs[: len(view.node.outs)]
 
 
 def matrices(view: NodeView) -> Iterator[Row]:
     """Linear algebra on batches of matrices: the leading dims, which all inputs have; an output without elements has none."""
-    lead = view.in_shapes[0][:-2]
+    lead, shapes = view.in_shapes[0][:-2], view.in_shapes + view.out_shapes
     for dim in range(len(lead)):
-        states = [dim if s[: len(lead)] == lead else R for s in view.in_shapes + view.out_shapes]
-        if all(
-            s == dim or not numel(shape)
-            for s, shape in zip(states, view.in_shapes + view.out_shapes, strict=True)
-        ):
+        states = [dim if s[: len(lead)] == lead else R for s in shapes]
+        if all(s == dim or not node.numel(shape) for s, shape in zip(states, shapes, strict=True)):
             yield tuple(states[: len(view.node.ins)]), tuple(states[len(view.node.ins) :])
 
 
@@ -193,7 +177,7 @@ def grid_sampler(view: NodeView) -> Iterator[Row]:
         yield (R, dim), (dim + 1,)
 
 
-RULES = rules(
+RULES = node.rules(
     "hand",
     ("mse_loss huber_loss smooth_l1_loss binary_cross_entropy soft_margin_loss", loss),
     ("binary_cross_entropy_with_logits", loss),
@@ -213,7 +197,7 @@ RULES = rules(
     ("avg_pool1d upsample_nearest1d upsample_linear1d", pooling(1)),
     ("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", pooling(2)),
     ("avg_pool3d _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d", pooling(3)),
-) | rules(
+) | node.rules(
     "hand",
     (
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "

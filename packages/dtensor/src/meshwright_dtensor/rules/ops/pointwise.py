@@ -6,30 +6,21 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright_dtensor.rules.node import (
-    NodeView,
-    Row,
-    Slot,
-    aten_ops,
-    base_name,
-    broadcast_state,
-    kept_rows,
-    linear_row,
-    rules,
-)
+from meshwright_dtensor.rules import node
+from meshwright_dtensor.rules.node import NodeView, Row, Slot
 from meshwright_dtensor.sharding.states import P
 
-_BOTH = aten_ops("add sub add_ sub_")
-_EITHER = aten_ops("mul mul_")
-_FIRST = aten_ops("div div_ true_divide")
-_ALONE = aten_ops("neg neg_ clone positive _conj conj_physical real")
+_BOTH = node.aten_ops("add sub add_ sub_")
+_EITHER = node.aten_ops("mul mul_")
+_FIRST = node.aten_ops("div div_ true_divide")
+_ALONE = node.aten_ops("neg neg_ clone positive _conj conj_physical real")
 
 
 def elementwise(view: NodeView) -> Iterator[Row]:
     """Elementwise and not linear: a broadcast input is sharded where its dim is that of the output."""
     out = view.out_shapes[0]
     for dim in range(len(out)):
-        states = tuple(broadcast_state(dim, out, shape) for shape in view.in_shapes)
+        states = tuple(node.broadcast_state(dim, out, shape) for shape in view.in_shapes)
         yield states, (dim,) * len(view.node.outs)
 
 
@@ -41,19 +32,19 @@ def pointwise(view: NodeView) -> Iterator[Row]:
 
 
 def _partial(view: NodeView) -> Iterator[Row]:
-    name, count = base_name(view.node.name), len(view.node.ins)
+    name, count = node.base_name(view.node.name), len(view.node.ins)
     if len(view.node.outs) != 1 or not all(view.floating(i) for i in range(min(count, 1))):
         return
     bound = view.bound()
     if name in _ALONE and count == 1:
-        yield linear_row(view, 0)
+        yield node.linear_row(view, 0)
     elif name in _BOTH and count == 2 and isinstance(bound["other"], Slot) and not _narrows(view, 0, 1):
-        yield linear_row(view, 0, 1)
+        yield node.linear_row(view, 0, 1)
     elif name in _EITHER:
-        yield from (linear_row(view, i) for i in range(count) if not _narrows(view, i))
+        yield from (node.linear_row(view, i) for i in range(count) if not _narrows(view, i))
     elif name in _FIRST and bound.get("rounding_mode") is None and isinstance(bound["self"], Slot):
         if not _narrows(view, 0):
-            yield linear_row(view, 0)
+            yield node.linear_row(view, 0)
 
 
 def _narrows(view: NodeView, *partial: int) -> bool:
@@ -67,7 +58,7 @@ def to_copy(view: NodeView) -> Iterator[Row]:
     yield from elementwise(view)
     source, target = view.dtype(view.node.ins[0]), view.dtype(view.node.outs[0])
     if source.is_floating_point and target.is_floating_point and _holds(target, source):
-        yield linear_row(view, 0)
+        yield node.linear_row(view, 0)
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
@@ -81,7 +72,7 @@ def where(view: NodeView) -> Iterator[Row]:
         return
     yield from elementwise(view)
     if len(view.node.ins) == 3 and view.floating(1) and view.floating(2) and not _narrows(view, 1, 2):
-        yield linear_row(view, 1, 2)
+        yield node.linear_row(view, 1, 2)
 
 
 def masked_fill(view: NodeView) -> Iterator[Row]:
@@ -89,13 +80,13 @@ def masked_fill(view: NodeView) -> Iterator[Row]:
     yield from elementwise(view)
     value = view.bound()["value"]
     if not isinstance(value, Slot) and value == 0 and view.floating(0):
-        yield linear_row(view, 0)
+        yield node.linear_row(view, 0)
 
 
 def reinterpret(view: NodeView) -> Iterator[Row]:
     """view(dtype): bits of another type; the last dim may change its size and is then not sharded."""
     before, after = view.in_shapes[0], view.out_shapes[0]
-    return kept_rows(view, (dim for dim in range(len(before)) if before[dim] == after[dim]))
+    return node.kept_rows(view, (dim for dim in range(len(before)) if before[dim] == after[dim]))
 
 
 def zero(view: NodeView) -> Iterator[Row]:
@@ -110,10 +101,10 @@ def copy(view: NodeView) -> Iterator[Row]:
     yield from elementwise(view)
     target, source = (view.dtype(ref) for ref in view.node.ins)
     if view.floating(0) and view.floating(1) and _holds(target, source):
-        yield linear_row(view, 0, 1)
+        yield node.linear_row(view, 0, 1)
 
 
-RULES = rules(
+RULES = node.rules(
     "pointwise",
     ("_to_copy", to_copy),
     ("where", where),

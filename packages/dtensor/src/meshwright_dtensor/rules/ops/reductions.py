@@ -6,24 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright_dtensor.rules.node import (
-    NodeView,
-    Row,
-    Slot,
-    dims_of,
-    kept_rows,
-    linear_row,
-    numel,
-    other_dims,
-    rules,
-)
+from meshwright_dtensor.rules import node
+from meshwright_dtensor.rules.node import NodeView, Row, Slot
 from meshwright_dtensor.sharding.states import P, R, State
 
 
 def reduction(view: NodeView) -> Iterator[Row]:
     """Any reduction of one input: the kept dims. A sharded reduced dim is gathered."""
     ndim, bound = len(view.in_shapes[0]), view.bound()
-    dims, keep = dims_of(bound.get("dim"), ndim), bool(bound.get("keepdim"))
+    dims, keep = node.dims_of(bound.get("dim"), ndim), bool(bound.get("keepdim"))
     for dim in range(ndim):
         if dim not in dims:
             target = dim if keep else dim - sum(d < dim for d in dims)
@@ -40,7 +31,7 @@ def counting(view: NodeView) -> Iterator[Row]:
     """count_nonzero: a sharded reduced dim gives a partial sum."""
     yield from reduction(view)
     ndim = len(view.in_shapes[0])
-    yield from (((dim,), (P,)) for dim in dims_of(view.bound().get("dim"), ndim) if dim < ndim)
+    yield from (((dim,), (P,)) for dim in node.dims_of(view.bound().get("dim"), ndim) if dim < ndim)
 
 
 def histogram(view: NodeView) -> Iterator[Row]:
@@ -53,7 +44,7 @@ def histogram(view: NodeView) -> Iterator[Row]:
     given = given or isinstance(bound["bins"], Slot)
     counts = view.dtype(view.node.outs[0])
     # a float stops counting at 2 / eps (2**24 in float32), and shards would stop later than the whole tensor
-    exact = not counts.is_floating_point or numel(shapes[0]) <= 2 / torch.finfo(counts).eps
+    exact = not counts.is_floating_point or node.numel(shapes[0]) <= 2 / torch.finfo(counts).eps
     if not given or not exact or bound.get("density"):
         return
     for dim in range(len(shapes[0])):
@@ -65,7 +56,7 @@ def histogram(view: NodeView) -> Iterator[Row]:
 
 def along(view: NodeView) -> Iterator[Row]:
     """Ops along one dim that keep the shape's rank (softmax, sort, topk, cumprod...): every other dim."""
-    return kept_rows(view, other_dims(view)[1])
+    return node.kept_rows(view, node.other_dims(view)[1])
 
 
 def cumulative_sum(view: NodeView) -> Iterator[Row]:
@@ -78,10 +69,10 @@ def _linear(view: NodeView) -> Iterator[Row]:
     """The row of a partial input, unless the sum would be rounded before it is reduced."""
     source, target = view.dtype(view.node.ins[0]), view.dtype(view.node.outs[0])
     if source.is_floating_point and target.is_floating_point and target.itemsize >= source.itemsize:
-        yield linear_row(view, 0)
+        yield node.linear_row(view, 0)
 
 
-RULES = rules(
+RULES = node.rules(
     "hand",
     ("sum mean", additive),
     (
