@@ -415,6 +415,14 @@ def refused(rank: int, size: int) -> bool:
     both = r"stage rank 0 reads values of shapes \[10, 6\].*; stage rank 1 reads values of shapes \[6, 10\]"
     with pytest.raises(UsageError, match=both):
         (model.blocks[0].down if rank else model.blocks[0].up).weight.full_tensor()
+    # on the ranks that hold it and on the others
+    for weight in (p, model.blocks[0].up.weight):
+        with pytest.raises(UnsupportedError, match=r"takes the global value, torch.float32 \[10, 6\]"):
+            weight.data = weight.data.double()
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="would change the shape"):
+            weight.t_()
+        weight.retain_grad()
+        assert weight.is_signed()
     backward(model)
     with pytest.raises(UnsupportedError, match="only some pipeline stages hold"):
         Twice.apply(p)

@@ -36,7 +36,9 @@ _STORAGE = frozenset(
 
 def _on_local(func: Function, args: Args, kwargs: Kwargs) -> Any:
     first = args[0]
-    result = func(*[x._local if isinstance(x, GlobalTensor) else x for x in args], **kwargs)
+    # a parameter would come here again
+    with stock_call():
+        result = func(*[x._local if isinstance(x, GlobalTensor) else x for x in args], **kwargs)
     return first if result is getattr(first, "_local", None) else result
 
 

@@ -16,6 +16,7 @@ from meshwright_dtensor._torch.core import TorchDispatchMode, any_autocast, pytr
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stages import stage_tensor
 from meshwright_dtensor.stages.exchange import exchanged_by_id
+from meshwright_dtensor.stored.writes import check_data
 from meshwright_dtensor.tensor.foreach import writes_lists
 from meshwright_dtensor.tensor.global_tensor import version_of
 from meshwright_dtensor.trace.function_kinds import (
@@ -44,6 +45,10 @@ _READS = (DATA_DEPENDENT - VIEWS) | frozenset(
     "lu_solve matrix_power".split()
 )
 """Functions that take the value on every rank; what is drawn, or whether they raise, may depend on it. Those of linalg too."""
+
+_SHAPE_CHANGES = frozenset(
+    "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ resize_as_ as_strided_ set_".split()
+)
 
 
 def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -277,6 +282,12 @@ def _write(
         )
     if not all(isinstance(x, stage_tensor.StageValue) for x in written):
         return _exchanged(func, args, kwargs, operands)
+    if name in _SHAPE_CHANGES:
+        raise UnsupportedError(
+            f"{name} would change the shape of a value of a pipeline stage in place; use the form that gives a new tensor"
+        )
+    if kind_of(func) == "set data":
+        check_data(*map(stage_tensor.value_of, args))
     needed = frozenset.union(*(x.holders for x in written))
     ids = {id(x) for x in written}
     others = [x for x in operands if id(x) not in ids and not x.holders >= needed]

@@ -275,12 +275,20 @@ def set_data(target: DTensor, value: Any) -> None:
         raise UnsupportedError(
             "x[index].data = value would give new memory to a view alone; use x[index] = value, which reaches x"
         )
-    wanted = f"{core.dtensor_local(target).dtype} {list(target.shape)}"
-    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    check_data(target, value)
+    with torch.no_grad():
+        target.copy_(value.detach())
+
+
+def check_data(target: Tensor, value: Any) -> None:
+    """Raise UnsupportedError unless `target.data = value` keeps shape and dtype."""
+    with core.stock_call():
+        # of a parameter, the stored dtype
+        dtype = core.dtensor_local(target).dtype if isinstance(target, DTensor) else target.dtype
+        wanted = f"{dtype} {list(target.shape)}"
+        given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     if given != wanted:
         raise UnsupportedError(
             f"parameter.data = value takes the global value, {wanted}, the same on every rank, and is given {given}; give all of "
             "it, or copy this rank's part into parameter.to_local() under torch.no_grad()"
         )
-    with torch.no_grad():
-        target.copy_(value.detach())
