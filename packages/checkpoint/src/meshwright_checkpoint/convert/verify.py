@@ -63,9 +63,8 @@ def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbyt
     if problems:
         return problems
     with ThreadPoolExecutor(reader_threads(1)) as pool:
-        parts = [
-            (key, source, part) for key, source in checkpoint.tensors.items() for part in source.fragments
-        ]
+        tensors = checkpoint.tensors.items()
+        parts = [(key, source, part) for key, source in tensors for part in source.fragments]
         problems += [text for text in pool.map(lambda part: check(*part), parts) if text is not None]
     return problems
 

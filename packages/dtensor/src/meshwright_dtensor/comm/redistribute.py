@@ -123,9 +123,7 @@ class Conversion:
     def apply(self, t: Tensor, site: Site = NOWHERE) -> Tensor:
         """The converted local value; autograd records it if it records ``t``."""
         if t.requires_grad and torch.is_grad_enabled():
-            if not self._forward and not self._backward:
-                return t
-            return _apply(t, self, site)
+            return t if not self._forward and not self._backward else _apply(t, self, site)
         return self.forward(t.detach() if self._forward else t, site)
 
 

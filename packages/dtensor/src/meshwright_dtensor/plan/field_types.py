@@ -101,9 +101,7 @@ def _nearest_state(text: str, symbols: tuple[str, ...]) -> str:
         return "S(0)"
     if shown[:1].upper() in symbols:
         return shown[0].upper()
-    if shown.startswith("p") and "P" in symbols:
-        return "P"
-    return "I"
+    return "P" if shown.startswith("p") and "P" in symbols else "I"
 
 
 def plan_error(model: type[BaseModel], error: ValidationError) -> PlanError:
@@ -125,9 +123,8 @@ def plan_error(model: type[BaseModel], error: ValidationError) -> PlanError:
     if kind == "plan":
         return PlanError(place, value, context["rule"], context.get("nearest") or None)
     if kind == "literal_error" and first["loc"] == ("version",):
-        return PlanError(
-            place, value, "this release reads plans of version 1; upgrade meshwright-dtensor", "1"
-        )
+        rule = "this release reads plans of version 1; upgrade meshwright-dtensor"
+        return PlanError(place, value, rule, "1")
     if kind == "literal_error":
         expected = str(context.get("expected", ""))
         choices = [choice.strip().strip("'") for choice in re.split(r",| or ", expected)]

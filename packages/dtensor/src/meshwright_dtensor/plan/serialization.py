@@ -47,9 +47,7 @@ def _plain(value: Any, axes: tuple[str, ...]) -> Any:
         rank = {axis: place for place, axis in enumerate(axes)}
         keys = sorted(value, key=lambda key: (rank.get(key, len(axes)), str(key)))
         return {key: _plain(value[key], axes) for key in keys}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, axes) for item in value]
-    return value
+    return [_plain(item, axes) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def dumps(data: object) -> str:

@@ -102,10 +102,8 @@ def _gradients_agree(
             return False
         local.append(_gradients(run, active, wanted, [part[rank] for part in parts]))
     # of the gradients of the inputs
-    states = [
-        s if isinstance(s, int) else P if s == R and sharded else R
-        for s in map(strategy.ins.__getitem__, wanted)
-    ]
+    ins = (strategy.ins[i] for i in wanted)
+    states = [s if isinstance(s, int) else P if s == R and sharded else R for s in ins]
     return all(map(_agrees, map(list, zip(*local, strict=True)), states, whole))
 
 
@@ -158,9 +156,8 @@ def _parts(x: torch.Tensor, state: State, n: int, generator: torch.Generator) ->
     if state == P:
         if not (x.is_floating_point() or x.is_complex()):
             return [x] + [torch.zeros_like(x)] * (n - 1)
-        noise = [
-            torch.randn(x.shape, dtype=torch.float64, generator=generator).to(x.dtype) for _ in range(n - 1)
-        ]
+        wide = (torch.randn(x.shape, dtype=torch.float64, generator=generator) for _ in range(n - 1))
+        noise = [part.to(x.dtype) for part in wide]
         return [x - sum(noise[1:], noise[0]), *noise] if noise else [x]
     return _parts_exact(x, state, n)
 
@@ -198,15 +195,13 @@ def shrink(view: NodeView) -> NodeView | None:
 
     args, kwargs = pytree.tree_map(shorter, (view.node.args, view.node.kwargs), is_leaf=is_ref)
     new_shapes = {ref: tuple(short.get(size, size) for size in shape) for ref, shape in shapes.items()}
-    small = replace(
-        view, node=replace(view.node, args=args, kwargs=kwargs), shape=new_shapes.__getitem__, attention=None
-    )
+    node = replace(view.node, args=args, kwargs=kwargs)
+    small = replace(view, node=node, shape=new_shapes.__getitem__, attention=None)
     if any(numel(s) > LIMIT for s in new_shapes.values()):
         return None
     try:
-        metas = [
-            torch.empty(small.shape(r), dtype=_wide(small.dtype(r)), device="meta") for r in small.node.ins
-        ]
+        ins = small.node.ins
+        metas = [torch.empty(small.shape(r), dtype=_wide(small.dtype(r)), device="meta") for r in ins]
         _, outputs = _run(small, metas, small.out_shapes, small.in_shapes, [False] * len(metas))
     except _REJECTED:
         return None

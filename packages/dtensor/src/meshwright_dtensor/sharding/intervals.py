@@ -167,13 +167,9 @@ def segmented_shard(dim: int, sizes: Sequence[int], n: int) -> int:
 
 
 def _segments(sizes: tuple[int, ...], n: int) -> tuple[Intervals, ...]:
-    starts = [0, *itertools.accumulate(sizes)]
-    return tuple(
-        merge_intervals(
-            [(start + rank * (size // n), size // n) for start, size in zip(starts[:-1], sizes, strict=True)]
-        )
-        for rank in range(n)
-    )
+    starts = [0, *itertools.accumulate(sizes)][:-1]
+    parts = [(start, size // n) for start, size in zip(starts, sizes, strict=True)]
+    return tuple(merge_intervals([(start + rank * part, part) for start, part in parts]) for rank in range(n))
 
 
 def zigzag_shard(dim: int, total: int, n: int) -> int:

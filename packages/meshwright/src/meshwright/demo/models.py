@@ -58,14 +58,13 @@ _GPT2 = {"n_embd": 336, "n_layer": 4, "n_head": 8, "resid_pdrop": 0.1, "embd_pdr
 _LLAMA = {"hidden_size": 320, "intermediate_size": 960, "num_key_value_heads": 4, "attention_dropout": 0.1}
 _VIT = {"image_size": IMAGE_SIZE, "patch_size": 4, "num_channels": 1, "num_labels": ByteImage.KINDS}
 _TEXT = {"vocab_size": BYTES, **_NO_TOKENS}
+_MASKED = {"vocab_size": BYTES + 4}
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "gpt2": Recipe("GPT2LMHeadModel", "GPT2Config", {**_TEXT, **_GPT2}, "n_positions", NextByte),
         "llama": Recipe("LlamaForCausalLM", "LlamaConfig", {**_TEXT, **_LAYERS, **_LLAMA}, _LENGTH, NextByte),
-        "bert": Recipe(
-            "BertForMaskedLM", "BertConfig", {"vocab_size": BYTES + 4, **_ENCODER}, _LENGTH, MaskedByte
-        ),
+        "bert": Recipe("BertForMaskedLM", "BertConfig", {**_MASKED, **_ENCODER}, _LENGTH, MaskedByte),
         "vit": Recipe("ViTForImageClassification", "ViTConfig", {**_VIT, **_ENCODER}, None, ByteImage),
     }
 )

@@ -159,9 +159,7 @@ def _map_one(change: Callable[[str, torch.Tensor], torch.Tensor], name: str, val
     from torch.utils import _pytree as pytree
 
     def leaf(path: Any, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return change(path_name((name, *path)), x)
+        return change(path_name((name, *path)), x) if isinstance(x, torch.Tensor) else x
 
     return pytree.tree_map_with_path(leaf, value)
 

@@ -104,10 +104,8 @@ def _reads_rows(loader: Iterable[Any]) -> bool:
 def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
     for batch in loader:
         args, kwargs = call_arguments(batch)
-        text = describe(args, kwargs, values=True)
-        _check_ranks_agree(
-            [zlib.crc32(text.encode())], placed, "batches differ between ranks; seed them alike"
-        )
+        told = [zlib.crc32(describe(args, kwargs, values=True).encode())]
+        _check_ranks_agree(told, placed, "batches differ between ranks; seed them alike")
         yield joined(batch, *placed.place(args, kwargs))
 
 

@@ -41,9 +41,8 @@ def split_plan(plan: ParallelPlan, strategies: Sequence[Strategy]) -> StagePlan:
     degrees = {axis: degree for axis, degree in plan.degrees.items() if axis not in dividing}
     named = {axis: name for axis, name in plan.strategies.items() if axis not in dividing}
     ranks = plan.world_size // (plan.degree(outer[0].axis) if outer else 1)
-    inner = plan.replace(
-        world_size=ranks, degrees=degrees, strategies=named, pipeline=None, collectives=(), predicted=None
-    )
+    whole = {"pipeline": None, "collectives": (), "predicted": None}
+    inner = plan.replace(world_size=ranks, degrees=degrees, strategies=named, **whole)
     remaining = tuple(s for s in strategies if s.axis not in dividing)
     return StagePlan(outer[0] if outer else None, inner, remaining)
 

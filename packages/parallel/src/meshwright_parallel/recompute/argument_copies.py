@@ -146,9 +146,7 @@ class _Copier:
         if isinstance(x, torch.Generator):
             return x.clone_state()
         # not isinstance, which proxies pass
-        if issubclass(type(x), _CONTAINERS):
-            return self._container(x)
-        return self._object(x)
+        return self._container(x) if issubclass(type(x), _CONTAINERS) else self._object(x)
 
     def _tuple(self, x: tuple[Any, ...]) -> Any:
         items = [self.copied(item) for item in x]

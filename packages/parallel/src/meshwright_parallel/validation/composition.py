@@ -71,9 +71,8 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
 
 def _unequal_nesting(here: Situation) -> Found | None:
     degree = here.plan.degree
-    searched = [
-        (i, s.axis) for i, s in enumerate(here.strategies) if s.placement_search and degree(s.axis) > 1
-    ]
+    strategies = enumerate(here.strategies)
+    searched = [(i, s.axis) for i, s in strategies if s.placement_search and degree(s.axis) > 1]
     if len(searched) < 2:
         return None
     for name, parameter in here.model.named_parameters():

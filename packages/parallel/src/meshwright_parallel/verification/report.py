@@ -142,6 +142,7 @@ class VerificationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; infinities are given as text."""
+        kinds = dict.fromkeys(c.kind for c in self.comparisons)
         return {
             "ok": self.ok,
             "model": self.model,
@@ -153,10 +154,7 @@ class VerificationReport:
             "failures": len(self.failures),
             "fault": None if self.fault is None else {k: _plain(v) for k, v in asdict(self.fault).items()},
             "tied": {name: list(others) for name, others in self.tied.items()},
-            "worst": {
-                kind: _entry(self.worst(1, kind)[0])
-                for kind in dict.fromkeys(c.kind for c in self.comparisons)
-            },
+            "worst": {kind: _entry(self.worst(1, kind)[0]) for kind in kinds},
             "comparisons": [_entry(c) for c in self.comparisons],
         }
 

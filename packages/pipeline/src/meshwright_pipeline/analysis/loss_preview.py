@@ -81,9 +81,8 @@ class LossChecker:
         for tokens in token_counts(size):
             try:
                 call = shrink_batch((args, dict(kwargs)), size, rows, tokens)
-                profiler = self._profiler or RepeatedUnitProfiler(
-                    skeleton_with_values(self._model, self._units), self._units
-                )
+                model, units = self._model, self._units
+                profiler = self._profiler or RepeatedUnitProfiler(skeleton_with_values(model, units), units)
                 # a run that fails half-way may leave it unusable
                 self._profiler = None
                 profile = profiler.run(*call)

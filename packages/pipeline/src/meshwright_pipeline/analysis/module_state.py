@@ -90,6 +90,4 @@ def _contents(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     entries = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
     if not isinstance(entries, Mapping):
         return type(value)
-    return type(value), *(
-        (_comparable(k, depth + 1, seen), _comparable(v, depth + 1, seen)) for k, v in entries.items()
-    )
+    return type(value), *(tuple(_comparable(x, depth + 1, seen) for x in entry) for entry in entries.items())

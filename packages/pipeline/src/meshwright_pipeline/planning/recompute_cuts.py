@@ -200,9 +200,8 @@ class _MemoryFit:
 
     def _held(self, a: int, b: int) -> frozenset[str]:
         units = [run.unit for run in self.model.runs[a:b]]
-        return self.model.memo.once(
-            ("held", a, b), lambda: parameters_of(units, self.survey, self.model.shared)
-        )
+        shared = self.model.shared
+        return self.model.memo.once(("held", a, b), lambda: parameters_of(units, self.survey, shared))
 
     def _shared(self, a: int, b: int) -> float:
         """Bytes of the tensors that runs of a stage share, in any option."""

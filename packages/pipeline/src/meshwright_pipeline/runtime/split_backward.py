@@ -67,12 +67,10 @@ class SplitBackward:
                 torch.autograd.backward(edges, [g for _, g in recorded], inputs=weight_node.weights)
 
 
-def _weight_nodes(
-    outputs: Iterable[Tensor], inputs: Iterable[Tensor]
-) -> tuple[list[_WeightNode], list[Tensor]]:
+def _weight_nodes(outs: Iterable[Tensor], ins: Iterable[Tensor]) -> tuple[list[_WeightNode], list[Tensor]]:
     """The nodes where weights come in, in the order of the graph, and the leaves that cannot be deferred."""
-    roots = list(dict.fromkeys(get_gradient_edge(output).node for output in outputs))
-    ends = {get_gradient_edge(leaf).node for leaf in inputs}
+    roots = list(dict.fromkeys(get_gradient_edge(output).node for output in outs))
+    ends = {get_gradient_edge(leaf).node for leaf in ins}
     path = _nodes_leading_to(roots, ends)
     # leaf -> the nodes of the path that lead to it by edges off the path
     sources: dict[Node, list[Node]] = {}

@@ -57,9 +57,8 @@ class DrawLog:
                 "rows of a microbatch. Use dropout and in-place random functions, or pp=1"
             )
         op, rest, named = fills
-        self.draws.append(
-            Draw(key, place, op, tuple(result.shape), result.stride(), result.dtype, rest, named)
-        )
+        shape = tuple(result.shape)
+        self.draws.append(Draw(key, place, op, shape, result.stride(), result.dtype, rest, named))
 
 
 def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> FillOp | None:
@@ -72,9 +71,7 @@ def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
         return None if tensors_of((args[1:], named)) else (op, tuple(args[1:]), named)
     if name in ("rand", "rand_like"):
         return aten.uniform_.default, (0.0, 1.0), ()
-    if name in ("randn", "randn_like"):
-        return aten.normal_.default, (0.0, 1.0), ()
-    return None
+    return (aten.normal_.default, (0.0, 1.0), ()) if name in ("randn", "randn_like") else None
 
 
 def check_generator(key: Key, op: Any, kwargs: dict[str, Any]) -> None:

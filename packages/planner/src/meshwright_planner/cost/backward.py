@@ -61,10 +61,9 @@ class BackwardTraffics:
             written = [receives and size != whole for receives, size in zip(written, sizes, strict=True)]
         runs = any(written)
         added = [w and self._first.get(ref.i, index) != index for w, ref in zip(flows, node.ins, strict=True)]
+        ins = zip(written, added, node.ins, strict=True)
         return BackwardTraffic(
-            tuple(
-                w + (ref.i in read) + 3 * more for w, more, ref in zip(written, added, node.ins, strict=True)
-            ),
+            tuple(w + (ref.i in read) + 3 * more for w, more, ref in ins),
             tuple((m and runs) + (ref.i in read) for m, ref in zip(made, node.outs, strict=True)),
             float(sum(_item(tape, place).nbytes for place in self._inner[index])),
         )

@@ -134,10 +134,8 @@ class Placed:
 
     def survey_bytes(self, names: frozenset[str]) -> tuple[float, float]:
         """Bytes of these parameters on one rank, of all and of the trained ones."""
-        sizes, problem, placement = self.basis.sizes, self.problem, self.placement
-        return self._by_states.once(
-            ("survey", names), lambda: parameter_bytes(sizes, problem, placement, names)
-        )
+        where = self.basis.sizes, self.problem, self.placement
+        return self._by_states.once(("survey", names), lambda: parameter_bytes(*where, names))
 
     @property
     def copies(self) -> float:
@@ -151,9 +149,8 @@ class Placed:
     def _units(self) -> tuple[dict[str, ParameterSize], ...]:
         """Per unit, its parameters."""
         units, dtype = self.basis.units, self.basis.setting.dtype
-        return self._by_states.once(
-            "units", lambda: parameter_sizes(units, dtype, self.problem, self.placement)
-        )
+        where = self.problem, self.placement
+        return self._by_states.once("units", lambda: parameter_sizes(units, dtype, *where))
 
     def sizes(self, holds: frozenset[str] | None = None) -> tuple[UnitSizes, ...]:
         """The parameters of each unit; `holds`: names of those that the rank has, None for all."""
@@ -179,9 +176,8 @@ class Placed:
             stated = placements(self.basis.setting.strategies, surveys, degrees)
             return summed_units((_held(unit, holds) for unit in self._units), owners, stated, degrees, over)
 
-        return self._by_states.once(
-            (tuple(over), tuple((axis, degrees[axis]) for axis in surveys), holds), find
-        )
+        summing = tuple((axis, degrees[axis]) for axis in surveys)
+        return self._by_states.once((tuple(over), summing, holds), find)
 
     def trained(self, holds: frozenset[str] | None) -> int:
         """How many parameters the optimizer of one rank updates; `holds`: as for `sizes`."""

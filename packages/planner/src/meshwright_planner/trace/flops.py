@@ -32,9 +32,7 @@ def forward_flops(node: Node, values: Sequence[Value], composites: Mapping[str, 
     if composite is not None:
         return float(composite.flops(NodeView.of(node, values, 1)))
     causal = node.op is not None and base_name(node) in ATTENTION and node.flops
-    if causal and _torch.argument(node.op, node.args, "is_causal"):
-        return node.flops / 2
-    return node.flops
+    return node.flops / 2 if causal and _torch.argument(node.op, node.args, "is_causal") else node.flops
 
 
 def operands(node: Node) -> slice:

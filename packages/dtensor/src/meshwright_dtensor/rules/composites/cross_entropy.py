@@ -176,9 +176,8 @@ class VocabularyLoss(torch.autograd.Function):
         here = kept & (target >= shards.start) & (target < shards.start + shards.length)
         index = (target - shards.start).masked_fill(~here, 0).unsqueeze(-1)
         target_scores = (scores.gather(-1, index).squeeze(-1) - peak).masked_fill(~here, 0.0)
-        sums = shards.reduce(
-            torch.stack([(scores - peak.unsqueeze(-1)).exp_().sum(-1), target_scores]), dist.ReduceOp.SUM
-        )
+        total = (scores - peak.unsqueeze(-1)).exp_().sum(-1)
+        sums = shards.reduce(torch.stack([total, target_scores]), dist.ReduceOp.SUM)
         log_total = sums[0].log()
         context.save_for_backward(logits, peak + log_total, index, here, kept)
         context.class_dim = class_dim

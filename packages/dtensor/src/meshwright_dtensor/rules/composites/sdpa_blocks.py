@@ -129,9 +129,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, parts: Iterable[Block], terms: Terms
             lse = torch.logsumexp(scores, -1)
             weights = scores.sub_(lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)
             noise = _cut(terms.noise, piece, weights)
-            into.add(
-                piece.rows, (weights if noise is None else weights.mul_(noise)) @ vb.to(weights.dtype), lse
-            )
+            kept = weights if noise is None else weights.mul_(noise)
+            into.add(piece.rows, kept @ vb.to(kept.dtype), lse)
 
 
 def attend_backward(

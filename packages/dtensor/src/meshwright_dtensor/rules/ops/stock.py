@@ -70,6 +70,4 @@ def _state(placement: Any) -> State | None:
         return placement.dim
     if isinstance(placement, Replicate):
         return R
-    if type(placement) is Partial and placement.reduce_op == "sum":
-        return P
-    return None
+    return P if type(placement) is Partial and placement.reduce_op == "sum" else None

@@ -308,9 +308,7 @@ def _mapped(tree: Any, value: Callable[[int], int]) -> Any:
         return Ref(value(tree.i))
     if isinstance(tree, (tuple, list)):
         return type(tree)([_mapped(x, value) for x in tree])
-    if isinstance(tree, Mapping):
-        return {key: _mapped(x, value) for key, x in tree.items()}
-    return tree
+    return {key: _mapped(x, value) for key, x in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def _renamed(name: str, old: str, new: str) -> str:
