@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from meshwright import ranks
 from meshwright.demo.models import RECIPES
 from meshwright.demo.tasks import batches, loader, read_text
 from meshwright_dtensor.errors import UsageError
-
-if TYPE_CHECKING:
-    from meshwright.demo.report import Report
 
 # absolute, on the loss, in fp32: about ten units in the last place of a loss near 5
 TOLERANCE = 5e-6
@@ -140,6 +137,14 @@ class Outcome:
         }
 
 
+class Watcher(Protocol):
+    """Told on rank 0 what happens."""
+
+    def planned(self, plan: Any, outcome: Outcome, options: Options) -> None: ...
+
+    def stepped(self, step: Step) -> None: ...
+
+
 class _Single:
     """The same training on one device, with random numbers of its own."""
 
@@ -175,7 +180,7 @@ def make_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Opti
     return optimizer, schedule
 
 
-def run(options: Options, watcher: Report | None) -> Outcome:
+def run(options: Options, watcher: Watcher | None) -> Outcome:
     """Train on every rank of this job; the one-device run happens on rank 0, in turn with the parallel one.
 
     watcher: told on rank 0; other ranks pass None.

@@ -17,10 +17,11 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.layout import Layout
@@ -31,9 +32,6 @@ from meshwright_parallel._torch.checkpoint import selective_checkpointing, witho
 from meshwright_parallel._torch.core import copy_all, count_write, local_of, storage_key, versions
 from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 
-if TYPE_CHECKING:
-    from meshwright_parallel.engine.unshard import UnshardEngine
-
 
 class UnshardState(Enum):
     """State of a group's buffer."""
@@ -41,6 +39,29 @@ class UnshardState(Enum):
     STALE = 0
     IN_FLIGHT = 1
     READY = 2
+
+
+class Unsharder(Protocol):
+    """What a parameter group needs of the engine that schedules it (`unshard.UnshardEngine`).
+
+    Attributes:
+        storages: storage of a buffer -> its group.
+        forward_depth: nested forwards that run now.
+        leaves_are_safe: autograd may save a leaf itself, because nothing frees its memory unnoticed.
+    """
+
+    mesh: DeviceMesh
+    storages: dict[int, ParamGroup]
+    forward_depth: int
+    leaves_are_safe: bool
+
+    @property
+    def phase(self) -> str: ...
+    def unshard(self, group: ParamGroup) -> None: ...
+    def is_outdated(self, group: ParamGroup) -> bool: ...
+    def unshard_for_backward(self, group: ParamGroup) -> None: ...
+    def gradient_consumed(self, group: ParamGroup) -> None: ...
+    def end_backward(self) -> None: ...
 
 
 class UnshardedParameter(ComputeCopy):
@@ -166,7 +187,7 @@ class ParamGroup:
         consumed_gradients: parameters whose gradient of this pass was moved to its bucket.
     """
 
-    def __init__(self, engine: UnshardEngine, index: int, spec: GroupSpec) -> None:
+    def __init__(self, engine: Unsharder, index: int, spec: GroupSpec) -> None:
         self.engine, self.index, self.name, self.is_root = engine, index, spec.name, spec.is_root
         self.parameters = tuple(spec.parameters)
         self.state = UnshardState.STALE

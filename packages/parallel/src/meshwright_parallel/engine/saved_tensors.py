@@ -7,15 +7,12 @@ of a parameter group is kept as a `SavedView`. Reading it unshards the group aga
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from meshwright_parallel._torch.core import storage_key
-from meshwright_parallel.engine.param_group import UnshardedParameter
-
-if TYPE_CHECKING:
-    from meshwright_parallel.engine.unshard import UnshardEngine
+from meshwright_parallel.engine.param_group import UnshardedParameter, Unsharder
 
 
 @dataclass(slots=True)
@@ -32,7 +29,7 @@ class SavedView:
 class SavedTensors:
     """The pair of hooks, in force during a forward."""
 
-    def __init__(self, engine: UnshardEngine) -> None:
+    def __init__(self, engine: Unsharder) -> None:
         self.engine = engine
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 

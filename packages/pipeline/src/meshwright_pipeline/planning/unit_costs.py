@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from meshwright_dtensor.strategy import ModuleWork
 from meshwright_dtensor.utils.memo import Memo
 
-if TYPE_CHECKING:
-    from meshwright_pipeline.planning.survey import ModelSurvey
-
 Shared = frozenset[tuple[int, float]]
 """(number, bytes) of tensors that autograd keeps for several units. A stage keeps each of them once."""
+
+
+class UnitNames(Protocol):
+    """The units of a model; see ModelSurvey."""
+
+    @property
+    def units(self) -> tuple[str, ...]: ...
+    @property
+    def names(self) -> Mapping[str, tuple[str, ...]]: ...
+    @property
+    def holding(self) -> Collection[str]: ...
+    def unit(self, module: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ class ModelCosts:
         return replace(work, seconds=work.seconds + early, forward=work.forward + early)
 
 
-def model_costs(work: tuple[ModuleWork, ...], units: ModelSurvey) -> ModelCosts:
+def model_costs(work: tuple[ModuleWork, ...], units: UnitNames) -> ModelCosts:
     """The costs of a model from its recorded work."""
     shared = units_read_outside(work, units)
     runs, between, tail = group_by_unit(work, units, shared)
@@ -154,7 +163,7 @@ def model_costs(work: tuple[ModuleWork, ...], units: ModelSurvey) -> ModelCosts:
 
 
 def group_by_unit(
-    work: Sequence[ModuleWork], units: ModelSurvey, shared: Sequence[str]
+    work: Sequence[ModuleWork], units: UnitNames, shared: Sequence[str]
 ) -> tuple[list[UnitWork], list[UnitWork], UnitWork]:
     """The work of each run of a unit, the work before each of them, and the work after all. `shared`: units that do not count."""
     runs: list[UnitWork] = []
@@ -181,7 +190,7 @@ def group_by_unit(
     return works[: len(runs)], works[len(runs) : -1], works[-1]
 
 
-def units_read_outside(work: Sequence[ModuleWork], units: ModelSurvey) -> list[str]:
+def units_read_outside(work: Sequence[ModuleWork], units: UnitNames) -> list[str]:
     """Units whose parameters are used outside of them. Every stage has to hold these units."""
     read: set[str] = set()
     for part in work:
@@ -239,7 +248,7 @@ class Flow:
         return [*itertools.accumulate(change[: self.runs]), 0]
 
 
-def flow_of(work: Sequence[ModuleWork], owners: ModelSurvey, shared: Collection[str]) -> Flow:
+def flow_of(work: Sequence[ModuleWork], owners: UnitNames, shared: Collection[str]) -> Flow:
     """The dataflow of a recorded model. `shared`: units that all stages hold, which send nothing."""
     flow = Flow()
     # value -> the unit results that it depends on
