@@ -102,7 +102,7 @@ def _gradients_agree(
             return False
         local.append(_gradients(run, active, wanted, [part[rank] for part in parts]))
     # of the gradients of the inputs
-    ins = (strategy.ins[i] for i in wanted)
+    ins = map(strategy.ins.__getitem__, wanted)
     states = [s if isinstance(s, int) else P if s == R and sharded else R for s in ins]
     return all(map(_agrees, map(list, zip(*local, strict=True)), states, whole))
 
