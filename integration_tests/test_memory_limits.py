@@ -15,7 +15,7 @@ from zoo import llama
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.stages.whole_model import own_stages
+from meshwright_dtensor.stages.optimizers import own_state
 from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.engine.grad_reduction import reduction_of
@@ -60,8 +60,8 @@ def planned(case: str, limit: int | None) -> ParallelPlan:
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """The local tensors that a rank has between steps."""
-    states = (x for entries in optimizer.state.values() for x in entries.values())
-    with own_stages(model):
+    with own_state(model, optimizer):
+        states = [x for entries in optimizer.state.values() for x in entries.values()]
         for tensor in (*model.parameters(), *model.buffers(), *states):
             if isinstance(tensor, torch.Tensor):
                 yield getattr(tensor, "_local_tensor", tensor).detach()
