@@ -207,7 +207,8 @@ def dual(row: Strategy, k: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_composite_rows_on_one_axis(name: str, rank_pool: RankPool) -> None:
-    for transposed in (False, True):
+    # losses give numbers, or rows of them
+    for transposed in (False,) if name.startswith("ce") else (False, True):
         count, _ = rank_pool.run(2, run_case, name, [2], transposed)[0]
         assert count > 1 or name == "ce one row"
 
