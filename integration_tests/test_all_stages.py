@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from plan_once import one_and_many
 from torch import Tensor, nn
+from training_zoo import Swish
 
 import meshwright as mw
 from meshwright_dtensor.errors import UnsupportedError, UsageError
@@ -403,15 +404,6 @@ def refused(rank: int, size: int) -> bool:
     _, model = build({"pp": 2})
     p = model.blocks[3].up.weight
 
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            return gradient * 2
-
     both = r"stage rank 0 reads values of shapes \[10, 6\].*; stage rank 1 reads values of shapes \[6, 10\]"
     with pytest.raises(UsageError, match=both):
         (model.blocks[0].down if rank else model.blocks[0].up).weight.full_tensor()
@@ -425,7 +417,7 @@ def refused(rank: int, size: int) -> bool:
         assert weight.is_signed()
     backward(model)
     with pytest.raises(UnsupportedError, match="only some pipeline stages hold"):
-        Twice.apply(p)
+        Swish.apply(p, 1.0)
     with pytest.raises(UnsupportedError, match=r"mw\.GradScaler"):
         infinite, scale = torch.zeros(1), torch.ones(1)
         torch._amp_foreach_non_finite_check_and_unscale_([p.grad], infinite, scale)

@@ -5,26 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_zoo import Swish
 
 import meshwright as mw
 from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.testing.rank_pool import RankPool
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 2
 
 
 class InAList(nn.Module):
@@ -57,7 +47,7 @@ class InAClosure(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         weight = self.weight = nn.Parameter(torch.randn(6, 6))
-        self.first = lambda x: x @ Twice.apply(weight)
+        self.first = lambda x: x @ Swish.apply(weight, 1.0)
         self.second = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ def _grouped(outcomes: Sequence[Outcome], kinds: Sequence[str]) -> str:
 
 
 def _general(reason: str) -> str:
-    """The reason without what differs between cases."""
+    """The reason without what differs between cases and machines."""
+    reason = re.sub(r'File "[^"]*/(packages|site-packages)/', r'File "\1/', reason)
     reason = re.sub(
         r"\[[\d, ]*\]|\(\d[\d, ]*\)|\d+(\.\d+)?(e[+-]?\d+)?", "..", reason.removeprefix("read afterwards: ")
     )

@@ -34,6 +34,11 @@ class Doubled(nn.Module):
         return x / 2
 
 
+def _running_statistics() -> tuple[Any, ...]:
+    """Mean, variance, eps, weight and bias of a batch norm of 8 channels."""
+    return torch.zeros(8), torch.ones(8), 1e-5, torch.ones(8), torch.ones(8)
+
+
 def _parameters(made: Subject) -> list[Any]:
     return list(made.model.parameters())
 
@@ -127,11 +132,7 @@ USES: dict[str, list[Use]] = {
         lambda s: utils.fuse_conv_bn_weights(
             s.model.b.weight[:, :, None, None],
             s.model.b.bias,
-            torch.zeros(8),
-            torch.ones(8),
-            1e-5,
-            torch.ones(8),
-            torch.ones(8),
+            *_running_statistics(),
         )
     ],
     "fuse_linear_bn_eval": [lambda s: utils.fuse_linear_bn_eval(s.model.b.eval(), nn.BatchNorm1d(8).eval())],
@@ -139,11 +140,7 @@ USES: dict[str, list[Use]] = {
         lambda s: utils.fuse_linear_bn_weights(
             s.model.b.weight,
             s.model.b.bias,
-            torch.zeros(8),
-            torch.ones(8),
-            1e-5,
-            torch.ones(8),
-            torch.ones(8),
+            *_running_statistics(),
         )
     ],
     "weight_norm": [lambda s: _norm(s, utils.weight_norm)],

@@ -1,11 +1,11 @@
-"""Marks tensors that only the ranks of some pipeline stages hold, for the other tensor classes (see ``stages``)."""
+"""Marks tensor classes whose own rules run every function: values of pipeline stages, placeholders, replaced tensors."""
 
 from __future__ import annotations
 
 
 class Staged:
-    """Base of the tensor classes that only some stages hold: their own rules run every function of them."""
+    """Base of these tensor classes; global tensors and parameters leave every call with one of them to it."""
 
 
 class StagedOperand(Exception):
-    """A call on global tensors has an operand that only some stages hold."""
+    """A call on global tensors has an operand whose own rules run it."""
