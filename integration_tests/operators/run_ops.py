@@ -133,7 +133,9 @@ def run_case(mesh: DeviceMesh, group: Any, name: str, op: Any, sample: Sample, c
         parallel = _attempt(
             op, sample, case, lambda leaf, place: on_mesh(leaf, mesh, states[place], case.layouts), log
         )
-    gathered = any(e.kind == "all_gather" for e in log.events[parallel.first_event : parallel.last_event])
+    events = log.events[parallel.first_event : parallel.last_event]
+    # not the results of parts of a reduction
+    gathered = any(e.kind == "all_gather" and not e.function.startswith("inside ") for e in events)
     tier = max((t for t in tiers if tiers[t] > before[t]), default=0)
     outcome = Outcome(name, case.label, sharded=case.layouts.sharded, gathered=gathered, tier=tier)
     codes = torch.tensor([parallel.code, -parallel.code])

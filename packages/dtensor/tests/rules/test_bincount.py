@@ -79,7 +79,9 @@ def count(rank, world, shape, names):
         for a, b in zip(expected, actual, strict=True):
             if a.dtype != b.dtype or not torch.equal(a, full(b)):
                 failures.append((name, states, a, full(b)))
-        for entry in context.report.entries[before:]:
+        # the inner axis cannot shard parts of different sizes
+        uneven = len(sizes) > 1 and states[0] == states[1]
+        for entry in context.report.entries[before:] if not uneven else ():
             if entry.function in ("histc", "histogram", "count_nonzero"):
                 otherwise.add(name)
     return failures, otherwise

@@ -4,7 +4,8 @@ The function runs once on fake tensors of the global shapes, and its aten ops ar
 propagate/choose.py give every op its states.  Then comes the proof: the function runs on fake *local* tensors and must
 record the same ops, localised.  If it does, it is run on the local tensors as it is (tier 1); else its ops are run one by
 one with conversions between them (tier 2).  A call that cannot be derived raises :class:`Underivable`: its inputs are
-gathered and it is run replicated (tier 3).
+gathered and it is run replicated (tier 3).  A call that gathers shards is of tier 2 or 3 however it is run: see
+:func:`~meshwright_dtensor.propagate.rewrites.gathers`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
-from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist
-from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
+from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, gathers, hoist
+from meshwright_dtensor.rules import LocalContext, NodeView, across, is_random, localise
 from meshwright_dtensor.rules.book import rule_book
 from meshwright_dtensor.rules.node import base_name
 from meshwright_dtensor.sharding.boxes import dim_order_of, local_shape_of, region_of
@@ -54,10 +55,12 @@ class Derivation:
     """The states of one call and how it is run.
 
     Attributes:
-        first: states that each tensor input is converted to before the call (tier 1), or before the first op (tier 2).
+        tier: 1, 2 or 3, for the report.
+        one_call: the call itself is run on the local tensors; else its ops one by one.
+        first: states that each tensor input is converted to before the call, or before the first op.
         out: the function's output with every tensor replaced by its :class:`Layout`.
         direct: the positional arguments after the first that localise the call, or None to pass the call's own; only
-            meaningful when ``tier`` is 1.
+            meaningful for ``one_call``.
         composite: the context when the call is exactly one composite node.
         gathered_view: an output aliases an input on one device but not here, because the input had to be moved.
     """
@@ -72,6 +75,7 @@ class Derivation:
     gathered_view: bool = False
     returns_input: bool = False
     reason: str = ""
+    one_call: bool = False
 
 
 _SIZED = frozenset({torch.reshape, torch.broadcast_to}).union(
@@ -177,14 +181,13 @@ def derive(
     out = pytree.tree_map(layout, traced.out, is_leaf=is_ref)
     derived = Derivation(2, traced, choice, start, out, gathered_view=gathered_view)
     derived.returns_input = any(n.mutates for n in traced.nodes) or any(r.i < len(layouts) for r in results)
-    if any(is_random(n) for n in traced.nodes):
-        derived.reason = "draws random numbers: drawn whole and sliced"
-    elif not hoisted:
-        derived.reason = "moves data between its ops"
-    else:
-        derived.reason = _as_one_call(call, layouts, derived, list(wanted.values()))
-    if derived.tier == 2:
+    derived.reason = _as_one_call(call, layouts, derived, list(wanted.values()), hoisted)
+    if not derived.one_call:
         _check_steps(traced, len(layouts), derived.reason)
+    tier, reason = gathers(traced.nodes, choice, start_states, context.sizes)
+    if tier > 1:
+        derived.reason = reason
+    derived.tier = tier if derived.one_call else max(tier, 2)
     return derived
 
 
@@ -205,10 +208,14 @@ def _check_recorded(traced: Traced, inputs: int) -> None:
 
 
 def _as_one_call(
-    call: TensorCall, layouts: Sequence[Layout], derived: Derivation, first: list[States]
+    call: TensorCall, layouts: Sequence[Layout], derived: Derivation, first: list[States], hoisted: bool
 ) -> str:
-    """Make the derivation one of tier 1, with all conversions before the call; else return why that is not possible."""
+    """Make the derivation one call, with all conversions before the call; else return why that is not possible."""
     context, traced, choice, out = call.context, derived.traced, derived.choice, derived.out
+    if any(map(is_random, traced.nodes)):
+        return "draws random numbers: drawn whole and sliced"
+    if not hoisted:
+        return "moves data between its ops"
     results, nodes = refs_in(traced.out), traced.nodes
     is_output = bool(nodes) and results == nodes[0].outs and (isinstance(out, Layout) or len(results) > 1)
     if len(nodes) == 1 and nodes[0].op is None and is_output:
@@ -219,6 +226,8 @@ def _as_one_call(
                 ctx = local_context(context, traced, choice, k)
                 if not rule_book(context).composite(node.name).plain(ctx):
                     return f"contains {node.name}, which needs its own local form"
+            elif across.is_combined(NodeView.of(node, traced.values, 1), choice.ins[k], choice.outs[k]):
+                return f"{node.name} combines the results of all ranks"
         sized = out if call.func in _SIZED and isinstance(out, Layout) else None
         if sized is not None and not _why_not_local(call, layouts, traced, choice, first, sized):
             derived.direct = tuple(sized.local_shape)
@@ -226,7 +235,7 @@ def _as_one_call(
             reason = _why_not_local(call, layouts, traced, choice, first)
             if reason:
                 return reason
-    derived.tier, derived.first = 1, first
+    derived.one_call, derived.first = True, first
     return ""
 
 

@@ -276,14 +276,14 @@ def _make(
 ) -> Program | fallback.Replicated | ViewWrite:
     pairs = [_layout_and_local(context, t) for t in tensors]
     layouts = [layout for layout, _ in pairs]
-    name, described = function_name(func), ", ".join(map(repr, layouts))
+    name = function_name(func)
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
         return ViewWrite(func)
     if func in _NORMS:
         _check_statistics(func, args, kwargs)
     if name in DATA_DEPENDENT:
-        note(context, name, 3, described, "depends on the data")
+        note(context, name, 3, layouts, "depends on the data")
         return fallback.Replicated(context, func, in_place)
     forced: list[States | None] = [None] * len(tensors)
     goal: tuple[Any, ...] = ()
@@ -304,9 +304,9 @@ def _make(
         program = build(context, func, args, kwargs, layouts, places, d, bare)
         program.writes = in_place
     except Underivable as e:
-        note(context, name, 3, described, str(e))
+        note(context, name, 3, layouts, str(e))
         return fallback.Replicated(context, func, in_place)
-    note(context, name, d.tier, described, d.reason)
+    note(context, name, d.tier, layouts, d.reason)
     return program
 
 

@@ -14,8 +14,9 @@ from meshwright_dtensor._torch.core import dtensor_local, pytree, storage_key
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
 from meshwright_dtensor.dispatch.gathered_views import gathered_view, whole, write_to_whole
+from meshwright_dtensor.dispatch.program import note
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.layout import replicated_layout
+from meshwright_dtensor.mesh.layout import Layout, replicated_layout
 from meshwright_dtensor.mesh.mesh import extremes, group_over
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
@@ -228,14 +229,19 @@ def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         layout = next(a for a in args if isinstance(a, GlobalTensor))._layout
         return wrap(cls.apply(*[a._local if isinstance(a, GlobalTensor) else a for a in args]), layout)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (GlobalTensor, DTensor))]
-    first = tensors[0]
-    context = first._layout.context if isinstance(first, GlobalTensor) else layout_of_dtensor(first).context
+    layouts = tuple(x._layout if isinstance(x, GlobalTensor) else layout_of_dtensor(x) for x in tensors)
+    context = layouts[0].context
+    context.cached(_note_function, cls.__name__, layouts)
     site = current_site(getattr(cls, "__name__", "Function"))
     full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
     # a Function may save its input by identity or write to it, so it gets no tensor that is used elsewhere
     aliased = {id(whole(t)) for t in tensors if isinstance(t, GlobalTensor)}
     full_args = tuple(x.view_as(x) if isinstance(x, Tensor) and id(x) in aliased else x for x in full_args)
     return label(context, _with_plain_results(cls).apply(*full_args, **full_kwargs))
+
+
+def _note_function(context: MeshContext, name: str, layouts: tuple[Layout, ...]) -> None:
+    note(context, name, 3, layouts, "a custom autograd.Function is given whole values")
 
 
 @cache

@@ -19,7 +19,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext, TierEntry
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.random import Part, draws_by_element, run_random
-from meshwright_dtensor.rules import LocalContext, is_random
+from meshwright_dtensor.rules import LocalContext, NodeView, across, is_random
 from meshwright_dtensor.rules.book import rule_book
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States
@@ -83,7 +83,7 @@ def build(
     )
     unchanged = bare and all(t is None for t in targets)
     inputs = [places.index(i) for i in range(len(d.first))]
-    direct = d.tier == 1 and d.composite is None
+    direct = d.one_call and d.composite is None
     local: Callable[..., Any]
     if direct:
         local = _direct_runner(func, args, kwargs, d.direct)
@@ -149,7 +149,7 @@ def _has_tensors(tree: Any) -> bool:
 
 
 class _Steps:
-    """Tier 2: runs the recorded ops one by one on the local tensors, with conversions between them."""
+    """Runs the recorded ops one by one on the local tensors, with conversions between them."""
 
     def __init__(self, context: MeshContext, d: Derivation, inputs: Sequence[int]) -> None:
         self.context, self.out_tree = context, d.traced.out
@@ -186,7 +186,8 @@ class _Steps:
             )
             return op(*a, **kw)
 
-        return run
+        view = NodeView.of(node, d.traced.values, 1)
+        return across.local_form(local_context(context, d.traced, d.choice, k), view, run) or run
 
     def __call__(self, locals_: list[Tensor], site: Site) -> Any:
         env = {i: locals_[place] for i, place in enumerate(self.inputs)}
@@ -243,14 +244,20 @@ def remember(context: MeshContext, key: Any, program: Any) -> None:
     context.programs[key] = program
 
 
-def note(context: MeshContext, function: str, tier: int, layouts: str, reason: str) -> None:
-    """Count a program; tier 2 and 3 are listed, and tier 3 is an error in strict mode."""
+def note(context: MeshContext, function: str, tier: int, layouts: Sequence[Layout], reason: str) -> None:
+    """Count a program; tier 2 and 3 are listed, and tier 3 is an error in strict mode.
+
+    A call that is run replicated on values that every rank has whole, or sums of such, gathers nothing: it is of tier 1.
+    """
+    if tier == 3 and not any(isinstance(state, int) for layout in layouts for state in layout.states):
+        tier = 1
     context.report.tiers[tier] += 1
     if tier == 1:
         return
-    context.report.entries.append(TierEntry(function, tier, layouts, reason))
+    described = ", ".join(map(repr, layouts))
+    context.report.entries.append(TierEntry(function, tier, described, reason))
     if context.strict and tier == 3:
         raise UnsupportedError(
-            f"strict mode: {function} on {layouts} would gather its inputs and run replicated ({reason}); "
+            f"strict mode: {function} on {described} would gather its inputs and run replicated ({reason}); "
             "add a rule through the meshwright_op_rules hook, or turn strict off"
         )

@@ -1,4 +1,4 @@
-"""Rewrites of a choice of states: shard replicated inputs, hoist conversions before the call, check in-place writes.
+"""Rewrites of a choice of states: shard replicated inputs, hoist conversions before the call, check in-place writes; tiers.
 
 The policy of :mod:`choose` does not shard replicated values, which is right for most calls.  A recurrent cell starts from
 replicated zeros, computes with them first and writes to the result, so the whole batch would be gathered.  Constants, and
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable, conversion_cost
-from meshwright_dtensor.sharding.states import I, State, States, X, forward_kind
+from meshwright_dtensor.sharding.states import I, P, State, States, X, forward_kind
 from meshwright_dtensor.trace.graph import Node, Ref
 
 MAX_TRIALS = 8
@@ -123,6 +123,33 @@ def hoist(
         if ref.i in start:
             possible &= wanted.setdefault(ref.i, produced[ref.i]) == produced[ref.i]
     return produced, {i: wanted.get(i, s) for i, s in start.items()}, possible
+
+
+def gathers(
+    nodes: Sequence[Node], choice: Choice, start: Mapping[int, States], sizes: Sequence[int]
+) -> tuple[int, str]:
+    """The tier of a call that these shards are gathered for, and the first op that reads one.
+
+    1: no shard is gathered. 2: a shard is gathered or moved to another dim, and the ranks divide the work of the op that
+    reads it. 3: a shard is gathered, and each rank along that mesh axis does all the work of that op.
+
+    Args:
+        start: the states of the inputs. A conversion before them is one that the plan asks for.
+        sizes: of the mesh axes.
+    """
+    current, result = dict(start), (1, "")
+    for node, ins, outs in zip(nodes, choice.ins, choice.outs, strict=True):
+        for ref, wanted in zip(node.ins, ins, strict=True):
+            for axis, (a, b) in enumerate(zip(current.get(ref.i, wanted), wanted, strict=True)):
+                if a == b or not isinstance(a, int) or sizes[axis] == 1:
+                    continue
+                divided = any(not isinstance(s[axis], str) or s[axis] == P for s in (*ins, *outs))
+                tier = 2 if divided else 3
+                if tier > result[0]:
+                    verb = "moves" if isinstance(b, int) else "gathers"
+                    result = tier, f"{node.name} {verb} a value that is sharded on dim {int(a)}"
+        current.update((ref.i, made) for ref, made in zip(node.outs, outs, strict=True))
+    return result
 
 
 def check_writes(

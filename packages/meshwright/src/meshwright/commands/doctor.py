@@ -1,7 +1,8 @@
 """`meshwright doctor`: what is installed, what this machine offers, and the calls of a model that have no local form.
 
 With --model, the model is planned, takes one training step on ranks of this machine, and every call that could not run as
-itself on the local tensors is named: tier 2 runs operation by operation, tier 3 gathers its inputs and runs replicated.
+itself on the local tensors is named: tier 2 runs operation by operation, or moves an input between dims or ranks that share
+the work; tier 3 gathers an input and runs replicated.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def print_facts(facts: dict[str, Any]) -> None:
     tiers = programs["tiers"]
     console.print(
         f"\n{programs['model']} on {programs['mesh']}: {tiers['1']} calls run as they are on local tensors, "
-        f"{tiers['2']} operation by operation, {tiers['3']} replicated",
+        f"{tiers['2']} operation by operation or on moved inputs, {tiers['3']} replicated on gathered inputs",
         highlight=False,
     )
     for entry in programs["lost"]:

@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright_dtensor.rules import node
+from meshwright_dtensor.rules import across, node
 from meshwright_dtensor.rules.node import NodeView, Row, Slot
 from meshwright_dtensor.sharding.states import P, R, State
 
 
 def reduction(view: NodeView) -> Iterator[Row]:
-    """Any reduction of one input: the kept dims. A sharded reduced dim is gathered."""
+    """Any reduction of one input: the kept dims; a reduced dim where results can be combined, else it is gathered."""
     ndim, bound = len(view.in_shapes[0]), view.bound()
     dims, keep = node.dims_of(bound.get("dim"), ndim), bool(bound.get("keepdim"))
     for dim in range(ndim):
         if dim not in dims:
             target = dim if keep else dim - sum(d < dim for d in dims)
             yield (dim,), (target,) * len(view.node.outs)
+    yield from across.rows(view)
 
 
 def additive(view: NodeView) -> Iterator[Row]:
@@ -74,14 +75,18 @@ def _linear(view: NodeView) -> Iterator[Row]:
 
 RULES = node.rules(
     "hand",
-    ("sum mean", additive),
     (
         "amax amin any all max min argmax argmin logsumexp var std var_mean std_mean prod norm "
         "linalg_vector_norm median mode nanmedian aminmax",
         reduction,
     ),
-    ("count_nonzero", counting),
     ("histc histogram", histogram),
+    # replicated results are combined from those of all ranks; edges of bins carry no gradient
+    complete=True,
+) | node.rules(
+    "hand",
+    ("sum mean", additive),
+    ("count_nonzero", counting),
     ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort glu", along),
     ("cumsum cumsum_", cumulative_sum),
 )

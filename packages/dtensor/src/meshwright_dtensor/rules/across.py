@@ -1,0 +1,223 @@
+"""Reductions along a sharded dim: each rank reduces its part, then the results of all ranks are gathered and reduced again.
+
+Only results are communicated, not the reduced tensor. Their gradient is a slice: each rank takes the gradient of its result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from meshwright_dtensor.comm.log import current_site
+from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
+from meshwright_dtensor.rules.node import NodeView, aten_ops, base_name, dims_of
+from meshwright_dtensor.sharding.boxes import local_shape_of
+from meshwright_dtensor.sharding.intervals import IntervalShard
+from meshwright_dtensor.sharding.states import P, R, State, States
+
+Tensor = torch.Tensor
+
+_AGAIN: dict[str, Callable[..., Tensor]] = {
+    "aten.amax": torch.amax,
+    "aten.amin": torch.amin,
+    # of all elements; with the gradient of max() where one is no number
+    "aten.max": lambda results, dim: results.max(),
+    "aten.min": lambda results, dim: results.min(),
+    "aten.any": torch.any,
+    "aten.all": torch.all,
+    "aten.prod": lambda results, dim: results.prod(dim, dtype=results.dtype),
+    "aten.logsumexp": torch.logsumexp,
+}
+"""Reductions of which the results of parts are reduced again in the same way."""
+_NORMS = aten_ops("norm linalg_vector_norm")
+_MOMENTS = aten_ops("var std var_mean std_mean")
+_PLACES = frozenset({"aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default"})
+_LAST = torch.iinfo(torch.int64).max
+
+
+def combines(view: NodeView) -> bool:
+    """Whether the results of parts of the reduced dims can be combined."""
+    name = view.node.name
+    if name in _PLACES:
+        return isinstance(view.bound()["dim"], int)
+    return base_name(name) in {*_AGAIN, *_NORMS, *_MOMENTS, "aten.aminmax"}
+
+
+def is_combined(view: NodeView, ins: Sequence[States], outs: Sequence[States]) -> bool:
+    """Whether an op in these states reduces a dim that is sharded, and its results are whole."""
+    return bool(ins and outs and _combined_axes(ins, outs)) and combines(view)
+
+
+def _combined_axes(ins: Sequence[States], outs: Sequence[States]) -> list[int]:
+    """Mesh axes along which the first input is sharded and the results are neither sharded nor partial."""
+    whole = [all(not isinstance(s[axis], int) and s[axis] != P for s in outs) for axis in range(len(ins[0]))]
+    return [axis for axis, state in enumerate(ins[0]) if isinstance(state, int) and whole[axis]]
+
+
+def local_form(
+    call: LocalContext, view: NodeView, run: Callable[[list[Tensor]], Any]
+) -> LocalFunction | None:
+    """The local function of a reduction along dims that are sharded; None if none of them is.
+
+    Args:
+        run: the op on the part of this rank.
+    """
+    if not is_combined(view, call.ins, call.outs):
+        return None
+    parts, name = _Parts(call, view, _combined_axes(call.ins, call.outs)), call.node.name
+    if base_name(name) in _MOMENTS:
+        return lambda tensors: parts.moments(tensors[0])
+    if name in _PLACES:
+        return lambda tensors: parts.places(tensors[0])
+    return lambda tensors: parts.again(tensors[0], run(tensors))
+
+
+@dataclass
+class _Parts:
+    """One reduction whose input is sharded along ``axes`` on dims that are reduced."""
+
+    call: LocalContext
+    view: NodeView
+    axes: list[int]
+
+    @cached_property
+    def bound(self) -> dict[str, Any]:
+        """The arguments of the op."""
+        return self.view.bound()
+
+    @cached_property
+    def dims(self) -> list[int]:
+        """The reduced dims."""
+        return dims_of(self.bound.get("dim"), len(self.call.in_shapes[0]))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Elements that are reduced to one on each rank, in the order of `gathered`."""
+        call, counts = self.call, []
+        for ranks in itertools.product(*(range(call.size(axis)) for axis in self.axes)):
+            coords = list(call.coords)
+            for axis, rank in zip(self.axes, ranks, strict=True):
+                coords[axis] = rank
+            shape = local_shape_of(call.in_shapes[0], call.mesh.shape, coords, call.ins[0])
+            counts.append(math.prod(shape[d] for d in self.dims))
+        return counts
+
+    def gathered(self, result: Tensor) -> Tensor:
+        """The results of all ranks along a new first dim; autograd records it."""
+        call, states = self.call, [_moved_up(state) for state in self.call.outs[0]]
+        source = tuple(0 if axis in self.axes else state for axis, state in enumerate(states))
+        shape = torch.Size([math.prod(map(call.size, self.axes)), *call.out_shapes[0]])
+        conversion = conversion_between(call.context, source, tuple(states), shape)
+        assert conversion is not None
+        return conversion.apply(result.unsqueeze(0), current_site(f"inside {call.node.name}"))
+
+    def again(self, x: Tensor, results: Any) -> Any:
+        """Reduce the results of parts as the parts were."""
+        name = base_name(self.call.node.name)
+        if name == "aten.aminmax":
+            both = zip(results, (torch.amin, torch.amax), strict=True)
+            return [self._extreme(x, result, reduce) for result, reduce in both]
+        if name not in _NORMS:
+            reduce = _AGAIN[name]
+            if name in ("aten.amax", "aten.amin", "aten.max", "aten.min"):
+                return self._extreme(x, results, reduce)
+            return reduce(self.gathered(results), 0)
+        order = self.bound.get("ord", self.bound.get("p"))
+        order = 2 if order is None else order
+        if math.isinf(order):
+            return self._extreme(x.abs(), results, torch.amax if order > 0 else torch.amin)
+        # the number of elements that are not zero
+        return (
+            self.gathered(results).sum(0)
+            if order == 0
+            else torch.linalg.vector_norm(self.gathered(results), order, 0)
+        )
+
+    def _extreme(self, x: Tensor, result: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+        """The extreme of all ranks; as on one device all elements that attain it have the same part of the gradient."""
+        results = self.gathered(result)
+        extreme = reduce(results, 0)
+        if results.requires_grad:
+            with torch.no_grad():
+                kept = self.bound.get("keepdim") or not result.dim()
+                broadcast = result if kept else _unsqueezed(result, self.dims)
+                counts = self.gathered(self._equal(x, broadcast).sum(self.dims).reshape(result.shape))
+                ties = self._equal(results, extreme)
+                share = counts * ties.sum(0) / (counts * ties).sum(0).to(results.dtype)
+            results.register_hook(lambda gradient: gradient * share)
+        return extreme
+
+    def _equal(self, a: Tensor, b: Tensor) -> Tensor:
+        """Where a is b. To torch's max() of all elements, one that is no number is the largest, and has a gradient."""
+        equal = a == b
+        return (
+            equal | (a.isnan() & b.isnan())
+            if self.call.node.name in ("aten.max.default", "aten.min.default")
+            else equal
+        )
+
+    def moments(self, x: Tensor) -> Any:
+        """Variance, or standard deviation, and mean of all parts."""
+        dtype, name = x.dtype, base_name(self.call.node.name)
+        if dtype.itemsize < 4:
+            x = x.float()
+        total, correction = sum(self.counts), self.bound.get("correction")
+        if correction is None:
+            correction = int(self.bound.get("unbiased", True))
+        parts = torch.var_mean(x, self.dims, correction=0, keepdim=bool(self.bound.get("keepdim")))
+        variances, means = map(self.gathered, parts)
+        counts = variances.new_tensor(self.counts).view(-1, *[1] * (variances.dim() - 1))
+        mean = (means * counts).sum(0) / total
+        apart = means - mean
+        apart = apart.abs() if apart.is_complex() else apart
+        variance = ((variances + apart.square()) * counts).sum(0) / max(total - correction, 0)
+        if "std" in name:
+            # the root has no derivative at 0, where torch gives 0
+            constant = variance == 0
+            variance = variance.masked_fill(constant, 1).sqrt().masked_fill(constant, 0)
+        if not x.is_complex():
+            variance, mean = variance.to(dtype), mean.to(dtype)
+        return (variance, mean) if name.endswith("_mean") else variance
+
+    def places(self, x: Tensor) -> Any:
+        """The extreme along one dim and its place, the first one of several."""
+        smallest = "min" in self.call.node.name
+        (dim,), keep = self.dims, bool(self.bound["keepdim"])
+        pick, reduce = (torch.min, torch.amin) if smallest else (torch.max, torch.amax)
+        best, place = pick(x, dim, keep)
+        held = self.call.region(self.call.in_shapes[0], self.call.ins[0])[dim]
+        positions = torch.cat([torch.arange(start, start + n, device=x.device) for start, n in held])
+        values, places = self.gathered(best), self.gathered(positions[place])
+        tied = (values == reduce(values.detach(), 0)) | values.isnan()
+        first = places.masked_fill(~tied, _LAST).amin(0)
+        if "arg" in self.call.node.name:
+            return first
+        owner = (places == first).byte().argmax(0, keepdim=True)
+        return values.gather(0, owner).squeeze(0), first
+
+
+def _unsqueezed(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        x = x.unsqueeze(dim)
+    return x
+
+
+def _moved_up(state: State) -> State:
+    """The state of the same dim after a new first one."""
+    if isinstance(state, IntervalShard):
+        return state.on(state + 1)
+    return state + 1 if isinstance(state, int) else state
+
+
+def rows(view: NodeView) -> list[tuple[States, States]]:
+    """The rows of reduced dims: sharded, with whole results."""
+    ndim, outs = len(view.in_shapes[0]), (R,) * len(view.node.outs)
+    dims = dims_of(view.bound().get("dim"), ndim) if combines(view) else []
+    return [((dim,), outs) for dim in dims if dim < ndim]
