@@ -182,8 +182,10 @@ class _Connected(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.backward_of_step, ctx.after = backward, after
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x, d in zip(results, differentiable, strict=True) if not d))
-        return tuple(results)
+        # a view made in here could not be written to in place
+        outputs = [x.data for x in results]
+        ctx.mark_non_differentiable(*(x for x, d in zip(outputs, differentiable, strict=True) if not d))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -227,7 +229,7 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
-        return value.view_as(value)
+        return value.data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
