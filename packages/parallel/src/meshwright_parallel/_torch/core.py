@@ -136,8 +136,12 @@ def backward_is_running() -> bool:
 
 
 def saving_is_hooked() -> bool:
-    """Whether saved-tensor hooks are in force here."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
+    """Whether saved-tensor hooks are in force here, or forbidden."""
+    autograd: Any = torch._C._autograd
+    return (
+        autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        or autograd._top_saved_tensors_default_hooks(False) is not None
+    )
 
 
 def map_tensors(
