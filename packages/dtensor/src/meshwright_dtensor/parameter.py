@@ -22,6 +22,7 @@ from meshwright_dtensor._torch.core import (
     quiet_exchanges,
     set_dtensor_parts,
     settled,
+    share_memory,
     stock_call,
 )
 from meshwright_dtensor.comm.log import NOWHERE, Site
@@ -57,6 +58,11 @@ class MeshParameter(WholeMemory, DTensor):
     _shown_gradient: DTensor | None = None
 
     @property
+    def __tensor_flatten__(self) -> Any:
+        # torch swaps tensors that have it, as parametrizations do, and an engine would lose the parameter; others get new values
+        raise AttributeError
+
+    @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the stored value; while a model with compute copies runs, that of the copy."""
         copy = self._copy
@@ -83,7 +89,11 @@ class MeshParameter(WholeMemory, DTensor):
         if local.requires_grad and torch.is_grad_enabled():
             return gradient_of(self, local)  # type: ignore[return-value]
         shown = self._shown_gradient
-        if shown is None or dtensor_local(shown) is not local:
+        # requires_grad_() of a gradient gives it a tensor of its own in that memory
+        if shown is None or not (
+            dtensor_local(shown) is local
+            or (shown.requires_grad and share_memory(dtensor_local(shown), local))
+        ):
             value = mesh_value(dtensor_like(local.detach() if local.requires_grad else local, self))
             shown = self._shown_gradient = permuted.as_permuted(value, self._layout)
             if is_repeated(self):
@@ -147,6 +157,13 @@ class MeshParameter(WholeMemory, DTensor):
             whole = other.full_tensor() if hasattr(other, "full_tensor") else other
             other = read_region(whole.expand(self.shape), self._layout.region)
         dtensor_local(self).copy_(other, non_blocking)
+        return self
+
+    def set_(self, source: Any = None, *options: Any) -> Any:
+        """Take over the value of a tensor, as ``parameter.data = source`` does: torch's parametrizations call it."""
+        if options or not isinstance(source, Tensor):
+            return super().set_(source, *options)
+        self.data = source
         return self
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:

@@ -194,7 +194,7 @@ def _run(
             return _views(result, out, tensors[0], program.func, args, kwargs)
         return _label(result, out)
     if program.returns_input:
-        same = _input_that_is(result, out, tensors)
+        same = _input_that_is(result, out, tensors, locals_)
         if same is not None:
             return same
     if program.gathered_view:
@@ -206,11 +206,14 @@ def _run(
     return made
 
 
-def _input_that_is(result: Any, out: Layout, tensors: list[Any]) -> Any:
+def _input_that_is(result: Any, out: Layout, tensors: list[Any], locals_: list[Any]) -> Any:
     """The input that ``result`` is, so that the caller gets the same object; None if it is new."""
-    for t in tensors:
-        if t is result or (type(t) is GlobalTensor and t._local is result and t._layout is out):
+    for t, local in zip(tensors, locals_, strict=True):
+        if t is result:
             return t
+        if local is result and isinstance(t, (GlobalTensor, MeshParameter)):
+            if (t._layout if isinstance(t, GlobalTensor) else t.compute_layout) is out:
+                return t
     return None
 
 

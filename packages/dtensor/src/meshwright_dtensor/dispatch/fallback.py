@@ -21,7 +21,7 @@ from meshwright_dtensor.mesh.mesh import extremes, group_over
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, version_of, wrap
-from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, check_strided
 from meshwright_dtensor.trace.graph import function_name
 
 if TYPE_CHECKING:
@@ -54,15 +54,21 @@ class Replicated:
 
     def run(self, args: Any, kwargs: Any, site: Site) -> Any:
         """Run on gathered values; a write is copied back into this rank's part."""
-        if function_name(self.func).startswith("as_strided"):
+        strided = function_name(self.func).startswith("as_strided")
+        if strided:
             _check_order(args[0], self.context)
         if self.in_place:
             return self._write(args, kwargs, site)
         given, spec = pytree.tree_flatten((args, kwargs))
         full = [whole(x, site) for x in given]
+        if strided and isinstance(given[0], DTensor) and full[0].storage_offset():
+            # the whole parameter lies somewhere in a larger buffer
+            full[0] = full[0].clone()
         before = [(version_of(x), x.grad_fn) if isinstance(x, Tensor) else (0, None) for x in full]
         full_args, full_kwargs = pytree.tree_unflatten(full, spec)
-        out = label(self.context, self.func(*full_args, **full_kwargs))
+        result = self.func(*full_args, **full_kwargs)
+        check_strided(self.func, *pytree.tree_leaves(result))
+        out = label(self.context, result)
         for x, value, (version, graph) in zip(given, full, before, strict=True):
             if isinstance(x, (GlobalTensor, DTensor)) and version_of(value) != version:
                 self._write_back(x, value, recorded=value.grad_fn is not graph)

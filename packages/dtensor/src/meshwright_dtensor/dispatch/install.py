@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright_dtensor._torch.core import pytree, replace_code
 from meshwright_dtensor.dispatch import fallback
@@ -32,10 +33,17 @@ MeshParameter.__torch_function__ = classmethod(parameter_call)  # type: ignore[a
 
 
 def install() -> None:
-    """Catch ``autograd.Function.apply``, which does not call ``__torch_function__``; idempotent."""
+    """Catch ``autograd.Function.apply`` and ``nn.Parameter``, which do not call ``__torch_function__``; idempotent."""
     function = torch.autograd.Function.__dict__["apply"].__func__
     if hasattr(function, _ROUTE):
         return
+    new_parameter = replace_code(nn.Parameter.__new__, _new_parameter)
+
+    def leaf_of_value(cls: Any, data: Any, requires_grad: bool) -> Any:
+        # a new parameter in the memory of another: it is computed with outside of engines, as it is stored
+        return new_parameter(cls, data.detach() if isinstance(data, MeshParameter) else data, requires_grad)
+
+    setattr(nn.Parameter.__new__, _ROUTE, leaf_of_value)
     original = replace_code(function, _Host.__dict__["apply"])
 
     def route(cls: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -61,6 +69,11 @@ def _is_hidden_from(cls: Any, x: Any) -> bool:
     return isinstance(x, GlobalTensor) or (
         isinstance(x, MeshParameter) and not cls.__module__.startswith("torch.")
     )
+
+
+def _new_parameter(cls, data=None, requires_grad=True):  # type: ignore[no-untyped-def]
+    # donor of the code of nn.Parameter.__new__, which runs among the names of its module
+    return Parameter.__new__._meshwright_route(cls, data, requires_grad)  # type: ignore[name-defined]  # noqa: F821
 
 
 class _Host:

@@ -32,9 +32,9 @@ from meshwright_dtensor.trace.function_kinds import (
 Tensor = torch.Tensor
 
 _STOCK = frozenset(
-    "__set__ __delete__ size dim stride numel is_floating_point is_complex detach backward is_contiguous __hash__ __repr__ "
+    "__set__ __delete__ size dim stride numel is_floating_point is_complex detach is_contiguous __hash__ __repr__ "
     "zeros_like ones_like full_like empty_like untyped_storage element_size __len__ redistribute data_ptr "
-    "storage_offset is_shared share_memory_ nelement ndimension".split()
+    "is_shared share_memory_ nelement ndimension".split()
 )
 """Functions that ask about or change the parameter itself, or make optimizer state like it: stock DTensor runs them."""
 

@@ -60,9 +60,9 @@ class ParameterView(DetachedView):
         if writes and isinstance(target, ParameterView):
             origin = target.origin()
             if origin is not None:
-                write_whole(origin, func, target, args, kwargs)
+                result = write_whole(origin, func, target, args, kwargs)
                 target._refresh(origin)
-                return None if getattr(func, "__name__", "") == "__setitem__" else target
+                return result
         if isinstance(kwargs.get("out"), ParameterView):
             return write_out(func, args, kwargs)
         return func(*_shown(args), **_shown(kwargs))
@@ -133,8 +133,8 @@ def _writes_to(base: MeshParameter) -> int:
 
 def as_parameter_views(result: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The views that ``func`` gave of a parameter or of a view of one, as ParameterViews."""
-    # p.T is p.permute(1, 0)
-    if isinstance(result, ParameterView):
+    # p.T is p.permute(1, 0), and p.flatten(1) may be p
+    if isinstance(result, (ParameterView, MeshParameter)):
         return result
     rest, options = frozen_arguments((args[1:], kwargs))
     if isinstance(result, GlobalTensor):

@@ -30,7 +30,7 @@ _ON_LOCAL = frozenset(
     "is_distributed is_same_size is_shared _is_view retain_grad requires_grad_ is_sparse".split()
 )
 _STORAGE = frozenset(
-    "data_ptr untyped_storage storage storage_offset set_ resize_ resize_as_ share_memory_ typed_storage".split()
+    "data_ptr untyped_storage storage resize_ resize_as_ share_memory_ typed_storage".split()
 )
 
 
@@ -39,16 +39,16 @@ def _on_local(func: Function, args: Args, kwargs: Kwargs) -> Any:
     # a parameter would come here again
     with stock_call():
         result = func(*[x._local if isinstance(x, GlobalTensor) else x for x in args], **kwargs)
-    return first if result is getattr(first, "_local", None) else result
+    return first if isinstance(first, GlobalTensor) and result is first._local else result
 
 
 def _backward(func: Function, args: Args, kwargs: Kwargs) -> None:
     """``loss.backward()``: the gradient of a global value is that of the whole; a partial sum is reduced first."""
     x = args[0]
     if isinstance(x, DTensor):
-        with stock_call():
-            func(*args, **kwargs)
-        return
+        # autograd begins behind a leaf
+        with torch.enable_grad():
+            x = x.view_as(x)
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
     layout = x._layout
@@ -235,8 +235,8 @@ _GETTERS: dict[Any, tuple[Handler, Handler | None]] = {
     torch.Tensor.grad: (_gradient, _set_gradient),
     torch.Tensor._grad: (_gradient, _set_gradient),
     torch.Tensor.data: (_data, _set_data),
-    torch.Tensor.T: (lambda f, a, k: a[0].permute(*reversed(range(a[0].dim()))), None),
-    torch.Tensor.mT: (lambda f, a, k: a[0].transpose(-1, -2), None),
+    torch.Tensor.T: (lambda f, a, k: a[0].permute(tuple(reversed(range(a[0].dim())))), None),
+    torch.Tensor.mT: (lambda f, a, k: a[0].transpose(-1, -2) if a[0].dim() else a[0].permute(()), None),
     torch.Tensor.H: (_conjugate_transposed, None),
     torch.Tensor.mH: (lambda f, a, k: torch.adjoint(a[0]), None),
     torch.Tensor.real: (lambda f, a, k: torch.real(a[0]), None),

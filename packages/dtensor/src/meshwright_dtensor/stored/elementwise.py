@@ -89,7 +89,7 @@ def fast_elementwise(func: Function, args: Sequence[Any], kwargs: Mapping[str, A
             return NotImplemented
     result = func(*values, **(kwargs or {}))
     if kind == "in place":
-        return first
+        return first if isinstance(result, Tensor) else result
     # parts of a result that is no tensor, or several, are not the whole
     return dtensor_like(result, first) if isinstance(result, Tensor) else NotImplemented
 
@@ -110,9 +110,11 @@ def on_local_parts(func: Function, name: str, args: Sequence[Any], kwargs: Mappi
     if first is None or (out is not None and (not isinstance(out, DTensor) or out.shape != first.shape)):
         return NotImplemented
     result = func(*map(_local, args), **{k: _local(x) for k, x in kwargs.items()})
+    if not isinstance(result, Tensor):
+        return NotImplemented
     if name.endswith("_") or out is not None:
         return args[0] if out is None else out
-    return dtensor_like(result, first) if isinstance(result, Tensor) else NotImplemented
+    return dtensor_like(result, first)
 
 
 def order_of(x: Tensor) -> Any:

@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 _QUERIES = frozenset(
     "size dim stride numel is_floating_point is_complex __hash__ __repr__ __format__ __len__ __get__ __set__ element_size "
-    "nelement ndimension is_contiguous get_device storage_offset _is_view".split()
+    "nelement ndimension is_contiguous get_device _is_view".split()
 )
 """Functions that ask about the tensor, not for its value."""
 _STOCK = (_QUERIES - {"__format__"}) | frozenset(
@@ -53,12 +53,16 @@ _UNRECORDED = _QUERIES | frozenset(
 def _mesh_value_call(
     cls: type, func: Function, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
-    if any(t is not MeshValue and t is not DTensor for t in types):
+    if any(t not in (MeshValue, DTensor, Tensor) for t in types):
         # parameters and global tensors have rules of their own
         return NotImplemented
     if torch.is_grad_enabled() and _records(func, args, kwargs):
         args, kwargs = core.pytree.tree_map(as_recorded, (args, kwargs or {}))
         return func(*args, **kwargs)
+    if kind_of(func) == "alias" and args[0].requires_grad and func.__name__ == "__get__":
+        # writes to .data of a leaf are not counted
+        local = core.dtensor_local(args[0])
+        return mesh_value(core.dtensor_like(local.data, args[0]))
     result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
         return mesh_value(result)

@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 _QUERIES = frozenset(
     "size dim stride __len__ __repr__ __format__ is_floating_point is_complex __hash__ backward __set__ __delete__ numel "
-    "requires_grad_ data_ptr untyped_storage storage_offset element_size nelement ndimension is_contiguous to_local _is_view "
+    "requires_grad_ data_ptr untyped_storage element_size nelement ndimension is_contiguous to_local _is_view "
     "register_hook get_device".split()
 )
 """Functions whose result is no tensor, and does not depend on the order of the elements."""

@@ -10,6 +10,7 @@ import torch
 from meshwright_dtensor._torch.core import dtensor_local
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.stage_info import stage_link
+from meshwright_dtensor.tensor.unheard import Unheard
 
 Tensor = torch.Tensor
 
@@ -18,7 +19,7 @@ def _of_whole(name: str) -> Callable[[Any], Any]:
     return lambda tensor: getattr(whole_local(tensor, name), name)()
 
 
-class WholeMemory:
+class WholeMemory(Unheard):
     """Serialisation and memory of tensors over a mesh: those of a plain tensor, where every rank has the whole value."""
 
     _plain: Tensor | None = None

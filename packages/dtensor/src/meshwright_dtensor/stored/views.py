@@ -32,8 +32,20 @@ class Step:
     kwargs: Mapping[str, Any]
     index: int | None = None
 
-    def __call__(self, x: Any) -> Any:
-        """The view of ``x``."""
+    @property
+    def by_strides(self) -> bool:
+        """Whether it counts places from the start of the memory."""
+        return getattr(self.func, "__name__", "") == "as_strided"
+
+    def __call__(self, x: Any, start: int = 0) -> Any:
+        """The view of ``x``, or of a view of a base that begins at ``start`` in its memory."""
+        if self.by_strides and start:
+            given = dict(zip(("size", "stride", "storage_offset"), self.args, strict=False)) | dict(
+                self.kwargs
+            )
+            if given.get("storage_offset") is not None:
+                given["storage_offset"] += start
+            return self.func(x, **given)
         result = self.func(x, *self.args, **self.kwargs)
         return result if self.index is None else result[self.index]
 
@@ -55,8 +67,9 @@ class Origin:
 
     def __call__(self, x: Any) -> Any:
         """The view of ``x``, which has the geometry of the base."""
+        start = int(x.storage_offset()) if type(x) is Tensor else 0
         for step in self.steps:
-            x = step(x)
+            x = step(x, start)
         return x
 
     def then(self, func: Function, args: Args, kwargs: Mapping[str, Any]) -> list[Origin] | Origin | None:
@@ -101,7 +114,7 @@ class Origin:
         try:
             with core.stock_call():
                 for step in self.steps:
-                    if not _is_even(x):
+                    if step.by_strides or not _is_even(x):
                         return None
                     x = step(x)
                     if type(x) is not DTensor or not all(

@@ -161,10 +161,8 @@ def write(func: Function, args: Args, kwargs: Kwargs) -> Any:
         origin = Origin.of(target)
         if args and _is_elementwise(name):
             _refuse_leaf(target)
-            _write_parts(func, target, args, kwargs)
-            return target
-    write_whole(origin, func, target, args, kwargs)
-    return None if name == "__setitem__" else target
+            return _write_parts(func, target, args, kwargs)
+    return write_whole(origin, func, target, args, kwargs)
 
 
 def write_out(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -216,8 +214,8 @@ def mixes_plain_tensors(args: Args, kwargs: Mapping[str, Any]) -> bool:
     return False
 
 
-def _write_parts(func: Function, target: DTensor, args: Args, kwargs: Mapping[str, Any]) -> None:
-    """An elementwise write, on this rank's part of everything."""
+def _write_parts(func: Function, target: DTensor, args: Args, kwargs: Mapping[str, Any]) -> Any:
+    """An elementwise write, on this rank's part of everything, and the result of one device."""
     layout = stored_layout(target)
 
     def part(x: Any) -> Any:
@@ -230,14 +228,14 @@ def _write_parts(func: Function, target: DTensor, args: Args, kwargs: Mapping[st
 
     parts, options = core.pytree.tree_map(part, (args, dict(kwargs)))
     with torch.no_grad():
-        func(*parts, **options)
+        result = func(*parts, **options)
+    return target if isinstance(result, Tensor) else result
 
 
-def write_whole(
-    origin: Origin, func: Function, target: Tensor, args: Args, kwargs: Mapping[str, Any]
-) -> None:
+def write_whole(origin: Origin, func: Function, target: Tensor, args: Args, kwargs: Mapping[str, Any]) -> Any:
     """Write to the gathered value of the base, through the same view as ``target``; every rank keeps its part.
 
+    Returns the result of one device: ``target``, or None of ``__setitem__``.
     Raises UnsupportedError: the function would change the shape, or autograd would have to record it.
     """
     base = origin.base
@@ -255,7 +253,7 @@ def write_whole(
         part = origin(whole)
         shape, strides = part.shape, part.stride()
         given, options = core.pytree.tree_map(lambda x: part if x is target else x, (given, options))
-        func(*given, **options)
+        result = func(*given, **options)
         if part.shape != shape or part.stride() != strides:
             raise UnsupportedError(
                 f"{getattr(func, '__name__', func)} would change the shape of a stored tensor from {list(shape)} to "
@@ -264,6 +262,7 @@ def write_whole(
             )
         if not core.share_memory(whole, local):
             local.copy_(read_region(whole, layout.region))
+    return target if isinstance(result, Tensor) else result
 
 
 def set_data(target: DTensor, value: Any) -> None:

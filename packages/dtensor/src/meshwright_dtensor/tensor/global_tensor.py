@@ -25,11 +25,12 @@ from meshwright_dtensor.mesh.layout import Layout, states_of
 from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
+from meshwright_dtensor.tensor.unheard import Unheard
 
 Tensor = torch.Tensor
 
 
-class GlobalTensor(torch.Tensor):
+class GlobalTensor(Unheard, torch.Tensor):
     """A global value over a device mesh, held on this rank as a local tensor.
 
     Behaves as the global ``torch.Tensor``: shape, indexing, arithmetic, autograd.  Made by :func:`distribute` and by
@@ -124,11 +125,6 @@ class GlobalTensor(torch.Tensor):
         if self._layout.replicated:
             return f"GlobalTensor({self._local.detach()!r}, {self._layout!r})"
         return f"GlobalTensor(local={self._local.detach()!r}, {self._layout!r})"
-
-    def __format__(self, spec: str) -> str:
-        # models look modules up by f"expert_{index}"; f"{loss}" on one rank only must not wait for other ranks
-        number = self._layout.ndim == 0 and (spec != "" or self._layout.replicated)
-        return self.detach().item().__format__(spec) if number else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
         if not self._local.is_leaf:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from meshwright_dtensor.tensor.unheard import Unheard
 
-class Staged:
+
+class Staged(Unheard):
     """Base of these tensor classes; global tensors and parameters leave every call with one of them to it."""
 
 

@@ -20,7 +20,7 @@ Kwargs = dict[str, Any]
 DATA_DEPENDENT = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __format__ __contains__ nonzero __array__ equal "
     "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__ "
-    "as_strided as_strided_ as_strided_copy as_strided_scatter".split()
+    "as_strided as_strided_ as_strided_copy as_strided_scatter apply_ map_ map2_".split()
 )
 """Functions whose result depends on values or on memory, not on layouts alone: they need the whole value."""
 
@@ -38,6 +38,8 @@ _DRAWS = frozenset(
     "rand_like randn_like randint_like bernoulli normal multinomial poisson rrelu gumbel_softmax dropout dropout1d dropout2d "
     "dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split()
 )
+PYTHON_WRITES = frozenset("apply_ map_ map2_".split())
+"""Writes of a function of the user, element by element: not of a meta tensor, which would crash."""
 _ALIASES = frozenset({"detach", "contiguous"})
 _NO_WRITES = frozenset("requires_grad_ detach_ share_memory_ rename_".split())
 
@@ -51,6 +53,16 @@ def differentiated(inputs: Any) -> list[Any]:
             "part; give the tensor itself"
         )
     return listed
+
+
+def check_strided(func: Function, *results: Any) -> None:
+    """Raise UnsupportedError if a result of a function is a sparse tensor or in another form without strides."""
+    for x in results:
+        if isinstance(x, torch.Tensor) and x.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{getattr(func, '__name__', func)} gives a {x.layout} tensor, which cannot be spread over a mesh; call it on "
+                "x.full_tensor()"
+            )
 
 
 def is_in_place(name: str) -> bool:

@@ -370,5 +370,6 @@ class Recorder(TorchDispatchMode):
 
 def _value(tensor: torch.Tensor) -> Value:
     with unwatched():
-        stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        # of another length than the shape, of a sparse tensor
+        stride = tuple(tensor.stride()) if tensor.layout is torch.strided else (0,) * (tensor.dim() + 1)
         return Value(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)

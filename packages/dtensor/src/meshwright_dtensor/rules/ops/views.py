@@ -151,7 +151,7 @@ def repeat(view: NodeView) -> Iterator[Row]:
 def flip(view: NodeView) -> Iterator[Row]:
     """flip: dims that are not reversed."""
     ndim = len(view.in_shapes[0])
-    turned = [d % ndim for d in view.bound()["dims"]]
+    turned = [d % max(ndim, 1) for d in view.bound()["dims"]]
     return _moved(view, lambda dim: None if dim in turned else dim)
 
 
