@@ -7,7 +7,8 @@ ordinary global tensor, the same on every rank.  All ranks decide alike, from sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from meshwright_dtensor.tensor.foreach import writes_lists
 from meshwright_dtensor.tensor.global_tensor import version_of
 from meshwright_dtensor.trace.function_kinds import (
     DATA_DEPENDENT,
+    PYTHON_WRITES,
     VIEWS,
     Args,
     Function,
     Kwargs,
+    check_strided,
     differentiated,
     is_in_place,
     kind_of,
@@ -36,7 +39,7 @@ Values = Sequence[stage_tensor.StageValue]
 _DEVICE = frozenset({torch.Tensor.device, torch.Tensor.is_cpu, torch.Tensor.is_cuda, torch.Tensor.is_meta})
 _QUERIES = frozenset(
     "size dim stride numel is_floating_point is_complex is_signed __len__ element_size nelement ndimension is_contiguous "
-    "storage_offset dim_order data_ptr is_shared is_inference is_conj is_neg requires_grad_ retain_grad register_hook "
+    "dim_order is_inference is_conj is_neg requires_grad_ retain_grad register_hook "
     "register_post_accumulate_grad_hook __hash__ is_same_size _is_view _has_compatible_shallow_copy_type".split()
 )
 """Functions that ask about a tensor, not for its value."""
@@ -45,10 +48,6 @@ _READS = (DATA_DEPENDENT - VIEWS) | frozenset(
     "lu_solve matrix_power".split()
 )
 """Functions that take the value on every rank; what is drawn, or whether they raise, may depend on it. Those of linalg too."""
-
-_SHAPE_CHANGES = frozenset(
-    "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ resize_as_ as_strided_ set_".split()
-)
 
 
 def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -122,10 +121,11 @@ def _refuse_recording(name: str, args: Args, kwargs: Kwargs) -> None:
     if name == "backward":
         refused = len(args) > 4 or kwargs.get("inputs") is not None
     else:
-        computed = isinstance(args[0], stage_tensor.StageTensor) and not isinstance(
-            args[0], torch.nn.Parameter
+        refused = (
+            not isinstance(args[0], torch.nn.Parameter)
+            and name != "__get__"
+            and (*args[1:], *kwargs.values()) != (False,)
         )
-        refused = computed and name != "__get__" and (*args[1:], *kwargs.values()) != (False,)
     if refused:
         raise UnsupportedError(
             f"{name} for values of pipeline stages: gradients arrive at all parameters, and there alone; use torch.autograd.grad"
@@ -154,16 +154,21 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
     outcome = model.results_on_meta.get(key)
     if outcome is None:
         try:
+            made: list[Any] = []
             with torch.set_grad_enabled(torch.is_grad_enabled() and not here), _Draws() as draws:
-                result = func(*_map(_on_meta, args), **_map(_on_meta, kwargs))
+                result = func(*_map(_keeping(made), args), **_map(_keeping(made), kwargs))
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             # it reads values, or is wrong: every rank sees it
             return _exchanged(func, args, kwargs, operands)
         if not all(x is None or (isinstance(x, Tensor) and x.is_meta) for x in pytree.tree_leaves(result)):
             return _exchanged(func, args, kwargs, operands)
-        outcome = (result, draws.any)
+        check_strided(func, *pytree.tree_leaves(result))
+        # an operand itself is an operand itself on every rank
+        outcome = (next((i for i, x in enumerate(made) if x is result), result), draws.any)
         if key is not None:
             model.results_on_meta[key] = outcome
+    if type(outcome[0]) is int:
+        return operands[outcome[0]]
     result = outcome[0] if key is None else pytree.tree_map_only(Tensor, torch.Tensor.detach, outcome[0])
     if here:
         result = _on_values(func, args, kwargs)
@@ -224,6 +229,18 @@ def _on_meta(x: Any) -> Any:
     )
 
 
+def _keeping(made: list[Any]) -> Callable[[Any], Any]:
+    """`_on_meta`, which appends the tensors in place of values of stages to `made`."""
+
+    def on_meta(x: Any) -> Any:
+        meta = _on_meta(x)
+        if isinstance(x, stage_tensor.StageValue):
+            made.append(meta)
+        return meta
+
+    return on_meta
+
+
 def _draw(func: Function, args: Args, kwargs: Kwargs) -> None:
     """Draw the random numbers that ``func`` draws where the value is held: the generators of all ranks stay equal."""
 
@@ -242,15 +259,13 @@ def _moved(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
     like = [a for a in given if isinstance(a, Tensor)]
     devices = [torch.device(a) for a in given if isinstance(a, (str, torch.device))]
     devices += [*(a.device for a in like), x.device if name == "to" else torch.device(name)]
-    if x.here:
-        moved = _on_values(func, args, kwargs)
-        if moved is x:
-            return x
-    else:
-        dtypes = [a for a in given if isinstance(a, torch.dtype)] + [a.dtype for a in like]
-        moved = stage_tensor.value_of(x).to(*dtypes[:1] or (x.dtype,))
-        if moved is stage_tensor.value_of(x) and devices[0] == x.device and not kwargs.get("copy"):
-            return x
+    dtype = next((a for a in (*given, *(a.dtype for a in like)) if isinstance(a, torch.dtype)), x.dtype)
+    if devices[0] == x.device:
+        # non_blocking, copy
+        flags = [a for a in args if isinstance(a, bool)]
+        options = {key: value for key, value in kwargs.items() if key in ("copy", "memory_format")}
+        return _where_held(torch.Tensor.to, (x, dtype, False, *flags[1:]), options, [x], x.holders)
+    moved = _on_values(func, args, kwargs) if x.here else stage_tensor.value_of(x).to(dtype)
     return stage_tensor.staged(moved, x.whole_model, x.holders, devices[0])
 
 
@@ -282,9 +297,9 @@ def _write(
         )
     if not all(isinstance(x, stage_tensor.StageValue) for x in written):
         return _exchanged(func, args, kwargs, operands)
-    if name in _SHAPE_CHANGES:
-        raise UnsupportedError(
-            f"{name} would change the shape of a value of a pipeline stage in place; use the form that gives a new tensor"
+    if name in PYTHON_WRITES and written[0].requires_grad:
+        raise RuntimeError(
+            f"Can't call {name}() on Variable that requires grad. Use var.detach().{name}() instead."
         )
     if kind_of(func) == "set data":
         check_data(*map(stage_tensor.value_of, args))
@@ -298,32 +313,65 @@ def _write(
         )
     if others:
         args, kwargs, _ = _substituted(args, kwargs, others)
-    if written[0].whole_model.rank in needed:
+    model = written[0].whole_model
+    result, draws = (None, False) if name in PYTHON_WRITES else _rehearsed(model, func, args, kwargs)
+    if result is NotImplemented:
+        return result
+    if model.rank in needed:
         _on_values(func, args, kwargs)
     else:
-        _write_elsewhere(written[0].whole_model, func, args, kwargs)
+        if torch.is_grad_enabled() and name not in PYTHON_WRITES:
+            # what autograd records of it
+            with _meta_alone():
+                func(*_map(_on_meta, args), **_map(_on_meta, kwargs))
+        if draws:
+            _draw(func, args, kwargs)
     # items, attributes and lists are set without a result
     out = written[0] if kwargs.get("out") is None else kwargs["out"]
     return None if name.startswith(("_f", "__set")) else out
 
 
-def _write_elsewhere(model: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
-    """The write on a rank that does not hold its target: shapes, and the random numbers of the holders."""
-    key = _form(func, args, kwargs) if not torch.is_grad_enabled() else None
-    outcome = model.results_on_meta.get(key)
-    if outcome is None:
-        with _Draws() as draws:
-            try:
-                func(*_map(_on_meta, args), **_map(_on_meta, kwargs))
-            except (NotImplementedError, RuntimeError) as error:
-                # where the call reads a value, the holders write all the same; other errors are raised on every rank
-                if not isinstance(error, NotImplementedError) and "meta" not in str(error):
-                    raise
-        outcome = (None, draws.any)
-        if key is not None and key == _form(func, args, kwargs):
-            model.results_on_meta[key] = outcome
-    if outcome[1]:
-        _draw(func, args, kwargs)
+def _rehearsed(model: Any, func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, bool]:
+    """What a write gives on new meta tensors, on every rank, so that all raise alike; and whether it draws random numbers.
+
+    Raises UnsupportedError: it changes a shape in place. Raises the errors of one device.
+    """
+    key = _form(func, args, kwargs)
+    outcome: tuple[Any, bool] | None = model.results_on_meta.get(key)
+    if outcome is not None:
+        return outcome
+    result: Any = None
+    tensors: list[Tensor] = []
+    before: list[Any] = []
+
+    def new_meta(x: Any) -> Any:
+        if not isinstance(x, stage_tensor.StageValue):
+            return _on_meta(x)
+        tensors.append(stage_tensor.meta_like(x))  # type: ignore[arg-type]
+        before.append((tensors[-1].shape, tensors[-1].stride()))
+        return tensors[-1]
+
+    with torch.no_grad(), _Draws() as draws, _meta_alone():
+        result = func(*_map(new_meta, args), **_map(new_meta, kwargs))
+    if [(x.shape, x.stride()) for x in tensors] != before:
+        raise UnsupportedError(
+            f"{getattr(func, '__name__', func)} would change the shape of a value of a pipeline stage in place; use the form "
+            "that gives a new tensor"
+        )
+    outcome = (NotImplemented if result is NotImplemented else None, draws.any)
+    if key is not None:
+        model.results_on_meta[key] = outcome
+    return outcome
+
+
+@contextlib.contextmanager
+def _meta_alone() -> Iterator[None]:
+    """Inside, a call on meta tensors may read values, which they do not have; other errors are raised on every rank."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, NotImplementedError) and "meta" not in str(error):
+            raise
 
 
 def _is_number(x: Tensor) -> bool:

@@ -64,6 +64,11 @@ class StageValue(Staged):
         """The value as a plain tensor on every rank of all stages (a collective call), connected to autograd."""
         return self.whole_model.exchange([self])[0].full_tensor()  # type: ignore[no-any-return]
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # not a collective call
+        with held([self]):
+            return repr(self)
+
     def _refuse_memory(self, *_: Any) -> NoReturn:
         raise UnsupportedError(
             f"pickle, copy or memory of a value of shape {list(self.shape)} that only some pipeline stages hold. Take "  # type: ignore[attr-defined]
@@ -72,6 +77,7 @@ class StageValue(Staged):
         )
 
     __reduce_ex__ = data_ptr = storage = untyped_storage = _refuse_memory  # type: ignore[assignment]
+    is_shared = share_memory_ = set_ = _refuse_memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy: Any = self.detach().clone()  # type: ignore[attr-defined]
@@ -125,7 +131,7 @@ class StageTensor(StageValue, torch.Tensor):
         return self._value.to_local() if hasattr(self._value, "to_local") else self._value
 
 
-class StageParameter(StageValue, MeshParameter):
+class StageParameter(StageValue, MeshParameter):  # type: ignore[misc]
     """A mesh parameter of this rank's stage, outside of a step. Inside it is a MeshParameter again."""
 
     held_class = MeshParameter
@@ -160,7 +166,7 @@ def _copied(x: Tensor, other: Any, non_blocking: bool) -> Tensor:
 _copied.__name__ = "copy_"
 
 
-class StageBuffer(StageValue, torch.Tensor):
+class StageBuffer(StageValue, torch.Tensor):  # type: ignore[misc]
     """A buffer of this rank's stage, outside of a step. Inside it is an ordinary tensor again."""
 
     held_class = torch.Tensor
@@ -211,8 +217,9 @@ def held_gradient(x: Any) -> Any:
     """The gradient on this rank: of the value, or of the meta tensor in its place."""
     if isinstance(x, StageParameter):
         return MeshParameter.grad.fget(x)  # type: ignore[attr-defined]
-    with core.stock_call():
-        return value_of(x).grad
+    value = value_of(x)
+    with core.stock_call(), held([value] if isinstance(value, StageBuffer) else []):
+        return value.grad
 
 
 def set_held_gradient(x: Any, gradient: Any) -> None:
@@ -224,6 +231,7 @@ def set_held_gradient(x: Any, gradient: Any) -> None:
     if isinstance(x, StageParameter):
         MeshParameter.grad.fset(x, gradient)  # type: ignore[attr-defined]
     elif gradient is None or x.here:
-        value.grad = gradient
+        with held([x]):
+            value.grad = gradient
     else:
         value.grad = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
