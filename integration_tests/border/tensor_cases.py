@@ -147,7 +147,9 @@ def tensor_case(name: str, on: str, form: str) -> Case:
                 return [result if name != "__setitem__" else None, x.detach()]
             return result
 
-    return Case(AREA, f"Tensor.{name}", f"{on} | {form}", run, SETUPS[kind], typed=name in ADDRESSES)
+    # the representation says what it shows
+    typed = name in ADDRESSES or (name, form) == ("__format__", "('')")
+    return Case(AREA, f"Tensor.{name}", f"{on} | {form}", run, SETUPS[kind], typed=typed)
 
 
 def _candidates(name: str, sources: Iterable[str]) -> Iterator[tuple[str, str, bool]]:
