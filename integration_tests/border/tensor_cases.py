@@ -147,7 +147,7 @@ def tensor_case(name: str, on: str, form: str) -> Case:
                 return [result if name != "__setitem__" else None, x.detach()]
             return result
 
-    # the representation says what it shows
+    # the representation names the part that is shown
     typed = name in ADDRESSES or (name, form) == ("__format__", "('')")
     return Case(AREA, f"Tensor.{name}", f"{on} | {form}", run, SETUPS[kind], typed=typed)
 

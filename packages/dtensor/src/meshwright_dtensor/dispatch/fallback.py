@@ -62,7 +62,7 @@ class Replicated:
         given, spec = pytree.tree_flatten((args, kwargs))
         full = [whole(x, site) for x in given]
         if strided and isinstance(given[0], DTensor) and full[0].storage_offset():
-            # the whole parameter lies somewhere in a larger buffer
+            # the whole parameter may be in the middle of a larger buffer
             full[0] = full[0].clone()
         before = [(version_of(x), x.grad_fn) if isinstance(x, Tensor) else (0, None) for x in full]
         full_args, full_kwargs = pytree.tree_unflatten(full, spec)

@@ -46,7 +46,7 @@ def _backward(func: Function, args: Args, kwargs: Kwargs) -> None:
     """``loss.backward()``: the gradient of a global value is that of the whole; a partial sum is reduced first."""
     x = args[0]
     if isinstance(x, DTensor):
-        # autograd begins behind a leaf
+        # backward() of a leaf is that of a view of it
         with torch.enable_grad():
             x = x.view_as(x)
     names = ("gradient", "retain_graph", "create_graph", "inputs")
