@@ -126,8 +126,7 @@ def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
 def refuse_assigned_state(model: nn.Module) -> None:
     """Make `load_state_dict(assign=True)` raise: it would replace distributed parameters by plain ones."""
     for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            module.register_load_state_dict_pre_hook(_refuse)
+        module.register_load_state_dict_pre_hook(_refuse)
 
 
 def _refuse(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
