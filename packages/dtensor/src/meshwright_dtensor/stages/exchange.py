@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright_dtensor._torch.core import functorch_active
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UnsupportedError
@@ -27,10 +28,10 @@ def exchanged_by_id(values: Iterable[StageValue]) -> dict[int, Tensor]:
 
 def exchange(model: Any, values: Sequence[StageValue]) -> list[Tensor]:
     """The values on every rank (a collective call): replicated global tensors; their gradients go to the ranks that hold them."""
-    if model.inside:
+    refuse_inside(values)
+    if functorch_active():
         raise UnsupportedError(
-            f"a value of shape {list(values[0].shape)} of another pipeline stage is read inside of a step, in a hook for example, "  # type: ignore[attr-defined]
-            "where each rank runs its own stages; read it before the step, with .full_tensor()"
+            "a functorch transform (torch.func, vmap) reads a value of one pipeline stage; pass x.full_tensor(), the whole value"
         )
     with held(values):
         wholes = [_whole(value_of(x)) for x in values]
@@ -39,6 +40,16 @@ def exchange(model: Any, values: Sequence[StageValue]) -> list[Tensor]:
     model.check_same_call(f"reads values of shapes {shapes}")
     results = _Exchange.apply(model, [min(x.holders) for x in values], [x.here for x in values], *wholes)
     return [distribute(x, model.mesh, ["I"] * model.mesh.ndim) for x in results]
+
+
+def refuse_inside(values: Iterable[StageValue]) -> None:
+    """Raise UnsupportedError if a step runs and this rank does not hold all these values."""
+    for x in values:
+        if x.whole_model.inside and not x.here:
+            raise UnsupportedError(
+                f"a value of shape {list(x.shape)} of another pipeline stage is read inside of a step, in a hook for example, "  # type: ignore[attr-defined]
+                "where each rank runs its own stages; read it before the step, with .full_tensor()"
+            )
 
 
 def _whole(x: Any) -> Tensor:

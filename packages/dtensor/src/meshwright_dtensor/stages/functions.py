@@ -16,7 +16,7 @@ import torch
 from meshwright_dtensor._torch.core import TorchDispatchMode, any_autocast, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stages import stage_tensor
-from meshwright_dtensor.stages.exchange import exchanged_by_id
+from meshwright_dtensor.stages.exchange import exchanged_by_id, refuse_inside
 from meshwright_dtensor.stored.writes import check_data
 from meshwright_dtensor.tensor.foreach import writes_lists
 from meshwright_dtensor.tensor.global_tensor import version_of
@@ -58,6 +58,7 @@ def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: K
     special = _special(func, name, args, kwargs, operands)
     if special is not NotImplemented:
         return special
+    refuse_inside(operands)
     if "device" in kwargs and kwargs["device"] == operands[0].device:
         kwargs = {key: value for key, value in kwargs.items() if key != "device"}
     written = _written(func, name, args, kwargs)
@@ -244,13 +245,14 @@ def _keeping(made: list[Any]) -> Callable[[Any], Any]:
 def _draw(func: Function, args: Args, kwargs: Kwargs) -> None:
     """Draw the random numbers that ``func`` draws where the value is held: the generators of all ranks stay equal."""
 
-    def empty(x: Any) -> Any:
+    def zeros(x: Any) -> Any:
         if isinstance(x, stage_tensor.StageValue):
-            return torch.empty(tuple(x.size()), dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
+            # numbers that are indices
+            return torch.zeros(tuple(x.size()), dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
         return x
 
     with torch.no_grad():
-        func(*_map(empty, args), **_map(empty, kwargs))
+        func(*_map(zeros, args), **_map(zeros, kwargs))
 
 
 def _moved(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:

@@ -69,6 +69,27 @@ class StageValue(Staged):
         with held([self]):
             return repr(self)
 
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """``hook`` sees the gradient on the ranks that hold the value, as in a step; no gradient arrives elsewhere."""
+        return self._registered("register_hook", hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        """``hook`` is called on the ranks that hold the parameter, as in a step."""
+        return self._registered("register_post_accumulate_grad_hook", hook)
+
+    def _registered(self, method: str, hook: Callable[[Any], Any]) -> Any:
+        agreed = self.whole_model.agreed_hook(hook)
+        run = agreed if self.here else lambda _: None
+        with held([self]):
+            return getattr(value_of(self), method)(run)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise UnsupportedError(
+            f"{func} reached a value of one pipeline stage below __torch_function__ (functorch, torch.compile, a scripted "
+            "function or a C++ extension); pass x.full_tensor(), the whole value"
+        )
+
     def _refuse_memory(self, *_: Any) -> NoReturn:
         raise UnsupportedError(
             f"pickle, copy or memory of a value of shape {list(self.shape)} that only some pipeline stages hold. Take "  # type: ignore[attr-defined]
@@ -88,7 +109,7 @@ class StageValue(Staged):
         return copy
 
 
-class StageTensor(StageValue, torch.Tensor):
+class StageTensor(StageValue, torch.Tensor):  # type: ignore[misc]
     """A parameter or buffer of another stage, or a value computed from tensors of one stage."""
 
     _value: Tensor
@@ -96,17 +117,6 @@ class StageTensor(StageValue, torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape, dtype = list(self._value.shape), self._value.dtype
         return f"StageTensor({shape}, {dtype}, held by rank {min(self.holders)} of the pipeline)"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        raise UnsupportedError(
-            f"{func} reached a value of one pipeline stage below __torch_function__ (functorch, torch.compile, a scripted "
-            "function or a C++ extension); pass x.full_tensor(), the whole value"
-        )
-
-    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """``hook`` is called where the value is held; no gradient arrives elsewhere."""
-        return self._value.register_hook(hook if self.here else lambda _: None)
 
     # torch.distributed.checkpoint: each rank saves and loads its part
     def __create_write_items__(self, name: str, _: Any) -> Any:
@@ -139,22 +149,6 @@ class StageParameter(StageValue, MeshParameter):  # type: ignore[misc]
     def copy_(self, other: Any, non_blocking: bool = False) -> StageParameter:
         """Overwrite the value; a plain tensor is the global value."""
         return self.__torch_function__(_copied, (), (self, other, non_blocking))  # type: ignore[no-any-return]
-
-    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """``hook`` sees the gradient on the ranks that hold it, as in a step."""
-        return super().register_hook(self._in_step(hook))
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        """``hook`` is called on the ranks that hold the parameter, as in a step."""
-        return super().register_post_accumulate_grad_hook(self._in_step(hook))
-
-    def _in_step(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def run(x: Any) -> Any:
-            # other ranks run no hook, so that nothing may be exchanged in it
-            with self.whole_model.entered():
-                return hook(x)
-
-        return run
 
 
 def _copied(x: Tensor, other: Any, non_blocking: bool) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor._torch.core import mark_as_parameter, module_tensors, pytree, stock_call
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.model.stage_info import StageInfo
 from meshwright_dtensor.parameter import MeshParameter
@@ -87,13 +87,15 @@ class _Absent:
         self.part.update(mine)
 
     def hide(self) -> None:
-        for name, tensor in list(self.tensors.items()):
-            if self.part.get(name) is tensor:
-                del self.part[name]
-                self.module.__dict__[name] = self.placeholders.pop(name)
-            else:
+        for name in list(self.tensors):
+            shown = self.part.get(name)
+            if shown is None:
                 # the user has deleted it, or set it to None
                 del self.tensors[name]
+            else:
+                # also another tensor that the user calls the model with
+                self.tensors[name] = self.part.pop(name)
+                self.module.__dict__[name] = self.placeholders.pop(name)
 
 
 class WholeModel:
@@ -122,11 +124,15 @@ class WholeModel:
         # how many steps (or callers that are to see this rank's stages only) run
         self._depth = 1
         self._changed = self._stepping = False
+        # gradient hooks were registered; their first error in this backward pass; ranks will agree when it ends
+        self._hooked = self._agrees = False
+        self._hook_error: Exception | None = None
         # what calls without autograd give on meta tensors, and whether they draw random numbers
         self.results_on_meta: dict[Any, tuple[Any, bool]] = {}
         self._held: list[Any] = []
         self._absent: list[_Absent] = []
         self.parameters: dict[str, Any] = {}
+        self._shown: list[tuple[dict[str, Any], str, Any]] = []
         holders: dict[str, frozenset[int]] = {}
         here: dict[str, Any] = {}
         for entry in names:
@@ -147,6 +153,7 @@ class WholeModel:
                     )
                 if name not in parameters:
                     shown[name] = self.parameters[key]
+                self._shown.append((parameters, name, self.parameters[key]))
             self._absent.append(_Absent(entry.module, parameters, entry.parameters, shown, {}))
             shown = {}
             for name in entry.buffers:
@@ -189,6 +196,8 @@ class WholeModel:
 
     def enter(self) -> None:
         """Show the tensors of this rank's stages only."""
+        if self._depth == 0:
+            self._refuse_replaced()
         self._depth += 1
         if self._depth > 1:
             return
@@ -198,6 +207,15 @@ class WholeModel:
                 tensor.__class__ = tensor.held_class  # type: ignore[assignment]
         for absent in self._absent:
             absent.hide()
+
+    def _refuse_replaced(self) -> None:
+        for part, name, tensor in self._shown:
+            given = part.get(name)
+            if given is not tensor and isinstance(given, stage_tensor.StageValue):
+                raise UnsupportedError(
+                    f"the model is called with another value of parameter {name!r}, which one pipeline stage holds "
+                    "(torch.func.functional_call): write it to the parameters, with p.copy_(value), or plan without pp"
+                )
 
     def leave(self) -> None:
         """Show the tensors of all stages again, once every caller of enter() has left."""
@@ -271,6 +289,35 @@ class WholeModel:
     def gradients_changed(self) -> None:
         """A backward pass has run: which parameters have a gradient is agreed on before it is read."""
         self._changed = True
+        if self._hooked and not self._agrees:
+            self._agrees = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._agree_on_hooks)  # type: ignore[attr-defined]
+
+    def agreed_hook(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`hook` of a gradient, as in a step. An error of it is raised on every rank, at the end of the backward pass."""
+        self._hooked = True
+
+        def run(x: Any) -> Any:
+            # other ranks run no hook, so that nothing may be exchanged in it
+            with self.entered():
+                try:
+                    return hook(x)
+                except Exception as error:
+                    self._hook_error = self._hook_error or error
+                    return None
+
+        return run
+
+    def _agree_on_hooks(self) -> None:
+        error, self._hook_error, self._agrees = self._hook_error, None, False
+        if not any(self.agreed([error is not None])):
+            return
+        texts = self._of_ranks("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        raise UsageError(
+            f"a gradient hook failed on another rank of the pipeline: {next(filter(None, texts))}"
+        )
 
     def agreed(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on any rank (a collective call)."""

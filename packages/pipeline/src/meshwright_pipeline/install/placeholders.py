@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.stages.stage_tensor import StageValue
 from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline._torch import without_subclasses
@@ -87,13 +88,17 @@ def replace_unit(model: nn.Module, unit: str, rank: int, holders: Mapping[str, t
         return
     for path, part in guarded.items():
         name = f"{unit}.{path}" if path else unit
-        part.__dict__["forward"] = _refusing(name, where, part.forward)
+        part.__dict__["forward"] = _refusing(name, where, part)
 
 
-def _refusing(name: str, where: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(name: str, where: str, part: nn.Module) -> Callable[..., Any]:
+    forward = part.forward
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
         # a call for shapes alone: wrappers that users put around a forward also run on meta tensors
-        if all(tensor.is_meta for tensor in tensors_of((args, kwargs))):
+        # outside of the call of the model, every rank computes with values of stages
+        shown = any(isinstance(tensor, StageValue) for tensor in part.parameters())
+        if shown or all(tensor.is_meta for tensor in tensors_of((args, kwargs))):
             return forward(*args, **kwargs)
         raise UnsupportedError(
             f"module {name!r} was called outside of the call of its model, and it is what {where}: a pipelined model runs only in "
