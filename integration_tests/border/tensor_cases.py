@@ -56,7 +56,9 @@ ADDRESSES = frozenset(
 )
 UNSAFE = frozenset("index storage_type record_stream new volatile reinforce pin_memory is_pinned".split())
 """Deprecated or of another device: they fail, or abort, on one device too."""
-ILL_CONDITIONED = frozenset("det geqrf inverse logdet lu pinverse qr slogdet svd".split())
+ILL_CONDITIONED = frozenset(
+    "__rmod__ det geqrf hash_tensor inverse logdet lu pinverse qr slogdet svd".split()
+)
 
 
 def _derived(x: Any, how: str) -> Any:
@@ -207,7 +209,9 @@ def _accepted(single: str, name: str) -> list[tuple[str, str]]:
 
 
 def _defined(kind: str, name: str) -> bool:
-    """Whether the case is there: out-of-place methods of parameters record gradients, and gradients are badly conditioned."""
+    """Whether the case is there: out-of-place methods of parameters record gradients, and what was computed is rounded."""
+    if name == "hash_tensor" and kind in ("activation", "loss"):
+        return False
     if kind in ("parameter", "no_grad parameter"):
         return is_in_place(name) == (kind != "parameter")
     return kind not in ("gradient", "state") or name not in ILL_CONDITIONED
