@@ -229,19 +229,11 @@ def test_rows_of_plugins_are_checked_before_use() -> None:
     assert rows == {("R",), (0,)}
 
 
-def test_stock_rows_that_fail_the_check_are_dropped() -> None:
-    """Without our rule, DTensor's wrong row for cumsum(dim=-1) along the sharded dim does not come through."""
+def test_an_op_without_a_rule_is_replicated() -> None:
     rules = book_module.first_party_rules()
-    for name in list(rules):
-        if name in ("aten.cumsum", "aten._softmax", "aten.cat"):
-            del rules[name]
-    book = RuleBook(rules)
-    for function in (lambda a: a.cumsum(-1), lambda a: a.softmax(-1), lambda a: torch.cat([a, a], -1)):
-        view = view_of(function, torch.ones(4, 6))
-        rows = book.strategies(view)
-        assert 1 not in {r.ins[0] for r in rows}
-        assert all(check(view, r) for r in rows)
-    assert RuleBook(rules, use_stock=False).strategies(view)[1:] == []
+    del rules["aten.cumsum"]
+    view = view_of(lambda a: a.cumsum(-1), torch.ones(4, 6))
+    assert RuleBook(rules).strategies(view)[1:] == []
 
 
 @pytest.mark.parametrize("row", [(("R", 2, "R"), (1,)), ((1, 1, "R"), ("P",))])

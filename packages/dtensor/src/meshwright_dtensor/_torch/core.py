@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
@@ -112,6 +112,29 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+class Decomposing(TorchDispatchMode):
+    """Runs ops of these names ("aten.trace.default") as torch's decompositions of them into other ops."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._decomp import decomposition_table
+
+        kwargs = kwargs or {}
+        with self:
+            if func is torch.ops.prims.convert_element_type.default:
+                # which has no derivative
+                return args[0].to(args[1])
+            if str(func) in self.names:
+                return decomposition_table[func](*args, **kwargs)
+            implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+            if func.namespace == "aten" and func.has_kernel_for_dispatch_key(implicit):
+                return func.decompose(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
 def dtensor_local(tensor: DTensor) -> torch.Tensor:
     """The local tensor of a DTensor, without autograd."""
     return tensor._local_tensor
@@ -191,75 +214,6 @@ def set_default_group(group: dist.ProcessGroup) -> None:
 def live_groups() -> list[dist.ProcessGroup]:
     """The process groups of this rank, oldest first."""
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def offline_mesh(size: int) -> Any:
-    """A one-axis DeviceMesh without process groups: enough to ask sharding strategies about it."""
-    return DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)
-
-
-def stock_rows(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
-) -> list[tuple[Any, ...]] | None:
-    """Placements (outputs, then inputs) that DTensor's single-dim strategy of ``op`` lists; None if it has none.
-
-    Tensors among ``args`` are given as (shape, stride, dtype); ``count`` is how many placements a row has.  Entries are
-    Placements, or the ``int`` dim of any sharding.
-    """
-    from torch.distributed.tensor._dtensor_spec import TensorMeta
-    from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
-
-    info = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs.get(op)
-    if info is None:
-        return None
-
-    def meta(x: Any) -> Any:
-        return TensorMeta(torch.Size(x.shape), x.stride, x.dtype) if isinstance(x, TensorSketch) else x
-
-    args, kwargs = pytree.tree_map(meta, (args, kwargs))
-    rows = []
-    for row in info.func(op, args, kwargs):
-        entries = tuple(x.dim if isinstance(x, _ShardingPlaceholder) else x for x in row if x is not None)
-        if len(entries) == count:
-            rows.append(entries)
-    return rows
-
-
-def stock_probe(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any, placements: list[Any]
-) -> list[tuple[Any, ...]] | None:
-    """Placements (outputs, then inputs) that DTensor's strategy function of ``op`` offers for inputs in ``placements``."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
-
-    function = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(op)
-    if function is None:
-        return None
-    given = iter(placements)
-
-    def spec(x: Any) -> Any:
-        if not isinstance(x, TensorSketch):
-            return x
-        meta = TensorMeta(torch.Size(x.shape), x.stride, x.dtype)
-        return OpStrategy([OpSpec(DTensorSpec(mesh, (next(given),), meta))])
-
-    args, kwargs = pytree.tree_map(spec, (args, kwargs))
-    rows = []
-    for strategy in getattr(function(OpSchema(op, args, kwargs)), "strategies", []):
-        outs, ins = strategy.output_specs, strategy.input_specs
-        specs = (*(outs if isinstance(outs, (tuple, list)) else (outs,)), *(ins or ()))
-        if ins is not None and all(x is not None for x in specs):
-            rows.append(tuple(x.placements[0] for x in specs))
-    return rows
-
-
-@dataclass(slots=True, eq=False)
-class TensorSketch:
-    """Shape, stride and dtype of a tensor argument."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage | None]:

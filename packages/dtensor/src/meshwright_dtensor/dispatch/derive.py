@@ -10,25 +10,32 @@ gathered and it is run replicated (tier 3).  A call that gathers shards is of ti
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes, without_modes
+from meshwright_dtensor._torch.core import Decomposing, fake_mode, pytree, quiet_fakes, without_modes
 from meshwright_dtensor.comm.log import current_site, record
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
-from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, gathers, hoist
+from meshwright_dtensor.propagate.rewrites import (
+    check_writes,
+    choose_with_rewrites,
+    gathers,
+    hoist,
+    moved_bytes,
+)
 from meshwright_dtensor.rules import LocalContext, NodeView, across, is_random, localise
 from meshwright_dtensor.rules.book import rule_book
-from meshwright_dtensor.rules.node import base_name
+from meshwright_dtensor.rules.node import aten_ops, base_name
 from meshwright_dtensor.sharding.boxes import dim_order_of, local_shape_of, region_of
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
@@ -91,6 +98,13 @@ def fake_like(shape: Sequence[int], local: Tensor, mode: Any) -> Tensor:
         return fake if order == sorted(order) else fake.permute([order.index(d) for d in range(len(order))])
 
 
+_DECOMPOSED = aten_ops(
+    "nll_loss_forward nll_loss2d_forward multi_margin_loss dist renorm native_layer_norm _fused_rms_norm _chunk_cat _softmax "
+    "_log_softmax _native_batch_norm_legit.no_stats"
+)
+"""Ops that are run as torch's decompositions of them where that moves fewer bytes; none that write to buffers, of which
+decompositions would record gradients."""
+
 _ATTENTION_FLAGS = threading.RLock()
 """sdpa_kernel() sets flags of the process, so only one thread may trace at a time."""
 
@@ -114,8 +128,14 @@ class TensorCall:
     weights: frozenset[int] = frozenset()
     mode: Any = field(default_factory=fake_mode)
 
-    def trace(self, shapes: Sequence[Sequence[int]], args: Args, kwargs: Kwargs) -> Traced:
-        """Record the call on fake tensors of these shapes in place of its tensors."""
+    def trace(
+        self,
+        shapes: Sequence[Sequence[int]],
+        args: Args,
+        kwargs: Kwargs,
+        decomposed: frozenset[str] = frozenset(),
+    ) -> Traced:
+        """Record the call on fake tensors of these shapes in place of its tensors, ops of these names by their parts."""
         fakes = [fake_like(shape, t, self.mode) for shape, t in zip(shapes, self.locals_, strict=True)]
         fake_of = {id(t): f for t, f in zip(self.tensors, fakes, strict=True)}
         with without_modes():
@@ -124,7 +144,16 @@ class TensorCall:
             )
             recorder = Recorder(rule_book(self.context).composites, fakes)
             math_only = sdpa_kernel(SDPBackend.MATH)
-            with _ATTENTION_FLAGS, quiet_fakes(), torch.no_grad(), self.mode, math_only, recorder:
+            parts = Decomposing(decomposed) if decomposed else contextlib.nullcontext()
+            with (
+                _ATTENTION_FLAGS,
+                quiet_fakes(),
+                torch.no_grad(),
+                self.mode,
+                math_only,
+                recorder,
+                parts,
+            ):
                 out = self.func(*fake_args, **fake_kwargs)
         return Traced(
             recorder.nodes,
@@ -157,11 +186,7 @@ def derive(
     context, tensors = call.context, call.tensors
     start = [tuple(planned or m.states) for m, planned in zip(layouts, forced, strict=True)]
     start_states = dict(enumerate(start))
-    plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
-    with without_modes():
-        book = rule_book(context)
-        chooser = Chooser(context, book, traced.nodes, traced.values, call.weights, plain)
-        choice = choose_with_rewrites(chooser, start_states, goal)
+    traced, choice = _fewest_moved(call, layouts, traced, start_states, goal)
     results = refs_in(traced.out)
     produced, wanted, hoisted = hoist(traced.nodes, results, choice, start_states)
     copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}
@@ -189,6 +214,40 @@ def derive(
         derived.reason = reason
     derived.tier = tier if derived.one_call else max(tier, 2)
     return derived
+
+
+def _choose(
+    call: TensorCall, traced: Traced, start: Mapping[int, States], goal: Sequence[State | None]
+) -> tuple[Choice, float]:
+    """The states of the ops, and the bytes that are moved for them."""
+    plain = frozenset(i for i, t in enumerate(call.tensors) if type(t) is Tensor and not t.requires_grad)
+    with without_modes():
+        chooser = Chooser(
+            call.context, rule_book(call.context), traced.nodes, traced.values, call.weights, plain
+        )
+        choice = choose_with_rewrites(chooser, start, goal)
+        return choice, moved_bytes(chooser, choice, start)
+
+
+def _fewest_moved(
+    call: TensorCall,
+    layouts: Sequence[Layout],
+    traced: Traced,
+    start: Mapping[int, States],
+    goal: Sequence[State | None],
+) -> tuple[Traced, Choice]:
+    """The states of the ops, and of those that would gather a value of their parts if that moves fewer bytes."""
+    choice, nbytes = _choose(call, traced, start, goal)
+    results = refs_in(traced.out)
+    # the other results have no derivative on one device
+    alone = [n.name for n in traced.nodes if not any(r in results for r in n.outs[1:])]
+    names = [name for name in alone if {name, base_name(name)} & _DECOMPOSED]
+    if not names or gathers(traced.nodes, choice, start, call.context.sizes)[0] == 1:
+        return traced, choice
+    parts = call.trace([m.shape for m in layouts], call.args, call.kwargs, frozenset(names))
+    other, fewer = _choose(call, parts, start, goal)
+    primitive = any(n.op is not None and n.op.namespace == "prims" for n in parts.nodes)
+    return (parts, other) if fewer < nbytes and not primitive else (traced, choice)
 
 
 def _check_recorded(traced: Traced, inputs: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright_dtensor.random import draws_by_element
@@ -104,6 +105,12 @@ class Chooser:
     weights: Collection[int]
     constants: frozenset[int] = frozenset()
 
+    @cached_property
+    def fresh(self) -> set[int]:
+        """Values in memory of their own: one that is partial may be reduced before it is written to."""
+        made = {r.i for n in self.nodes if not is_view(n) for r in n.outs}
+        return made - {r.i for n in self.nodes if is_view(n) and not n.mutates for r in n.ins}
+
     def run(self, inputs: Mapping[int, States], outputs: Sequence[State | None] = ()) -> Choice:
         """States for every node.
 
@@ -185,7 +192,8 @@ class Chooser:
         for position, (ref, a, b) in enumerate(zip(node.ins, current, row.ins, strict=True)):
             if a == b:
                 continue
-            if (node.mutates and position == 0) or not _may_convert(current, row, position):
+            written = node.mutates and position == 0 and not (a == P and ref.i in self.fresh)
+            if written or not _may_convert(current, row, position):
                 return None
             value = self.values[ref.i]
             if ref.i in self.constants and _replicated(a) and _replicated(b):
@@ -209,6 +217,11 @@ class Chooser:
             shapes[ref.i] = local_shape_of(shape, sizes, (0,) * len(sizes), states)
             uneven |= {(ref.i, d) for d in uneven_dims(shape, sizes, states)}
         return shapes, uneven
+
+
+def is_view(node: Node) -> bool:
+    """Whether results of an op may share memory with its first input."""
+    return node.op is not None and any(r.alias_info is not None for r in node.op._schema.returns)
 
 
 def _lookup(shapes: dict[int, tuple[int, ...]]) -> Callable[[Ref], tuple[int, ...]]:

@@ -18,8 +18,8 @@ from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes
 from meshwright_dtensor.cluster.links import CollectiveKind
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.redistribute import steps_between
-from meshwright_dtensor.propagate.choose import Choice, Chooser, MeshShape, Underivable
-from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist, is_view
+from meshwright_dtensor.propagate.choose import Choice, Chooser, MeshShape, Underivable, is_view
+from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, needs_data
 from meshwright_dtensor.sharding.states import I, States, format_state, forward_kind, is_shard
 from meshwright_dtensor.strategy.cost import Phase

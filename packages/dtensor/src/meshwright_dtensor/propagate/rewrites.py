@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable, conversion_cost
+from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable, conversion_cost, is_view
 from meshwright_dtensor.sharding.states import I, P, State, States, X, forward_kind
 from meshwright_dtensor.trace.graph import Node, Ref
 
@@ -32,7 +32,7 @@ def choose_with_rewrites(
         except Underivable as error:
             failed = error if start is inputs else failed
             continue
-        nbytes = _moved_bytes(chooser, choice, start)
+        nbytes = moved_bytes(chooser, choice, start)
         if start is inputs or nbytes < cost:
             best, cost = choice, nbytes
         if start is inputs and cost < _BYTE:
@@ -82,7 +82,7 @@ def _written(chooser: Chooser) -> set[int]:
     return written
 
 
-def _moved_bytes(chooser: Chooser, choice: Choice, inputs: Mapping[int, States]) -> float:
+def moved_bytes(chooser: Chooser, choice: Choice, inputs: Mapping[int, States]) -> float:
     """Bytes communicated, forward and backward, by all conversions of a choice; each is made once."""
     states: dict[int, States] = dict(inputs)
     whole = (I,) * chooser.context.ndim
@@ -180,8 +180,3 @@ def check_writes(
                     root[ref.i], moved[ref.i] = root[i], is_copy
         current.update({r.i: s for r, s in zip(node.outs, outs, strict=True)})
     return any(moved.get(r.i, False) for r in results if r.i in root)
-
-
-def is_view(node: Node) -> bool:
-    """Whether results of an op may share memory with its first input."""
-    return node.op is not None and any(r.alias_info is not None for r in node.op._schema.returns)

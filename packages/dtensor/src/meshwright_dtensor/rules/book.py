@@ -1,4 +1,4 @@
-"""The rule book: which rows are legal for a node, from first-party rules, plugins and (checked) stock DTensor."""
+"""The rule book: which rows are legal for a node, from first-party rules and plugins, whose rows are checked."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from meshwright_dtensor.rules.composites.embedding import Embedding, EmbeddingBa
 from meshwright_dtensor.rules.composites.linear import Linear
 from meshwright_dtensor.rules.composites.sdpa import ScaledDotProductAttention
 from meshwright_dtensor.rules.lift import Known, extended
-from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Strategy
+from meshwright_dtensor.rules.node import NodeView, RuleEntry, Strategy
 from meshwright_dtensor.rules.ops import factories, indexing, layers, matmul, pointwise, reductions, views
-from meshwright_dtensor.rules.ops.stock import suggested_rows
 from meshwright_dtensor.rules.verify_row import check
 from meshwright_dtensor.trace.graph import Ref
 
@@ -28,9 +27,7 @@ from meshwright_dtensor.trace.graph import Ref
 class RuleBook:
     """Rules, `composites` by torch function, and a cache of the rows of each node."""
 
-    def __init__(
-        self, rules: Mapping[str, RuleEntry], composites: Iterable[Composite] = (), *, use_stock: bool = True
-    ) -> None:
+    def __init__(self, rules: Mapping[str, RuleEntry], composites: Iterable[Composite] = ()) -> None:
         """``rules``: ``"aten.op"`` or ``"aten.op.overload"`` -> rule; rows of source "plugin" are checked."""
         self._rules = dict(rules)
         for op, entry in self._rules.items():
@@ -40,7 +37,6 @@ class RuleBook:
         installed = list(composites)
         self.composites = {function: composite for composite in installed for function in composite.functions}
         self._by_name = {composite.name: composite for composite in installed}
-        self._use_stock = use_stock
         self._memory: dict[Any, tuple[Strategy, ...]] = {}
 
     @classmethod
@@ -100,16 +96,11 @@ class RuleBook:
             tested = node.op.namespace in ("aten", "prims")
             entry = RuleEntry(pointwise.pointwise, "pointwise" if tested else "plugin")
         if entry is None:
-            if not self._use_stock or nodes.needs_data(node):
-                return [nodes.replicate(view)]
-            return self._checked(view, suggested_rows(view), "dtensor")
+            return [nodes.replicate(view)]
         if entry.source == "plugin":
-            return self._checked(view, entry.rule(view), entry.source)
+            first, *others = nodes.finish(view, entry.rule(view), entry.source)
+            return [first, *(row for row in others if check(view, row))]
         return nodes.finish(view, entry.rule(view), entry.source, entry.complete)
-
-    def _checked(self, view: NodeView, rows: Iterable[Row], source: str) -> list[Strategy]:
-        first, *others = nodes.finish(view, rows, source)
-        return [first, *(row for row in others if check(view, row))]
 
 
 def rule_book(context: MeshContext) -> RuleBook:

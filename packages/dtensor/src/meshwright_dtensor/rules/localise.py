@@ -30,10 +30,13 @@ def mean_of_shards(
     return x.mean(dim, keepdim, dtype=dtype) * (held / count)
 
 
-def loss_of_shards(op: Callable[..., Any], count: int, *args: Any, **options: Any) -> torch.Tensor:
-    """This rank's part of a mean loss over ``count`` elements."""
+def loss_of_shards(op: Callable[..., Any], count: int, *args: Any, **options: Any) -> Any:
+    """This rank's part of a mean loss over ``count`` elements, and what the op gives after it."""
     held = args[0].numel()
-    return op(*args, **options) * (held / count) if held else args[0].sum()
+    result = op(*args, **options)
+    loss, *others = result if isinstance(result, tuple) else (result,)
+    # the mean of no elements is nan
+    return [loss * (held / count) if held else args[0].sum(), *others]
 
 
 def localise(

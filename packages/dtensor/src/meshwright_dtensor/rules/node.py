@@ -134,7 +134,7 @@ class Strategy:
     Attributes:
         ins: state of every ``node.ins``.
         outs: state of every ``node.outs``.
-        source: origin of the row: ``"hand"``, ``"einsum"``, ``"view"``, ``"pointwise"``, ``"dtensor"``, ``"plugin"``,
+        source: origin of the row: ``"hand"``, ``"einsum"``, ``"view"``, ``"pointwise"``, ``"plugin"``,
             ``"factory"`` (the outputs carry no gradient to the inputs) or ``"replicate"``.
         complete: replicated outputs have complete gradients although an input is sharded (the composite reduces inside).
     """

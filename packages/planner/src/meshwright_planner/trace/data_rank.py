@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor.propagate.choose import MeshShape
+from meshwright_dtensor.propagate.choose import MeshShape, is_view
 from meshwright_dtensor.propagate.predict import PredictedMove, PredictedRun
-from meshwright_dtensor.propagate.rewrites import is_view
 from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.localise import localise
 from meshwright_dtensor.rules.node import NodeView

@@ -162,7 +162,7 @@ def index_add(view: NodeView) -> Iterator[Row]:
 
 
 def index_fill(view: NodeView) -> Iterator[Row]:
-    """index_fill, index_copy: dims other than the one indexed."""
+    """index_fill, index_copy, index_reduce: dims other than the one indexed."""
     shapes, source = view.in_shapes, view.bound().get("source")
     of_source = source.index if isinstance(source, Slot) else None
     if of_source is not None and len(shapes[of_source]) != len(shapes[0]):
@@ -203,7 +203,7 @@ RULES = node.rules(
     ("scatter scatter_ scatter_reduce scatter_reduce_", scatter),
     ("scatter_add scatter_add_", scatter_add),
     ("index_add index_add_", index_add),
-    ("index_fill index_fill_ index_copy index_copy_", index_fill),
+    ("index_fill index_fill_ index_copy index_copy_ index_reduce index_reduce_", index_fill),
     ("one_hot", one_hot),
     ("bucketize isin", first_only),
     ("take searchsorted", positions),

@@ -79,14 +79,15 @@ def group_norm(view: NodeView) -> Iterator[Row]:
 
 
 def batch_norm(view: NodeView) -> Iterator[Row]:
-    """Batch norm in inference: batch and channels.  In training statistics need the whole batch, and buffers change."""
-    bound = view.bound()
-    running = bound.get("running_mean")
-    if bound.get("training", False) or not isinstance(running, Slot):
+    """Batch norm: channels, if no buffers change; in inference also the batch, since statistics are given."""
+    bound, rest = view.bound(), len(view.node.ins) - 1
+    running = isinstance(bound.get("running_mean"), Slot)
+    if bound.get("training", running is False):
+        if not running:
+            yield (1, *(0,) * rest), (1, *(0,) * (len(view.node.outs) - 1))
         return
     if any(map(node.numel, view.out_shapes[1:])):
         return
-    rest = len(view.node.ins) - 1
     for dim in range(len(view.in_shapes[0])):
         states: tuple[State, ...] = (dim, *((0 if dim == 1 else R,) * rest))
         yield states, (dim, *(R,) * (len(view.node.outs) - 1))
@@ -107,6 +108,17 @@ def pooling(spatial: int, linear: bool = True) -> Rule:
         yield from node.kept_rows(view, range(len(view.in_shapes[0]) - spatial))
         if linear and view.floating(0):
             yield node.linear_row(view, 0)
+
+    return rule
+
+
+def alike(rest: int) -> Rule:
+    """All inputs and outputs together, on a dim that all inputs have, but for the last ``rest`` dims."""
+
+    def rule(view: NodeView) -> Iterator[Row]:
+        for dim in range(len(view.in_shapes[0]) - rest):
+            if len({s[dim : dim + 1] for s in view.in_shapes}) == 1:
+                yield (dim,) * len(view.node.ins), (dim,) * len(view.node.outs)
 
     return rule
 
@@ -152,11 +164,13 @@ def batch_loss(view: NodeView) -> Iterator[Row]:
 
 
 def matrices(view: NodeView) -> Iterator[Row]:
-    """Linear algebra on batches of matrices: the leading dims, which all inputs have; an output without elements has none."""
+    """Linear algebra on batches of matrices: the leading dims, which all inputs but numbers have; an empty output has none."""
     lead, shapes = view.in_shapes[0][:-2], view.in_shapes + view.out_shapes
     for dim in range(len(lead)):
         states = [dim if s[: len(lead)] == lead else R for s in shapes]
-        if all(s == dim or not node.numel(shape) for s, shape in zip(states, shapes, strict=True)):
+        if all(
+            s == dim or not shape or not node.numel(shape) for s, shape in zip(states, shapes, strict=True)
+        ):
             yield tuple(states[: len(view.node.ins)]), tuple(states[len(view.node.ins) :])
 
 
@@ -181,7 +195,7 @@ RULES = node.rules(
     "hand",
     ("mse_loss huber_loss smooth_l1_loss binary_cross_entropy soft_margin_loss", loss),
     ("binary_cross_entropy_with_logits", loss),
-    ("multi_margin_loss", batch_loss),
+    ("multi_margin_loss multilabel_margin_loss_forward", batch_loss),
     ("_cdist_forward _euclidean_dist", distances),
     ("grid_sampler_2d grid_sampler_3d", grid_sampler),
     ("im2col", pooling(3)),
@@ -194,9 +208,19 @@ RULES = node.rules(
     ("_weight_norm_interface", weight_norm),
     ("convolution", convolution),
     ("max_pool2d_with_indices adaptive_max_pool2d", pooling(2, linear=False)),
-    ("avg_pool1d upsample_nearest1d upsample_linear1d", pooling(1)),
-    ("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", pooling(2)),
-    ("avg_pool3d _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d", pooling(3)),
+    ("max_pool3d_with_indices adaptive_max_pool3d", pooling(3, linear=False)),
+    ("fractional_max_pool2d max_unpool2d max_pool2d_with_indices_backward", alike(2)),
+    ("fractional_max_pool3d max_unpool3d", alike(3)),
+    ("avg_pool1d upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d", pooling(1)),
+    (
+        "avg_pool2d _adaptive_avg_pool2d upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d",
+        pooling(2),
+    ),
+    ("upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa", pooling(2)),
+    (
+        "avg_pool3d _adaptive_avg_pool3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
+        pooling(3),
+    ),
 ) | node.rules(
     "hand",
     (
@@ -211,7 +235,7 @@ RULES = node.rules(
         "cholesky linalg_cholesky_ex cholesky_inverse cholesky_solve geqrf linalg_eig _linalg_eigh linalg_eigvals "
         "_linalg_eigvals linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor_ex "
         "linalg_lu_solve lu_unpack linalg_qr _linalg_solve_ex linalg_solve_triangular triangular_solve _linalg_svd ormqr "
-        "linalg_householder_product linalg_matrix_exp _linalg_det _linalg_slogdet",
+        "linalg_householder_product linalg_matrix_exp linalg_pinv _linalg_det _linalg_slogdet",
         matrices,
     ),
     ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", batch_norm),

@@ -64,6 +64,13 @@ def grouped(view: NodeView) -> Iterator[Row]:
     yield (R, P, *rest), (P,)
 
 
+def scaled(view: NodeView) -> Iterator[Row]:
+    """_scaled_mm(x [m, k], y [k, n], scales, bias): the rows, if scales are numbers or of rows and columns."""
+    (rows, _), (_, columns), *others = view.in_shapes
+    if all(shape in ((), (1,), (1, 1), (rows, 1), (1, columns), (columns,)) for shape in others):
+        yield (0, R, *(0 if shape == (rows, 1) else R for shape in others)), (0,)
+
+
 RULES = rules(
     "einsum",
     ("mm", product("mk,kn->mn")),
@@ -75,5 +82,5 @@ RULES = rules(
     ("addr addr_", product("m,n->mn", summand=True)),
     ("addmv", product("mk,k->m", summand=True)),
     ("baddbmm baddbmm_", product("bmk,bkn->bmn", summand=True)),
-) | rules("hand", ("_grouped_mm", grouped))
+) | rules("hand", ("_grouped_mm", grouped), ("_scaled_mm _scaled_mm_v2", scaled))
 """op name -> rule."""

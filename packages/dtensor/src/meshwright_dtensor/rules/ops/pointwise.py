@@ -111,6 +111,7 @@ RULES = node.rules(
     ("masked_fill masked_fill_", masked_fill),
     ("fill fill_ max.other min.other complex polar rsub floor_divide floor_divide_", elementwise),
     ("hardswish hardswish_ log_sigmoid_forward _prelu_kernel", elementwise),
+    ("_conj", pointwise),
     ("zero zero_", zero),
     ("view.dtype", reinterpret),
     ("copy copy_", copy),

@@ -29,7 +29,7 @@ def additive(view: NodeView) -> Iterator[Row]:
 
 
 def counting(view: NodeView) -> Iterator[Row]:
-    """count_nonzero: a sharded reduced dim gives a partial sum."""
+    """count_nonzero, nansum: a sharded reduced dim gives a partial sum."""
     yield from reduction(view)
     ndim = len(view.in_shapes[0])
     yield from (((dim,), (P,)) for dim in node.dims_of(view.bound().get("dim"), ndim) if dim < ndim)
@@ -55,9 +55,25 @@ def histogram(view: NodeView) -> Iterator[Row]:
         yield ins, (P, *(R,) * (len(view.node.outs) - 1))
 
 
+def segments(view: NodeView) -> Iterator[Row]:
+    """segment_reduce(data [n, ...], lengths or offsets): the dims that are not cut into segments."""
+    lengths = view.in_shapes[1] if len(view.in_shapes) > 1 else ()
+    return node.kept_rows(view, range(len(lengths), len(view.in_shapes[0])))
+
+
 def along(view: NodeView) -> Iterator[Row]:
-    """Ops along one dim that keep the shape's rank (softmax, sort, topk, cumprod...): every other dim."""
-    return node.kept_rows(view, node.other_dims(view)[1])
+    """Ops along one dim that keep the shape's rank (softmax, sort, topk, cross...): every other dim, in all inputs."""
+    out = view.out_shapes[0]
+    for dim in node.other_dims(view)[1] if out else ():
+        states = tuple(node.broadcast_state(dim, out, shape) for shape in view.in_shapes)
+        yield states, (dim,) * len(view.node.outs)
+
+
+def transform(view: NodeView) -> Iterator[Row]:
+    """Fourier transforms: the dims that are not transformed; linear."""
+    used = node.dims_of(view.bound()["dim"], len(view.in_shapes[0]))
+    yield from node.kept_rows(view, (dim for dim in range(len(view.in_shapes[0])) if dim not in used))
+    yield node.linear_row(view, 0)
 
 
 def cumulative_sum(view: NodeView) -> Iterator[Row]:
@@ -77,7 +93,7 @@ RULES = node.rules(
     "hand",
     (
         "amax amin any all max min argmax argmin logsumexp var std var_mean std_mean prod norm "
-        "linalg_vector_norm median mode nanmedian aminmax",
+        "linalg_vector_norm median mode nanmedian kthvalue aminmax",
         reduction,
     ),
     ("histc histogram", histogram),
@@ -86,8 +102,11 @@ RULES = node.rules(
 ) | node.rules(
     "hand",
     ("sum mean", additive),
-    ("count_nonzero", counting),
+    ("count_nonzero nansum", counting),
     ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort glu", along),
+    ("linalg_cross _softmax_backward_data _log_softmax_backward_data", along),
+    ("_fft_r2c _fft_c2r _fft_c2c", transform),
+    ("segment_reduce", segments),
     ("cumsum cumsum_", cumulative_sum),
 )
 """op name -> rule."""

@@ -207,7 +207,10 @@ RULES = rules(
     ("diagonal diagonal_copy", diagonal),
     ("diag_embed diagonal_scatter", diagonal_written),
     ("view_as_complex view_as_real", as_complex),
-    ("alias detach lift_fresh lift_fresh_copy lift contiguous alias_copy", leading_dims(0)),
+    (
+        "alias detach lift_fresh lift_fresh_copy lift contiguous alias_copy pixel_shuffle pixel_unshuffle",
+        leading_dims(0),
+    ),
     ("cat concatenate", cat),
     ("stack", stack),
     ("repeat", repeat),
@@ -216,7 +219,7 @@ RULES = rules(
     ("constant_pad_nd", pad),
     ("reflection_pad1d replication_pad1d", leading_dims(1)),
     ("reflection_pad2d replication_pad2d tril triu", leading_dims(2)),
-    ("reflection_pad3d replication_pad3d pixel_shuffle pixel_unshuffle", leading_dims(3)),
+    ("reflection_pad3d replication_pad3d", leading_dims(3)),
     ("slice_scatter select_scatter", scattered),
 )
 """op name -> rule."""
