@@ -76,6 +76,12 @@ def pre_hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
     return module._forward_pre_hooks
 
 
+def weight_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The forward pre-hooks of torch.nn.utils, which compute a weight: spectral_norm, weight_norm, pruning."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
+
+
 @contextlib.contextmanager
 def forward_hooks(module: nn.Module, hooks: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
     """Inside, a module has exactly these forward hooks."""

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.model.batch_size import BatchSize
-from meshwright_pipeline._torch import pytree, remove_hooks
+from meshwright_pipeline._torch import pytree, remove_hooks, weight_hooks
 from meshwright_pipeline.analysis.loss_preview import ROWS, shrink_batch, skeleton_with_values, token_counts
 from meshwright_pipeline.analysis.module_state import LARGE, State, TensorValues, changed_places, module_state
 from meshwright_pipeline.analysis.stub_weights import HALVED, StubMode, stub_tensor, with_stubs
@@ -231,7 +231,7 @@ class _Trial:
     def _unit(self, key: Key, entire: Call, halves: Sequence[Call], used: Labels) -> CannotSplit | None:
         """The reason that is found for a unit call."""
         unit = self.clean.get_submodule(key[0])
-        if type(unit) in _BATCH_INDEPENDENT:
+        if type(unit) in _BATCH_INDEPENDENT and not weight_hooks(unit):
             return None
         try:
             stub, generator = copy.deepcopy(unit), torch.Generator().manual_seed(1)
@@ -276,6 +276,8 @@ def _unit_mixing(
 
 def _called(unit: nn.Module, call: Call) -> Any:
     args, kwargs = _copied(call)
+    for hook in weight_hooks(unit):
+        hook(unit, args)
     return unit.forward(*args, **kwargs)
 
 

@@ -40,6 +40,11 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
                 casts = tensor.dtype == torch.float32 and (trained or id(tensor) in cast)
                 meta = torch.empty_like(tensor, dtype=dtype if casts else tensor.dtype, device="meta")
                 memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if trained else meta
+    for _, _, tensor in _attributes(model):
+        # computed from parameters by a hook before each forward, as torch.nn.utils.weight_norm does
+        if not tensor.is_leaf:
+            keep.append(tensor)
+            memo[id(tensor)] = tensor.detach()
     copied = copy.deepcopy(model, memo)
     if dtype != torch.float32:
         # outside of units
