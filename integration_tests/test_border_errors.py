@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import meshwright as mw
@@ -236,6 +237,38 @@ def selective(rank: int, size: int, name: str) -> None:
 @pytest.mark.parametrize("name", list(PLANS))
 def test_selective_checkpointing_of_torch_trains(rank_pool: RankPool, name: str) -> None:
     rank_pool.run(2, selective, name)
+
+
+NORMS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "weight_norm": weight_norm,
+    "parametrized": parametrizations.weight_norm,
+    "spectral_norm": spectral_norm,
+}
+
+
+def normed(norm: str) -> nn.Module:
+    model = small()
+    NORMS[norm](model.b)
+    return model
+
+
+def norms(rank: int, size: int, name: str) -> list[str]:
+    """Errors of weights that hooks and parametrizations compute before each forward."""
+    rules = {"a.weight": "S(0)", "a.bias": "S(0)"}
+    return [
+        told(functools.partial(same_losses, functools.partial(normed, norm), name, rules=rules))
+        for norm in NORMS
+    ]
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_normed_weights_train(rank_pool: RankPool, name: str) -> None:
+    for *plain, spectral in rank_pool.run(2, norms, name):
+        assert plain == ["nothing", "nothing"]
+        # a power iteration for each microbatch
+        written = "PlanError: plan field pipeline.microbatches is 2: module 'b' writes to its 'weight'"
+        assert spectral.startswith(written) if name == "pp" else spectral == "nothing"
 
 
 class Lora(nn.Module):
