@@ -155,9 +155,9 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
     outcome = model.results_on_meta.get(key)
     if outcome is None:
         try:
-            made: list[Any] = []
+            metas = {id(x): _on_meta(x) for x in operands}
             with torch.set_grad_enabled(torch.is_grad_enabled() and not here), _Draws() as draws:
-                result = func(*_map(_keeping(made), args), **_map(_keeping(made), kwargs))
+                result = _on_metas(func, args, kwargs, metas)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             # it reads values, or is wrong: every rank sees it
             return _exchanged(func, args, kwargs, operands)
@@ -165,7 +165,8 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
             return _exchanged(func, args, kwargs, operands)
         check_strided(func, *pytree.tree_leaves(result))
         # an operand itself is an operand itself on every rank
-        outcome = (next((i for i, x in enumerate(made) if x is result), result), draws.any)
+        same = (i for i, x in enumerate(operands) if metas[id(x)] is result)
+        outcome = (next(same, result), draws.any)
         if key is not None:
             model.results_on_meta[key] = outcome
     if type(outcome[0]) is int:
@@ -222,24 +223,13 @@ def _on_meta(x: Any) -> Any:
         return x._value
     if not isinstance(x, Tensor) or x.is_meta or _is_number(x):
         return x
-    meta = stage_tensor.meta_like(x)
-    return (
-        meta.requires_grad_(x.requires_grad)
-        if isinstance(x, stage_tensor.StageValue) and not x.here
-        else meta
-    )
+    return stage_tensor.meta_like(x)
 
 
-def _keeping(made: list[Any]) -> Callable[[Any], Any]:
-    """`_on_meta`, which appends the tensors in place of values of stages to `made`."""
-
-    def on_meta(x: Any) -> Any:
-        meta = _on_meta(x)
-        if isinstance(x, stage_tensor.StageValue):
-            made.append(meta)
-        return meta
-
-    return on_meta
+def _on_metas(func: Function, args: Args, kwargs: Kwargs, metas: dict[int, Tensor]) -> Any:
+    """``func`` on meta tensors; `metas`: those in place of values of stages, by their ids."""
+    args, kwargs = _map(lambda x: metas[id(x)] if id(x) in metas else _on_meta(x), (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _draw(func: Function, args: Args, kwargs: Kwargs) -> None:
@@ -315,17 +305,16 @@ def _write(
         )
     if others:
         args, kwargs, _ = _substituted(args, kwargs, others)
-    model = written[0].whole_model
-    result, draws = (None, False) if name in PYTHON_WRITES else _rehearsed(model, func, args, kwargs)
+    result, draws = (None, False) if name in PYTHON_WRITES else _rehearsed(func, args, kwargs, operands)
     if result is NotImplemented:
         return result
-    if model.rank in needed:
+    if written[0].whole_model.rank in needed:
         _on_values(func, args, kwargs)
     else:
         if torch.is_grad_enabled() and name not in PYTHON_WRITES:
             # what autograd records of it
             with _meta_alone():
-                func(*_map(_on_meta, args), **_map(_on_meta, kwargs))
+                _on_metas(func, args, kwargs, {})
         if draws:
             _draw(func, args, kwargs)
     # items, attributes and lists are set without a result
@@ -333,36 +322,26 @@ def _write(
     return None if name.startswith(("_f", "__set")) else out
 
 
-def _rehearsed(model: Any, func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, bool]:
+def _rehearsed(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> tuple[Any, bool]:
     """What a write gives on new meta tensors, on every rank, so that all raise alike; and whether it draws random numbers.
 
     Raises UnsupportedError: it changes a shape in place. Raises the errors of one device.
     """
-    key = _form(func, args, kwargs)
-    outcome: tuple[Any, bool] | None = model.results_on_meta.get(key)
-    if outcome is not None:
-        return outcome
+    results, key = operands[0].whole_model.results_on_meta, _form(func, args, kwargs)
+    if key in results:
+        return results[key]  # type: ignore[no-any-return]
     result: Any = None
-    tensors: list[Tensor] = []
-    before: list[Any] = []
-
-    def new_meta(x: Any) -> Any:
-        if not isinstance(x, stage_tensor.StageValue):
-            return _on_meta(x)
-        tensors.append(stage_tensor.meta_like(x))  # type: ignore[arg-type]
-        before.append((tensors[-1].shape, tensors[-1].stride()))
-        return tensors[-1]
-
+    metas = {id(x): stage_tensor.meta_like(x) for x in operands}  # type: ignore[arg-type]
+    forms = [(x.size(), x.stride()) for x in metas.values()]
     with torch.no_grad(), _Draws() as draws, _meta_alone():
-        result = func(*_map(new_meta, args), **_map(new_meta, kwargs))
-    if [(x.shape, x.stride()) for x in tensors] != before:
+        result = _on_metas(func, args, kwargs, metas)
+    if [(x.size(), x.stride()) for x in metas.values()] != forms:
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} would change the shape of a value of a pipeline stage in place; use the form "
             "that gives a new tensor"
         )
     outcome = (NotImplemented if result is NotImplemented else None, draws.any)
-    if key is not None:
-        model.results_on_meta[key] = outcome
+    results |= {} if key is None else {key: outcome}
     return outcome
 
 

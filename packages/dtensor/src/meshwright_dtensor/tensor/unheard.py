@@ -20,6 +20,15 @@ def _written_by(part: Any, take: Any) -> property:
     return property(part.__get__, write)
 
 
+def _refused(why: str) -> Any:
+    """A method that raises UnsupportedError."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(why)
+
+    return refuse
+
+
 class Unheard:
     """Base of tensor classes over a mesh: methods that would otherwise tell of the memory of this rank."""
 
@@ -39,23 +48,14 @@ class Unheard:
         """What ``load_state_dict`` puts in the place of this tensor, if it swaps tensors: a detached one."""
         return other.detach() if assign else self.copy_(other).detach()  # type: ignore[attr-defined]
 
-    def set_(self, *_: Any, **__: Any) -> Any:
-        """Refused: the memory would be that of one rank. Raises UnsupportedError."""
-        raise UnsupportedError(
-            "set_ gives a tensor other memory, and a tensor over a mesh has its part of a value in memory of its own; write the "
-            "new value with x.copy_(value)"
-        )
-
-    def storage_offset(self) -> NoReturn:
-        """Refused: it is a place in the memory of this rank. Raises UnsupportedError."""
-        raise UnsupportedError(
-            "storage_offset asks for a place in the storage of a global tensor, a parameter or a gradient, which holds this "
-            "rank's part only; use x.to_local() for the part or x.full_tensor() for the whole value"
-        )
-
-    def as_subclass(self, cls: Any) -> NoReturn:
-        """Refused: another class would take this rank's part for the whole. Raises UnsupportedError."""
-        raise UnsupportedError(
-            f"as_subclass({cls.__name__}) of a tensor over a mesh: another class would take this rank's part for the whole; use "
-            "x.full_tensor(), the whole value"
-        )
+    set_ = _refused(
+        "set_ gives a tensor other memory, and a tensor over a mesh has its part of a value in memory of its own; write the new "
+        "value with x.copy_(value)"
+    )
+    storage_offset = _refused(
+        "storage_offset asks for a place in the storage of a global tensor, a parameter or a gradient, which holds this rank's "
+        "part only; use x.to_local() for the part or x.full_tensor() for the whole value"
+    )
+    as_subclass = _refused(
+        "as_subclass of a tensor over a mesh: another class would take this rank's part for the whole; use x.full_tensor()"
+    )
