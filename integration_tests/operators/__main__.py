@@ -1,4 +1,4 @@
-"""python -m integration_tests.operators [--only NAME] [--mesh 2] [--mesh 2x2] [--write PATH]."""
+"""python -m integration_tests.operators [--only NAME] [--mesh 2] [--mesh 2x2] [--device cuda] [--part 1/4] [--write PATH]."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ MESHES = {"2": ((2,), 2), "2x2": ((2, 2), 1)}
 """Name of a mesh -> its sizes, and samples of each operator on it."""
 
 
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError
+    return part, parts
+
+
 def main() -> int:
     """Exit code 0 when every case is equal to one device or refused."""
     parser = argparse.ArgumentParser(prog="python -m integration_tests.operators", description=__doc__)
@@ -31,6 +38,12 @@ def main() -> int:
         "--only", action="append", default=[], help="operators whose name contains this; repeatable"
     )
     parser.add_argument("--mesh", action="append", default=[], choices=list(MESHES), help="repeatable")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the ranks share one GPU"
+    )
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), help="K/N: the K-th of N parts, to run side by side"
+    )
     parser.add_argument("--samples", type=int, help="samples of each operator")
     parser.add_argument(
         "--write", type=Path, help="where the page goes; by default docs/operators.md, if all is run"
@@ -42,6 +55,8 @@ def main() -> int:
     console, start = Console(), time.monotonic()
     meshes = arguments.mesh or list(MESHES)
     names = [n for n in by_name() if not arguments.only or any(part in n for part in arguments.only)]
+    part, parts = arguments.part
+    names = names[part - 1 :: parts]
     outcomes: dict[str, list[Outcome]] = {}
     for mesh in meshes:
         sizes, count = MESHES[mesh]
@@ -49,7 +64,9 @@ def main() -> int:
         outcomes[mesh] = [o for name in names for o in stored.get(name, [])]
         todo = [name for name in names if name not in stored]
         done = 0
-        for chunk, of_chunk in sweep(todo, sizes, arguments.samples or count) if todo else ():
+        for chunk, of_chunk in (
+            sweep(todo, sizes, arguments.samples or count, arguments.device) if todo else ()
+        ):
             outcomes[mesh] += of_chunk
             done += len(chunk)
             if arguments.store:
@@ -73,7 +90,13 @@ def main() -> int:
         console.print(f"{mesh}: {dict(tally(outcomes[mesh]))}", highlight=False)
     console.print(f"{time.monotonic() - start:.0f} s")
     path = arguments.write
-    if path is None and not arguments.only and meshes == list(MESHES):
+    if (
+        path is None
+        and not arguments.only
+        and meshes == list(MESHES)
+        and arguments.device == "cpu"
+        and parts == 1
+    ):
         path = Path(__file__).parents[2] / "docs" / "operators.md"
     if path is not None:
         path.write_text(page(names, outcomes))

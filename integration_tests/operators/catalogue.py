@@ -77,21 +77,22 @@ def by_name() -> dict[str, Any]:
     return {name_of(op): op for op in operators()}
 
 
-def dtype_of(op: Any) -> torch.dtype | None:
+def dtype_of(op: Any, device: str = "cpu") -> torch.dtype | None:
     """The first dtype of `DTYPES`, or any other, that the operator supports; None for none."""
-    supported = op.supported_dtypes("cpu")
+    supported = op.supported_dtypes(device)
     return next((dtype for dtype in DTYPES if dtype in supported), next(iter(supported), None))
 
 
-def samples(op: Any, count: int) -> list[Sample]:
+def samples(op: Any, count: int, device: str = "cpu") -> list[Sample]:
     """At most `count` samples, the same on every rank: the first of each kind of arguments before the second of any."""
-    dtype = dtype_of(op)
-    assert dtype is not None
+    dtype = dtype_of(op, device)
+    if dtype is None:
+        return []
     trains = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     random.seed(SEED)
     torch.manual_seed(SEED)
     listed: list[tuple[Any, Sample]] = []
-    for given in op.sample_inputs("cpu", dtype, requires_grad=trains):
+    for given in op.sample_inputs(device, dtype, requires_grad=trains):
         sample = _sample(given)
         if sample is not None and sum(t.numel() for t in sample.tensors) <= MAX_ELEMENTS:
             listed.append((_kind(sample), sample))

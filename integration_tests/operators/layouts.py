@@ -114,6 +114,9 @@ def in_memory(value: Tensor, memory: str) -> Tensor:
 
 def on_mesh(leaf: Tensor, mesh: DeviceMesh, states: States, layouts: Layouts) -> Any:
     """`leaf`, a global value, as a tensor of the mesh. The gradient of an activation arrives at `leaf`."""
+    if leaf.device.type != mesh.device_type:
+        # some operators take indices on the CPU, wherever the rest is
+        return in_memory(leaf, layouts.memory)
     if layouts.kind == "activation":
         if states == PLAIN:
             return in_memory(leaf, layouts.memory)

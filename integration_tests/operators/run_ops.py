@@ -84,13 +84,14 @@ def run_ops(
     count: int,
     progress: str,
     skipped: frozenset[str],
+    device: str,
 ) -> list[Outcome]:
     """Every case of the operators `names`, with `count` samples of each, on a mesh of `sizes`.
 
     The name of the case that runs is in the file `progress`; cases in `skipped` are left out.
     """
     warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("a", "b")[: len(sizes)])
     group = dist.new_group(list(range(size)))
     outcomes = []
 
@@ -106,7 +107,7 @@ def run_ops(
 
     for name in names:
         op, first = by_name()[name], len(outcomes)
-        chosen = samples(op, count + MORE)
+        chosen = samples(op, count + MORE, device)
         for case in cases(op, chosen[:count], sizes):
             run(name, op, chosen[case.sample], case)
         for place, sample in enumerate(chosen[count:], count):
@@ -180,6 +181,21 @@ class _Attempt:
         return Values(results, str(spec), gradients, self.same, self.generator)
 
 
+def _generators() -> Tensor:
+    """The states of torch's generators."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states)
+
+
+def _restore(states: Tensor) -> None:
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(states[:size])
+    if torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states[size:])
+
+
 def _whole(x: Any) -> Any:
     if isinstance(x, Tensor):
         return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach()
@@ -203,7 +219,7 @@ def _attempt(
         made.first_event = len(log.events) if log else 0
         made.results, made.same = _call(op, case.variant, args, kwargs)
         made.last_event = len(log.events) if log else 0
-        made.generator = torch.get_rng_state()
+        made.generator = _generators()
         if trains and any(leaf.requires_grad for leaf in leaves):
             loss = _loss(sample.process(made.results))
             if loss is not None:
@@ -227,9 +243,9 @@ def _call(op: Any, variant: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         result = op.inplace_variant(first, *args[1:], **kwargs)
         return (result, first), result is first
     with torch.no_grad():
-        state = torch.get_rng_state()
+        state = _generators()
         expected = op.op(*args, **kwargs)
-        torch.set_rng_state(state)
+        _restore(state)
         out = pytree.tree_map(torch.zeros_like, expected)
         result = op.op(*args, **kwargs, out=out)
         # some functions return nothing
@@ -244,7 +260,9 @@ def _loss(results: Any) -> Any:
         if not isinstance(x, Tensor) or not x.requires_grad:
             continue
         generator = torch.Generator().manual_seed(place)
-        weights = torch.rand(tuple(x.shape), dtype=torch.float64, generator=generator).to(x.dtype) + 0.5
+        weights = (
+            torch.rand(tuple(x.shape), dtype=torch.float64, generator=generator).to(x.device, x.dtype) + 0.5
+        )
         term = (x * weights).sum()
         term = torch.real(term) if term.is_complex() else term
         total = term if total is None else total + term

@@ -18,9 +18,12 @@ RENEWED = 12
 
 
 def sweep(
-    names: Sequence[str], sizes: tuple[int, ...], count: int
+    names: Sequence[str], sizes: tuple[int, ...], count: int, device: str = "cpu"
 ) -> Iterator[tuple[list[str], list[Outcome]]]:
-    """Names of a chunk and its outcomes, chunk by chunk, on a mesh of `sizes`, with `count` samples of each operator."""
+    """Names of a chunk and its outcomes, chunk by chunk, on a mesh of `sizes`, with `count` samples of each operator.
+
+    On `device` "cuda" the collectives are gloo's, so that all ranks can share one GPU.
+    """
     world = 1
     for n in sizes:
         world *= n
@@ -33,24 +36,31 @@ def sweep(
                     pool.close()
                     pool = RankPool(world)
                 chunk = list(names[start : start + CHUNK])
-                yield chunk, _chunk(pool, world, chunk, sizes, count, progress)
+                yield chunk, _chunk(pool, world, chunk, sizes, count, progress, device)
         finally:
             pool.close()
 
 
 def _chunk(
-    pool: RankPool, world: int, names: list[str], sizes: tuple[int, ...], count: int, progress: str
+    pool: RankPool,
+    world: int,
+    names: list[str],
+    sizes: tuple[int, ...],
+    count: int,
+    progress: str,
+    device: str,
 ) -> list[Outcome]:
     faults: list[Outcome] = []
     while True:
         skipped = frozenset(f"{fault.op} {fault.case}" for fault in faults)
         try:
-            ranks = pool.run(world, run_ops, sizes, names, count, progress, skipped, timeout=TIMEOUT)
+            ranks = pool.run(world, run_ops, sizes, names, count, progress, skipped, device, timeout=TIMEOUT)
             return faults + [worst(outcomes) for outcomes in zip(*ranks, strict=True)]
         except RankError as error:
             if len(names) > 1:
                 # one by one: the chunk may only have been slow
-                return [o for name in names for o in _chunk(pool, world, [name], sizes, count, progress)]
+                parts = (_chunk(pool, world, [name], sizes, count, progress, device) for name in names)
+                return [outcome for part in parts for outcome in part]
             label = Path(progress).read_text()
             kind = "hang" if "did not finish" in str(error) else "crash"
             case = label.removeprefix(f"{names[0]} ")

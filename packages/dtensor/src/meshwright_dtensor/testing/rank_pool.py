@@ -57,15 +57,23 @@ class _Rank:
 
 
 class RankPool:
-    """Processes that act as the ranks of a gloo world on this machine; the rendezvous is a file, so no port is used.
+    """Processes that act as the ranks of a world on this machine; the rendezvous is a file, so no port is used.
 
     Use it as a context manager, or call `close`. Not thread-safe: one `run` at a time.
     """
 
-    def __init__(self, max_ranks: int = MAX_RANKS, grace: float = 10.0, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        max_ranks: int = MAX_RANKS,
+        grace: float = 10.0,
+        preload: Sequence[str] = (),
+        backend: str = "gloo",
+    ) -> None:
         """`max_ranks`: the largest world allowed. `grace`: seconds for the other ranks to end once one has failed.
         `preload`: modules that the fork server imports; only the first pool of a process that forks decides.
+        `backend`: of torch.distributed, such as "cpu:gloo,cuda:nccl". NCCL's ranks may be more than the GPUs.
         """
+        self.backend = backend
         self._max_ranks = max_ranks
         self._grace = grace
         self._ranks: list[_Rank] = []
@@ -150,7 +158,7 @@ class RankPool:
             pipe, worker_pipe = context.Pipe()
             process = context.Process(
                 target=run_worker,
-                args=(index, worker_pipe, str(self._folder), dict(os.environ)),
+                args=(index, worker_pipe, str(self._folder), dict(os.environ), self.backend),
                 name=f"rank-{index}",
                 daemon=True,
             )

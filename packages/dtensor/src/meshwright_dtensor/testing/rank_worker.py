@@ -43,11 +43,14 @@ class Outcome:
     joined: bool = True
 
 
-def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, str]) -> None:
+def run_worker(
+    rank: int, pipe: Connection, folder: str, environment: dict[str, str], backend: str = "gloo"
+) -> None:
     """Serve jobs (sys.path, module and file of the function, world size, rendezvous file, payload) until end of file."""
     # a fork has that of its server
     os.environ.clear()
     os.environ.update(environment)
+    _choose_device(rank, backend)
     # the parent handles Ctrl-C and closes the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(Path(folder) / f"stack-{os.getpid()}", "w") as stacks:
@@ -68,7 +71,7 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
                     frozen = True
                 if rendezvous != current:
                     current = rendezvous
-                    _join(rank, world_size, rendezvous)
+                    _join(rank, world_size, rendezvous, backend)
                 else:
                     # those of the function before, from which every rank has returned
                     destroy_groups(live_process_groups())
@@ -108,11 +111,23 @@ def _freeze_imports(name: str, file: str | None) -> None:
     gc.freeze()
 
 
-def _join(rank: int, world_size: int, rendezvous: str) -> None:
+def _choose_device(rank: int, backend: str) -> None:
+    """Divide the GPUs of this machine among the ranks, several ranks on one where there are more ranks."""
+    if not torch.cuda.is_available():
+        return
+    os.environ["LOCAL_RANK"] = str(rank % torch.cuda.device_count())
+    if "nccl" in backend:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        if rank >= torch.cuda.device_count():
+            # NCCL refuses two ranks of one host on one GPU; ranks of two hosts talk over sockets
+            os.environ["NCCL_HOSTID"] = f"host-{rank}"
+
+
+def _join(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
     _leave()
     # the pool has its own timeout
     store, timeout = FileStore(rendezvous, world_size), timedelta(hours=1)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # no rank starts before all have joined, so that a failed world can be tried again
     dist.barrier()
 
