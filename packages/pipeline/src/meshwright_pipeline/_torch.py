@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakIdKeyDictionary as _WeakIdKeyDictionary
 
+from meshwright_dtensor._torch.core import default_generator
+
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 WeakTensorKeys = _WeakIdKeyDictionary
@@ -49,9 +51,11 @@ def draws(op: Any, args: Any, kwargs: Any) -> bool:
 
 def uses_other_generator(kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation with these arguments draws from another generator than the default one."""
-    default: Any = torch.default_generator
     given = kwargs.get("generator")
-    return given is not None and bool(given._cdata != default._cdata)
+    if given is None:
+        return False
+    default: Any = default_generator(given.device)
+    return bool(given._cdata != default._cdata)
 
 
 def normalises_by_batch(module: nn.Module) -> bool:

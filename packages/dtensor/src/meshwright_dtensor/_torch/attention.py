@@ -11,6 +11,9 @@ aten = torch.ops.aten
 
 _CPU = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CUDA = (torch.bfloat16, torch.float16)
+MATH, FLASH, EFFICIENT = 0, 1, 2
+"""torch's kernels of attention, by its numbers."""
+
 # the widest head of the flash kernels; a multiple of 8
 _CUDA_FEATURES = 256
 
@@ -50,3 +53,32 @@ def backward(
             gradient, q, k, v, out, lse, none, none, q.shape[-2], k.shape[-2], 0.0, causal, seed, unused, scale=scale
         )  # fmt: skip
     return grads[0], grads[1], grads[2]
+
+
+def chosen(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None
+) -> int:
+    """The number of the kernel that ``scaled_dot_product_attention`` runs with these arguments."""
+    grouped = q.dim() > 2 and k.shape[-3] != q.shape[-3]
+    number: int = torch._fused_sdp_choice(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
+    return number
+
+
+def efficient_kept(full: Tensor, p: float) -> Tensor:
+    """Which weights the memory-efficient kernel keeps; the generator advances as by the kernel."""
+    generator = torch.cuda.default_generators[full.device.index]
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    drawn = torch.empty(full.shape, dtype=torch.float32, device=full.device)
+    # the operation takes signed numbers of 64 bits
+    seed = seed - (1 << 64) if seed >= 1 << 63 else seed
+    aten._fill_mem_eff_dropout_mask_(drawn, p, seed, offset)
+    generator.set_offset(offset + -(-full.numel() // 4) * 4)
+    return drawn > p
+
+
+def flash_kept(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, scale: float | None) -> Tensor:
+    """Which weights the flash kernel keeps: it shows the others as negative, for tests of its own."""
+    # torch pads the features to a multiple of 8
+    q, k, v = (torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
+    shown = aten._scaled_dot_product_flash_attention(q, k, v, p, causal, True, scale=scale)[8]
+    return shown[..., : q.shape[-2], : k.shape[-2]] >= 0

@@ -35,6 +35,16 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operations on a device draw from."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
 def hash_store() -> Any:
     """A rendezvous inside this process, for a world of one."""
     return dist.HashStore()  # type: ignore[attr-defined]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,28 +31,45 @@ def init(device: str | None = None) -> torch.device:
     Returns:
         The device of this rank.
 
-    Raises UsageError: the device type is not available here.
+    Raises UsageError: the device type is not available here, or has fewer devices than ranks were started.
     """
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    here = torch.cuda.is_available()
+    # a world that was made for the CPU stays there
+    of_cpu = dist.is_initialized() and backend_of(None, "cuda") is None
+    kind = device or ("cuda" if here and not of_cpu else "cpu")
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"device {device!r} is not known; use 'cpu' or 'cuda'")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not here:
         raise UsageError(
             "device='cuda' is requested, but torch.cuda.is_available() is False here; use device='cpu'"
         )
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise UsageError(
+            f"this is rank {index} of its host (LOCAL_RANK), which has {count_of(torch.cuda.device_count(), 'cuda device')}; "
+            f"start one rank a device (torchrun --nproc-per-node {torch.cuda.device_count()}), or use device='cpu'"
+        )
     settle_at_exit()
     if not dist.is_initialized():
-        backend = "nccl" if kind == "cuda" else "gloo"
+        # small messages between ranks need no accelerator, and do not wait for one
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "cpu:gloo" if here else "gloo"
+        if kind == "cuda":
+            atexit.register(_end_groups)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
             report_last_to_torchrun()
         else:
             dist.init_process_group(backend, store=core.hash_store(), rank=0, world_size=1)
     if kind == "cuda":
-        index = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def _end_groups() -> None:
+    """NCCL warns of groups that are left at exit. After an error, other ranks may be gone, and ending them could wait for ever."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
@@ -76,10 +95,35 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     return mesh.get_group(axes[0]) if len(axes) == 1 else core.flattened_group(mesh, tuple(axes))
 
 
-def extremes(
-    values: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
-) -> list[tuple[int, int]]:
+def backend_of(group: dist.ProcessGroup | None, device: str) -> str | None:
+    """The backend that moves tensors of a type of device between the ranks of a group, None for all ranks; None for none."""
+    config: str = dist.get_backend_config(group)
+    named = dict(part.split(":") for part in config.split(","))
+    return named.get(device)
+
+
+def message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where small messages between the ranks of a group are: the CPU, if its backends move tensors of the CPU.
+
+    A message on an accelerator waits for all that was launched there before.
+    """
+    if backend_of(group, "cpu") is not None:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_sends(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+    """Raises UsageError if the ranks of a group cannot send each other tensors of this device, as `what` does."""
+    if device.type != "cpu" and backend_of(group, device.type) == "gloo":
+        raise UsageError(
+            f"{what} sends tensors from rank to rank, and gloo does so for the CPU only, not for {device.type}; let mw.init() make "
+            "the process group, or init_process_group('cpu:gloo,cuda:nccl'), or plan without it"
+        )
+
+
+def extremes(values: Sequence[int], group: dist.ProcessGroup | None) -> list[tuple[int, int]]:
     """Least and largest of each value over the ranks of a group, None for all ranks (a collective call)."""
+    device = message_device(group)
     both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     largest, negated = both.view(2, -1).tolist()

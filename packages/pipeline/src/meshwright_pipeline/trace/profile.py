@@ -59,23 +59,30 @@ class Draw:
         return self.key, self.place
 
     def run(
-        self, numel: int | None = None, fill: FillOp | None = None, like: torch.Tensor | None = None
+        self,
+        device: torch.device,
+        numel: int | None = None,
+        fill: FillOp | None = None,
+        like: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw from the default generator. `numel`: this many elements, to advance the generator only; None for the whole tensor.
+        """Draw from the default generator of `device`.
+
+        `numel`: this many elements, to advance the generator only; None for the whole tensor.
 
         `fill`: the operation with its present arguments, when they may differ from the recorded ones (a dropout whose probability
         has changed). `like`: rows of the tensor, whose memory order the numbers have.
         """
         op, rest, kwargs = fill or (self.op, self.rest, self.kwargs)
         if numel is not None:
-            target = torch.empty(numel, dtype=self.dtype)
+            target = torch.empty(numel, dtype=self.dtype, device=device)
         else:
             # zeros that stood for values when the model was profiled had no memory order
             same = like is not None and like.dim() == len(self.shape)
             strides = (
                 dense_strides(self.shape, dim_order_of(like)) if like is not None and same else self.stride
             )
-            target = torch.empty_strided(self.shape, strides, dtype=self.dtype)
+            dtype = self.dtype if like is None else like.dtype
+            target = torch.empty_strided(self.shape, strides, dtype=dtype, device=device)
         with torch.no_grad():
             op(target, *rest, **dict(kwargs))
         return target

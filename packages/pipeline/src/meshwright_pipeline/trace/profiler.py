@@ -20,6 +20,7 @@ from meshwright_pipeline import _torch, pytrees
 from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys, hooks_of
 from meshwright_pipeline.pytrees import expanded_zeros, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace import side_outputs
+from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
@@ -123,7 +124,12 @@ class Profiler:
         """
         device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+        with (
+            torch.random.fork_rng(devices),
+            torch.no_grad(),
+            explicit_draws(device),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             try:
                 return self._run((args, kwargs), device, tracer)

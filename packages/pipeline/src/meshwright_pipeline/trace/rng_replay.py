@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import is_fake
+from meshwright_dtensor._torch.core import default_generator, is_fake
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.random import without_pieces
 from meshwright_pipeline._torch import TorchDispatchMode, draws, op_name, uses_other_generator
 from meshwright_pipeline.pytrees import tensors_of
+from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.profile import BETWEEN, Draw, FillOp, Key
 
+_CPU = torch.device("cpu")
 _MARKS = 0x6D657368 << 31
 """Seeds from here on are markers."""
 
@@ -104,10 +106,17 @@ class RngReplay:
     """Replays random numbers in steps of `count` microbatches whose batches have one signature.
 
     `recorded`: the random operations on the whole batch, in order. `rows`: of the batch, and of all microbatches together, of
-    which the last may be padded.
+    which the last may be padded. `device`: of the model.
     """
 
-    def __init__(self, recorded: Sequence[Draw], count: int, rows: tuple[int, int] = (1, 1)) -> None:
+    def __init__(
+        self,
+        recorded: Sequence[Draw],
+        count: int,
+        rows: tuple[int, int] = (1, 1),
+        device: torch.device = _CPU,
+    ) -> None:
+        self.device, self.generator = device, default_generator(device)
         self.draws, self.count, self.rows = tuple(recorded), count, rows
         self._by_name = {draw.name: draw for draw in self.draws}
         self._expected = Counter(draw.key for draw in self.draws)
@@ -127,20 +136,20 @@ class RngReplay:
             drawn: of a step whose backwards run. None for a new step: everything is drawn once, and the states before the
                 operations of `units` and between units are stored.
         """
-        after = torch.get_rng_state()
+        after = self.generator.get_state()
         self._drawn = StepDraws() if drawn is None else drawn
         if drawn is None:
             for draw in self.draws:
                 if draw.key == BETWEEN or draw.key[0] in units:
-                    self._drawn.states[draw.name] = torch.get_rng_state()
-                draw.run(1 if self._is_short(draw) else None)
-            after = torch.get_rng_state()
+                    self._drawn.states[draw.name] = self.generator.get_state()
+                draw.run(self.device, 1 if self._is_short(draw) else None)
+            after = self.generator.get_state()
         try:
-            with ReplayMode(self), without_pieces():
+            with ReplayMode(self), explicit_draws(self.device), without_pieces():
                 yield self._drawn
         finally:
             self.forward(None)
-            torch.set_rng_state(after)
+            self.generator.set_state(after)
 
     def forward(self, microbatch: int | None, stage: int = 0) -> None:
         """Begin the forward of a microbatch; None when it has ended."""
@@ -159,7 +168,7 @@ class RngReplay:
         if self._place not in numbers:
             numbers[self._place] = len(marks)
             marks.append(self._place)
-        torch.default_generator.manual_seed(_MARKS + numbers[self._place])
+        self.generator.manual_seed(_MARKS + numbers[self._place])
 
     def _next(self) -> tuple[int, tuple[Key, int]] | None:
         """(microbatch, name) of the next random operation; None if it is unknown."""
@@ -170,7 +179,7 @@ class RngReplay:
             microbatch, stage, place = self._place
             self._drawn.order[microbatch, stage].append(name)
         else:
-            number = torch.default_generator.initial_seed() - _MARKS
+            number = self.generator.initial_seed() - _MARKS
             if not 0 <= number < len(self._drawn.marks):
                 return None
             microbatch, stage, place = self._drawn.marks[number]
@@ -200,9 +209,10 @@ class RngReplay:
                 f"the random operation {op_name(op)} of {where!r} did not run when the model was profiled. A pipeline needs the "
                 "same random operations for every batch of the same shapes"
             )
-        torch.set_rng_state(state)
+        self.generator.set_state(state)
         same = fill is not None and fill[0] is draw.op
-        full, shape = draw.run(None, fill if same else None, like), tuple(like.shape)
+        full = draw.run(self.device, None, fill if same else None, like)
+        shape = tuple(like.shape)
         for dim, size in enumerate(shape if len(shape) == full.dim() else ()):
             rows = full.shape[dim]
             # of one row, the first microbatch takes all numbers, and the others have none in the batch
@@ -240,15 +250,16 @@ class RngReplay:
     def _is_short(self, draw: Draw) -> bool:
         """Whether drawing one element advances the generator as far as drawing all: tried once for each kind."""
         kind = (draw.op, draw.dtype, draw.rest, draw.shape)
-        short = self._short.get(kind)
+        # masks of attention depend on its shape
+        short = False if op_name(draw.op) == "attention_noise_" else self._short.get(kind)
         if short is None:
-            before = torch.get_rng_state()
-            draw.run()
-            after = torch.get_rng_state()
-            torch.set_rng_state(before)
-            draw.run(1)
-            short = self._short[kind] = torch.equal(after, torch.get_rng_state())
-            torch.set_rng_state(before)
+            before = self.generator.get_state()
+            draw.run(self.device)
+            after = self.generator.get_state()
+            self.generator.set_state(before)
+            draw.run(self.device, 1)
+            short = self._short[kind] = torch.equal(after, self.generator.get_state())
+            self.generator.set_state(before)
         return short
 
 
@@ -268,6 +279,12 @@ class ReplayMode(TorchDispatchMode):
             return func(*args, **kwargs)
         in_place = op_name(func).endswith("_")
         result = target if in_place and target is not None else func(*args, **kwargs)
+        here = self.replay.device.type
+        if not isinstance(result, torch.Tensor) or result.device.type != here:
+            raise UnsupportedError(
+                f"the model calls the random operation {op_name(func)}, whose numbers a pipeline cannot replay: it replays "
+                f"single tensors on {here}, where the model is. Draw them so, or use pp=1"
+            )
         result.copy_(self.replay.take(func, result, filling(func, args, kwargs, result)))
         self.replay.mark()
         return result

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from meshwright_dtensor import dropout_noise
 from meshwright_dtensor.random import draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
@@ -50,7 +51,9 @@ class Dropout(Composite):
             x = tensors[0]
             like = torch.empty_like(x, device="meta")
             order = memory_order(shape, strides) if strides is not None else dim_order_of(like)
-            noise = draw_full_then_slice(lambda full: noise_(full, p), shape, order, x.dtype, x.device, box)
+            noise = draw_full_then_slice(
+                lambda full: noise_(full, p, fused=not inplace), shape, order, x.dtype, x.device, box
+            )
             return x.mul_(noise) if inplace else x * noise
 
         return run
@@ -62,9 +65,11 @@ def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     return tuple(sorted(range(len(shape)), key=lambda dim: -like[dim]))
 
 
-def noise_(full: torch.Tensor, p: float) -> torch.Tensor:
-    """Fill with 0 or 1 / (1 - p), as ``torch.dropout`` draws it on this device."""
-    if full.device.type == "cpu":
+def noise_(full: torch.Tensor, p: float, fused: bool = True) -> torch.Tensor:
+    """Fill with 0 or 1 / (1 - p), as ``torch.dropout`` draws it on this device.
+
+    `fused`: accelerators draw and multiply in one kernel, which uses the stream in another way; not in place.
+    """
+    if full.device.type == "cpu" or not fused:
         return full.bernoulli_(1 - p).div_(1 - p)
-    # accelerators fuse drawing and scaling in one kernel, with another use of the stream
-    return full.copy_(torch.native_dropout(torch.ones_like(full), p, True)[0])
+    return dropout_noise.dropout_noise_(full, p)

@@ -96,7 +96,7 @@ class ScaledDotProductAttention(Composite):
                 return F.scaled_dot_product_attention(
                     q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
                 )
-            return attention(q, k, v, bias, draw(q), causal, scale, grouped)
+            return attention(q, k, v, bias, draw(tensors), causal, scale, grouped)
 
         return attend
 

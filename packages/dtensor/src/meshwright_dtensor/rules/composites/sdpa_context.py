@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from meshwright_dtensor import dropout_noise
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
@@ -55,7 +56,7 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
         # made for whole sequences
         if uneven and bias is not None and bias.dim() > 1 and bias.shape[-2] != 1:
             bias = torch.cat([bias.narrow(-2, *interval) for interval in ranks.queries], -2)
-        noise = None if draw is None else draw(q)
+        noise = None if draw is None else draw(tensors)
         out: Tensor = SharedAttention.apply(q, k, v, bias, noise, scale, ranks, site)
         return out
 
@@ -102,17 +103,33 @@ def _ranks(ctx: LocalContext, axes: list[int], ring: bool) -> Ranks:
     return Ranks(ctx.group(axis), name, ctx.rank(axis), queries, keys, causal, ring, gather, to_all.backward)
 
 
-def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Tensor], Tensor]:
-    """A function that draws a part of one device's dropout mask: ``region`` of the weights, by default this rank's queries."""
+def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Sequence[Tensor]], Tensor]:
+    """A function that draws a part of one device's dropout mask: ``region`` of the weights, by default this rank's queries.
+
+    It takes the local queries, keys, values and mask.
+    """
     p: float = ctx.node.args[4]
+    causal, scale = ctx.node.args[5:7]
+    k, v = ctx.in_shapes[1:3]
+    sizes = (k[-3] if len(k) > 2 else 1, k[-1], v[-1])
     shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
     if region is None:
         # the features of the output are not a dim of the weights
         states = (s if isinstance(s, int) and int(s) != len(shape) - 1 else R for s in ctx.outs[0])
         region = ctx.region(shape, tuple(states))
-    return lambda like: draw_full_then_slice(
-        lambda full: noise_(full, p), shape, range(len(shape)), like.dtype, like.device, region
-    )
+
+    def draw(tensors: Sequence[Tensor]) -> Tensor:
+        q = tensors[0]
+
+        def fill(full: Tensor) -> Tensor:
+            if full.device.type == "cpu":
+                return noise_(full, p)
+            of_mask = tensors[3] if ctx.node.args[3] is not None else None
+            return dropout_noise.attention_noise_(full, p, (*tensors[:3], of_mask), sizes, causal, scale)
+
+        return draw_full_then_slice(fill, shape, range(len(shape)), q.dtype, q.device, region)
+
+    return draw
 
 
 # ---- all-to-all to heads
@@ -172,7 +189,7 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
         bias = tensors[3] if mask is not None else None
         if bias is not None and bias.dim() >= 3 and bias.shape[-3] != 1:
             bias = bias.narrow(-3, rank * (heads // n), heads // n)
-        noise = None if draw is None else draw(q)
+        noise = None if draw is None else draw(tensors)
         out = attention(q, k, v, bias, noise, causal, scale, grouped or k.shape[-3] != q.shape[-3])
         return exchange(_in_order(out, queries, back=True), dim - 1, dim, site)
 

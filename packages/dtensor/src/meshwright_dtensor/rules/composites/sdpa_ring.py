@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.comm.log import CommLog, Site, record
+from meshwright_dtensor.mesh.mesh import check_sends
 from meshwright_dtensor.rules.composites.sdpa_blocks import Merged, Terms, attend, attend_backward, blocks
 from meshwright_dtensor.sharding.intervals import Intervals
 
@@ -139,6 +140,7 @@ def _shift(ranks: Ranks, sent: Tensor, source: int, site: Site, phase: str, why:
     received = sent.new_empty((*sent.shape[:-2], ranks.held(source), sent.shape[-1]))
     group = ranks.group
     assert group is not None
+    check_sends(group, sent.device, "attention in a ring (cp)")
     after, before = (dist.get_global_rank(group, (ranks.rank + d) % ranks.size) for d in (1, -1))
     work = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]

@@ -1,0 +1,27 @@
+"""The device of a model: its batches there, and its random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from meshwright_dtensor._torch.core import default_generator, pytree
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """`batch`, a pytree, with its tensors on `device`."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that random operations on `device` draw from, unless they are given another."""
+    return default_generator(device)
+
+
+def forked_random(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, random numbers may be drawn on the CPU and on `device`; after it, the generators are as before."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=())
+    return torch.random.fork_rng(devices=(device,), device_type=device.type)
