@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from meshwright_checkpoint.errors import CheckpointError, error_of_rank
 from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.mesh.mesh import message_device
 
 T = TypeVar("T")
 INLINE_NBYTES = 1016
@@ -31,10 +32,7 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Device of the tensors of collectives."""
-        backends = "" if self.group is None else str(dist.get_backend(self.group))
-        if "nccl" in backends and "gloo" not in backends:
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        return message_device(self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather a JSON value, in rank order: one collective, or two for long values."""

@@ -55,16 +55,16 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
     if device.type == "cuda":
         labels.append("the state of torch's random generator on the accelerator")
         sums.append(zlib.crc32(bytes(torch.cuda.get_rng_state(device).tolist())))
-    if differing([zlib.crc32(plan.executed_json().encode())], device):
+    if differing([zlib.crc32(plan.executed_json().encode())]):
         text = "ranks were given different plans; load the same file, or plan on one rank and share the plan"
         raise UsageError(text)
     structure = zlib.crc32("\n".join(labels).encode())
-    if differing([structure, len(labels)], device):
+    if differing([structure, len(labels)]):
         raise UsageError(
             "ranks hold different models (names or shapes of parameters or buffers); "
             "build the same model from the same configuration on every rank"
         )
-    for index in differing(sums, device) if values else ():
+    for index in differing(sums) if values else ():
         raise UsageError(
             f"{labels[index]} differs between ranks, but all ranks must start with the same model; "
             "seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
@@ -79,7 +79,6 @@ def install_batch_check(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     if mesh.size() == 1:
         return
-    device = torch.device(mesh.device_type)
     model.__dict__[_ATTRIBUTE] = BatchTexts()
 
     def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -87,13 +86,13 @@ def install_batch_check(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(texts, BatchTexts):
             text, compared = texts.describe(args, kwargs)
             if compared:
-                _check_same_batch(text, device)
+                _check_same_batch(text)
 
     model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
 
-def _check_same_batch(text: str, device: torch.device) -> None:
-    if not differing([zlib.crc32(text.encode())], device):
+def _check_same_batch(text: str) -> None:
+    if not differing([zlib.crc32(text.encode())]):
         return
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, text)
@@ -102,6 +101,6 @@ def _check_same_batch(text: str, device: torch.device) -> None:
     raise UsageError(f"rank {rank} was given another batch than rank 0 ({difference}); {SAME_BATCH}")
 
 
-def differing(values: Iterable[int], device: torch.device) -> list[int]:
+def differing(values: Iterable[int]) -> list[int]:
     """Indices at which `values` are not the same on all ranks."""
-    return [i for i, (least, most) in enumerate(extremes(list(values), None, device)) if least != most]
+    return [i for i, (least, most) in enumerate(extremes(list(values), None)) if least != most]

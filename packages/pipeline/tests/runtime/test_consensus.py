@@ -127,7 +127,7 @@ def test_rank_that_dies_after_its_actions_is_reported(victim: int, where: str, t
 
 def agree(rank: int, size: int, adds: bool) -> tuple[str | None, str | None]:
     """Errors in a stage of these ranks where the loss is additive on rank 0, and on others only if `adds`."""
-    stage = StageRanks(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), torch.device("cpu"))
+    stage = StageRanks(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
     return stage.refusal("a batch", rank == 0 or adds), stage.refusal("a batch", adds)
 
 

@@ -105,6 +105,7 @@ def lost(*args: Any, **options: Any) -> Lost:
 def test_peer_that_dies_between_actions_is_reported(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its death is noticed by a prefetch, or when messages are flushed: the step ends with a failure."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
     monkeypatch.setattr(dist, "isend", lambda *args, **options: None if training else Lost())
     monkeypatch.setattr(dist, "irecv", lost)
     table = timetable(schedule_named("1f1b"), Shape(2, 2, 2))
@@ -131,10 +132,11 @@ def arrives(buffer: Tensor) -> None:
 def test_agreement_holds_when_a_rank_dies_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has sent the sum; the next step notices the dead rank."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
     monkeypatch.setattr(dist, "irecv", lambda buffer, **options: arrives(buffer))
     monkeypatch.setattr(dist, "isend", lambda *args, **options: Lost())
-    agreement = Agreement(None, torch.device("cpu"), lambda rank: Action("F", 0, 0))  # type: ignore[arg-type]
+    agreement = Agreement(None, lambda rank: Action("F", 0, 0))  # type: ignore[arg-type]
     assert agreement.settle(Vote((1.0, 0.0), None, "")) == (3.0, 4.0)
 
 

@@ -136,7 +136,7 @@ def _check_order(x: Any, context: MeshContext) -> None:
         return
     # a part with a dim of size 1 does not tell the order, so the ranks decide together
     ranks = group_over(context.mesh, context.axes)
-    if extremes([x._local.is_contiguous()], ranks, x.device) != [(1, 1)]:
+    if extremes([x._local.is_contiguous()], ranks) != [(1, 1)]:
         raise UnsupportedError(
             f"as_strided of a sharded tensor ({x._layout!r}) whose parts are not contiguous would read other elements than on "
             "one device; use x.contiguous()"

@@ -265,7 +265,7 @@ class WholeModel:
 
     def check_same_call(self, call: str) -> None:
         """Raise UsageError on every rank of the axis unless all of them make this call (a collective call)."""
-        ((least, largest),) = extremes([zlib.crc32(call.encode())], self.group, self.device)
+        ((least, largest),) = extremes([zlib.crc32(call.encode())], self.group)
         if least == largest:
             return
         calls = self._of_ranks(call)
@@ -322,9 +322,7 @@ class WholeModel:
     def agreed(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on any rank (a collective call)."""
         self.check_same_call(f"asks which of {len(flags)} gradients there are")
-        both = torch.tensor(list(flags), dtype=torch.uint8, device=self.device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
-        return [bool(x) for x in both.tolist()]
+        return [bool(most) for _, most in extremes([int(flag) for flag in flags], self.group)]
 
     def agree_on_gradients(self) -> None:
         """After a backward pass: a parameter of another stage has a gradient where its holders have one (collective)."""

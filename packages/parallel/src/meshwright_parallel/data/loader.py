@@ -195,5 +195,5 @@ class _RankRows:
 
 
 def _check_ranks_agree(values: list[int], placed: ModelPlacement, message: str) -> None:
-    if differing(values, torch.device(placed.mesh.device_type)):
+    if differing(values):
         raise UsageError(message)

@@ -24,6 +24,7 @@ from torch import nn, optim
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.model.batch_size import call_arguments
+from meshwright_dtensor.model.device import forked_random, on_device
 from meshwright_dtensor.model.precision import DTYPES, cast_buffers
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.model.tied_parameters import tied_names
@@ -86,17 +87,18 @@ def verify(
     """
     if steps < 1:
         raise UsageError(f"steps={steps} checks nothing; use at least 1")
-    init()
+    device = init()
+    batch = on_device(batch, device)
     call = _Call(*call_arguments(batch), loss)
 
     def seeded_model() -> nn.Module:
         torch.manual_seed(seed)
         return make_model()
 
-    with torch.random.fork_rng(devices=()):
-        reference = seeded_model()
+    with forked_random(device):
+        reference = seeded_model().to(device)
         parallel = parallelize(seeded_model(), plan, batch=batch, plugins=plugins)
-        perturbed = seeded_model()
+        perturbed = seeded_model().to(device)
         dtype = None if plan.precision is None else DTYPES[plan.precision.parameters]
         if dtype == torch.float32:
             dtype = None
@@ -124,7 +126,7 @@ def verify(
         )
         if report.ok or runs.is_staged or not any(c.step >= 0 for c in report.failures):
             return report
-        fresh = seeded_model(), seeded_model()
+        fresh = seeded_model().to(device), seeded_model()
         parallelize(fresh[1], plan, batch=batch, plugins=plugins)
         return replace(report, fault=locate(*fresh, call, seed + 1, tolerance))
 

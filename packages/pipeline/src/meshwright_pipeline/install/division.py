@@ -119,7 +119,7 @@ class StageDivision(Division):
             self.owned,
             self.table,
             TiedSum(self.ties, self.group),
-            TiedFlags(model, self.ties, self.group, device),
+            TiedFlags(model, self.ties, self.group),
             RankContext(self.group, world, mesh, plain, device, reports_loss, self.dtype),
             self.rule.outputs == "all",
             ScheduleWarning(self.rule, self.table, self.predicted, quiet=dist.get_rank() != 0),

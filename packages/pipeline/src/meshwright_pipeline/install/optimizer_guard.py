@@ -47,7 +47,7 @@ class StageMark:
         # destroyed, and the model with it
         if group is None:
             return
-        if extremes([int(calls)], group, self.device) == [(0, 1)]:
+        if extremes([int(calls)], group) == [(0, 1)]:
             raise UnsupportedError(
                 f"{kind.__name__}.step(closure) on parameters of a pipelined model: ranks call the closure differently often, "
                 f"since each sees the gradients of its own stages only. {_FIX}"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.mesh.mesh import extremes, group_over
+from meshwright_dtensor.mesh.mesh import extremes, group_over, message_device
 from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_pipeline.runtime.p2p import packets, receive_bytes, send_to_each
@@ -44,8 +44,7 @@ class StageRanks:
     agree on.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, mesh: DeviceMesh | None) -> None:
         self.group: dist.ProcessGroup | None = None
         if mesh is not None and mesh.size() > 1:
             sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
@@ -61,7 +60,7 @@ class StageRanks:
             return None
         checksum = 0 if batch is None else zlib.crc32(batch.encode())
         values = [int(batch is None), checksum, int(per_microbatch)]
-        (_, failed), (low, high), modes = extremes(values, self.group, self.device)
+        (_, failed), (low, high), modes = extremes(values, self.group)
         if failed:
             return ""
         if low != high:
@@ -107,8 +106,8 @@ class Vote:
 class Agreement:
     """Agreement between all ranks of a run. `last`: rank -> the action that ends its steps, if nothing else is known of it."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, last: Callable[[int], Action]) -> None:
-        self.group, self.device, self.last_action = group, device, last
+    def __init__(self, group: dist.ProcessGroup, last: Callable[[int], Action]) -> None:
+        self.group, self.last_action = group, last
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def settle(self, vote: Vote) -> Report | tuple[float, float]:
@@ -151,12 +150,14 @@ class Agreement:
         return verdict
 
     def _send(self, content: Any, ranks: Sequence[int]) -> None:
-        lost = send_to_each(packets(pickle.dumps(content), _VOTES, self.device), ranks, self.group)
+        lost = send_to_each(
+            packets(pickle.dumps(content), _VOTES, message_device(self.group)), ranks, self.group
+        )
         for error in lost.values():
             raise error
 
     def _receive(self, rank: int) -> Callable[[], bytes]:
-        return receive_bytes(self.group, rank, _VOTES, self.device)
+        return receive_bytes(self.group, rank, _VOTES)
 
     def _missing(self, rank: int, error: RuntimeError) -> Report:
         reason = f"rank {rank} died, or hangs, before it came to the end of the step ({_first_line(error)})"
@@ -167,14 +168,14 @@ class Agreement:
 class Broadcast:
     """Results from one rank of the axis to all others; one message to each, so that a death is noticed at once."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def send(self, header: Any, tensors: Sequence[Tensor]) -> None:
         """Send `header`, which is pickled, and dense tensors. Raises RankLost: a rank has not received them; all others have."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        content = packets(pickle.dumps(header), _BROADCAST, self.device)
+        content = packets(pickle.dumps(header), _BROADCAST, message_device(self.group))
         content += [(_BROADCAST + 2 + place, tensor) for place, tensor in enumerate(tensors)]
         for rank, error in send_to_each(content, others, self.group).items():
             raise RankLost(rank, _result_lost(error))
@@ -182,7 +183,7 @@ class Broadcast:
     def receive(self, source: int, buffers: Callable[[Any], list[Tensor]]) -> tuple[Any, list[Tensor]]:
         """(header, tensors). `buffers`: header -> empty tensors for those that follow. Raises RankLost: the source is gone."""
         try:
-            header = pickle.loads(receive_bytes(self.group, source, _BROADCAST, self.device)())
+            header = pickle.loads(receive_bytes(self.group, source, _BROADCAST)())
             tensors = buffers(header)
             for place, tensor in enumerate(tensors):
                 dist.recv(tensor, group=self.group, group_src=source, tag=_BROADCAST + 2 + place)

@@ -127,7 +127,7 @@ class PipelinedCall:
         self.owned, self.table = owned, table
         self.context, self.keep_outputs, self.warning, self.flags = context, keep_outputs, warning, flags
         self.preparation = Preparation(skeleton, owned, table, context, split)
-        self.stage_ranks = StageRanks(self.preparation.mesh, context.device)
+        self.stage_ranks = StageRanks(self.preparation.mesh)
         self.sinks = Sinks(model, context.plain)
         self.end = StepEnd(context, table, tied, [self.sinks.forget, self.preparation.forget])
         self.rank = self.end.rank

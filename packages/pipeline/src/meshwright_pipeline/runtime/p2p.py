@@ -6,9 +6,9 @@ any description, in buffers of known shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
+from meshwright_dtensor.mesh.mesh import message_device
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
+from meshwright_pipeline.runtime.p2p_channels import Channel
 
 Tensor = torch.Tensor
 _HEADERS = 1 << 30
@@ -94,8 +96,9 @@ def packets(content: bytes, tag: int, device: torch.device) -> list[tuple[int, T
     return [(tag + i, torch.frombuffer(part, dtype=torch.uint8).to(device)) for i, part in enumerate(parts)]
 
 
-def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int, device: torch.device) -> Callable[[], bytes]:
+def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int) -> Callable[[], bytes]:
     """Start to receive a byte message. The function that is returned waits for its content."""
+    device = message_device(group)
     head = torch.empty(_PACKET, dtype=torch.uint8, device=device)
     work = dist.irecv(head, group=group, group_src=peer, tag=tag)
 
@@ -141,39 +144,55 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 # ---- messages of actions
 class Transport:
-    """Messages of the actions of a step, along the pipeline axis."""
+    """Messages of the actions of a step, along the pipeline axis.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    `groups`: see `p2p_channels`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        groups: Mapping[Channel, dist.ProcessGroup] = MappingProxyType({}),
+    ) -> None:
+        self.group, self.device, self.groups = group, device, groups
         self.rank = dist.get_rank(group)
         self._sent: list[Sent] = []
 
     def send_header(self, content: bytes | None, peer: int, cut: int, place: int) -> None:
         """Send the header of a cut; None: nothing will come over it. `place`: see `send`."""
-        for tag, packet in packets(content or b"", _HEADERS + 2 * cut, self.device):
-            self._isend(packet, peer, tag, place)
+        for tag, packet in packets(content or b"", _HEADERS + 2 * cut, message_device(self.group)):
+            self._isend(packet, self.group, peer, tag, place)
 
     def receive_header(self, peer: int, cut: int) -> bytes:
         """The header of a cut. Raises NothingComes: nothing will come over it."""
-        content = receive_bytes(self.group, peer, _HEADERS + 2 * cut, self.device)()
+        content = receive_bytes(self.group, peer, _HEADERS + 2 * cut)()
         if not content:
             raise NothingComes
         return content
 
     def send(
-        self, tensors: Sequence[Tensor], specs: Specs, peer: int, tag: int, phase: Any, place: int
+        self,
+        tensors: Sequence[Tensor],
+        specs: Specs,
+        peer: int,
+        channel: Channel,
+        tag: int,
+        place: int,
     ) -> None:
         """Send tensors, not to be written to any more. `place`: index, among the peer's actions, of the action that takes them."""
         for number, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
             contiguous = spec.contiguous(tensor)
+            phase = "backward" if channel[1] else "forward"
             record("send_recv", "pp", contiguous.nbytes, phase, function="pipeline")
-            self._isend(contiguous, peer, tag + number, place)
+            self._isend(contiguous, self.groups.get(channel, self.group), peer, tag + number, place)
 
-    def receive(self, specs: Specs, peer: int, tag: int) -> Callable[[], list[Tensor]]:
+    def receive(self, specs: Specs, peer: int, channel: Channel, tag: int) -> Callable[[], list[Tensor]]:
         """Start to receive tensors of these descriptions. The function that is returned waits for them."""
+        group = self.groups.get(channel, self.group)
         buffers = [spec.empty(self.device) for spec in specs]
         works = [
-            dist.irecv(spec.contiguous(buffer), group=self.group, group_src=peer, tag=tag + number)
+            dist.irecv(spec.contiguous(buffer), group=group, group_src=peer, tag=tag + number)
             for number, (spec, buffer) in enumerate(zip(specs, buffers, strict=True))
         ]
 
@@ -211,8 +230,8 @@ class Transport:
                 first = first or (sent, error)
         return first
 
-    def _isend(self, tensor: Tensor, peer: int, tag: int, place: int) -> None:
-        work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
+    def _isend(self, tensor: Tensor, group: dist.ProcessGroup, peer: int, tag: int, place: int) -> None:
+        work = dist.isend(tensor, group=group, group_dst=peer, tag=tag)
         self._sent.append(Sent(peer, place, work, tensor))
 
 

@@ -184,7 +184,7 @@ class StepMessages:
         nothing_comes = cut in self.failed_cuts or (backward and cut not in self.gradient_cuts)
         nothing_comes = nothing_comes or peer in self.lost_ranks or key in self._pending
         if specs is not None and not nothing_comes:
-            self._pending[key] = self.peers.transport.receive(specs, peer, self._tag(*key))
+            self._pending[key] = self.peers.transport.receive(specs, peer, (cut, backward), self._tag(*key))
         return True
 
     # ---- sending
@@ -226,8 +226,7 @@ class StepMessages:
         if outputs is None:
             outputs = [spec.empty(self.peers.transport.device) for spec in specs]
         place = self.peers.places[self._counterpart(action, sends=True)]
-        phase = "backward" if backward else "forward"
-        self.peers.transport.send(outputs, specs, peer, self._tag(*key), phase, place)
+        self.peers.transport.send(outputs, specs, peer, (cut, backward), self._tag(*key), place)
 
     def _send_header(self, action: Action, cut: int, peer: int | None, succeeded: bool) -> None:
         """Send the header of a cut, or that nothing will come over it."""

@@ -21,6 +21,7 @@ from meshwright_pipeline.runtime.agreement import RankContext
 from meshwright_pipeline.runtime.executor import RankStages
 from meshwright_pipeline.runtime.full_batch_tail import Tail, row_dims
 from meshwright_pipeline.runtime.p2p import Transport
+from meshwright_pipeline.runtime.p2p_channels import tensor_groups
 from meshwright_pipeline.runtime.p2p_step import Peers
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss import LossPaths, loss_of
@@ -73,7 +74,8 @@ class Preparation:
         self, skeleton: nn.Module, owned: Ownership, table: Timetable, context: RankContext, split: bool
     ) -> None:
         self.skeleton, self.owned, self.table, self.split = skeleton, owned, table, split
-        self.transport = Transport(context.group, context.device)
+        groups = tensor_groups(context.group, context.device, table)
+        self.transport = Transport(context.group, context.device, groups)
         self.mesh, self.dtype = None if context.plain else context.mesh, context.dtype
         self.own_hooks: Mapping[nn.Module, frozenset[int]] = {}
         self._prepared: dict[Any, Prepared] = {}
@@ -116,7 +118,9 @@ class Preparation:
             if self.microbatches > 1:
                 batch_profile = profiler.run(*self._plain(whole))
             rows = (rows_of(*whole) or 1, rows_of(*full) or 1)
-            streams = RngReplay((batch_profile or profile).draws, self.microbatches, rows)
+            streams = RngReplay(
+                (batch_profile or profile).draws, self.microbatches, rows, self.transport.device
+            )
         boundaries = cut(profile, self.owned)
         stages = {
             index: Stage(model, self.owned.units, index, boundaries, profile, self.own_hooks, streams)

@@ -38,8 +38,8 @@ class StepEnd:
     ) -> None:
         self.context, self.table, self.tied, self.forget = context, table, tied, forget
         self.rank = dist.get_rank(context.group)
-        self.agreement = Agreement(context.world, context.device, self._last_action)
-        self.results = Broadcast(context.group, context.device)
+        self.agreement = Agreement(context.world, self._last_action)
+        self.results = Broadcast(context.group)
 
     @property
     def last_stage_rank(self) -> int:

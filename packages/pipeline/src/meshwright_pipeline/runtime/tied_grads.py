@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.mesh.mesh import message_device
 from meshwright_dtensor.model.tied_parameters import all_names
 from meshwright_pipeline._torch import local_gradient
 from meshwright_pipeline.runtime.agreement import RankLost
@@ -210,13 +211,11 @@ class TiedFlags:
     Each rank has it under the name of its own stage, and a user may change `requires_grad` by the other name, which reaches only
     the rank of that stage. So a change since the last call of the model, on any rank, counts for all of them.
 
-    `shared`: all ties, the same on every rank. `device`: of messages.
+    `shared`: all ties, the same on every rank.
     """
 
-    def __init__(
-        self, model: nn.Module, shared: Sequence[Tie], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.group, self.device, rank = group, device, dist.get_rank(group)
+    def __init__(self, model: nn.Module, shared: Sequence[Tie], group: dist.ProcessGroup) -> None:
+        self.group, rank = group, dist.get_rank(group)
         named = [tie for tie in shared if len(tie.names) > 1]
         self.count = len(named)
         self.peers = sorted({r for tie in named if rank in tie.ranks for r in tie.ranks} - {rank})
@@ -238,7 +237,7 @@ class TiedFlags:
         changed = torch.zeros(self.count, dtype=torch.uint8)
         for place, parameter in parameters.items():
             changed[place] = parameter.requires_grad != self.flags[place]
-        ours = changed.to(self.device)
+        ours = changed.to(message_device(self.group))
         theirs = [torch.zeros_like(ours) for _ in self.peers]
         for peer, buffer in zip(self.peers, theirs, strict=True):
             try:
