@@ -39,11 +39,13 @@ def measure(
     import meshwright as mw
     from meshwright.sources import loss_of
     from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
+    from meshwright_dtensor.model.device import on_device
 
     device = mw.init()
     before = live_process_groups()
     with mw.deferred_init():
         model = make()
+    batch = on_device(batch, device)
     mw.parallelize(model, plan, batch=batch)
     stepping = optimizer(model.parameters())
     args: Sequence[Any] = batch if isinstance(batch, (tuple, list)) else (batch,)

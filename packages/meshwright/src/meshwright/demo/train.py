@@ -23,6 +23,7 @@ from meshwright import ranks
 from meshwright.demo.models import RECIPES
 from meshwright.demo.tasks import batches, loader, read_text
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.model.device import forked_random, generator_of, on_device
 
 # absolute, on the loss, in fp32: about ten units in the last place of a loss near 5
 TOLERANCE = 5e-6
@@ -149,22 +150,24 @@ class _Single:
     """The same training on one device, with random numbers of its own."""
 
     def __init__(self, options: Options, make: Callable[[], nn.Module], rows: Any) -> None:
-        with torch.random.fork_rng(devices=[]):
+        self.device = mw.init()
+        self.generator = generator_of(self.device)
+        with forked_random(self.device):
             torch.manual_seed(options.seed)
-            self.model = make()
-            self.random = torch.get_rng_state()
+            self.model = make().to(self.device)
+            self.random = self.generator.get_state()
         self.optimizer, self.scheduler = make_optimizer(self.model, options)
         self.batches = batches(rows, options.batch_size)
 
     def step(self) -> tuple[float, float]:
         """One step: the loss, and the seconds it took."""
         start = time.perf_counter()
-        batch = next(self.batches)
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random)
+        batch = on_device(next(self.batches), self.device)
+        with forked_random(self.device):
+            self.generator.set_state(self.random)
             loss = self.model(**batch).loss
             loss.backward()
-            self.random = torch.get_rng_state()
+            self.random = self.generator.get_state()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -187,11 +190,12 @@ def run(options: Options, watcher: Watcher | None) -> Outcome:
     Raises what planning and applying a plan raise: UsageError, InfeasibleError.
     """
     torch.set_num_threads(1)
+    device = mw.init()
     recipe = RECIPES[options.model]
     rows = options.steps * options.batch_size
     text = read_text(options.text, at_least=recipe.rows.bytes_per_row(options.sequence_length))
     data = recipe.rows(text, options.sequence_length, rows, options.seed)
-    example = next(batches(data, options.batch_size))
+    example = on_device(next(batches(data, options.batch_size)), device)
 
     torch.manual_seed(options.seed)
     with mw.deferred_init():
@@ -216,7 +220,7 @@ def run(options: Options, watcher: Watcher | None) -> Outcome:
 
     start = time.perf_counter()
     for number, batch in enumerate(mw.shard_loader(loader(data, options.batch_size))):
-        loss = model(**batch).loss
+        loss = model(**on_device(batch, device)).loss
         loss.backward()
         mw.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
