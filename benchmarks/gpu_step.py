@@ -1,4 +1,4 @@
-"""A world of one GPU: what meshwright costs beside plain torch, and what the planner predicts of time and memory.
+"""A world of one GPU: what meshwright costs next to plain torch, and what the planner predicts of time and memory.
 
     python benchmarks/gpu_step.py [--layers 4] [--rows 2] [--length 2048] [--rounds 12] [--small] [--json gpu.json]
 

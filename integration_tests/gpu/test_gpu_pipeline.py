@@ -62,5 +62,5 @@ def steps(rank: int, size: int, schedule: str, device: str, rows: int, width: in
 def test_messages_that_fill_all_buffers(sending_ranks: RankPool, device: str, schedule: str) -> None:
     # 32 MiB for a microbatch
     rows, width = (4 * 8192, 1024) if device == "cuda" else (64, 16)
-    for one, many in sending_ranks.run(2, steps, schedule, device, rows, width, timeout=60):
-        assert many == pytest.approx(one, rel=1e-5)
+    for expected, seen in sending_ranks.run(2, steps, schedule, device, rows, width, timeout=60):
+        assert seen == pytest.approx(expected, rel=1e-5)

@@ -23,8 +23,8 @@ from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_pipeline import Action, Shape, pipeline, timetable
 from meshwright_pipeline.runtime.agreement import Agreement, Vote
 from meshwright_pipeline.runtime.executor import RankStages, StepRun
-from meshwright_pipeline.runtime.p2p import Transport, packets
-from meshwright_pipeline.runtime.p2p_step import Peers
+from meshwright_pipeline.runtime.p2p.messages import Transport, packets
+from meshwright_pipeline.runtime.p2p.step import Peers
 
 
 def real(output: Tensor) -> bool:

@@ -11,7 +11,7 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_dtensor.schedule.timetable import Timetable, timetable
-from meshwright_pipeline.runtime.p2p_channels import channels_of, check_order
+from meshwright_pipeline.runtime.p2p.channels import channels_of, check_order
 
 SHAPES = {
     "gpipe": Shape(2, 2, 4),

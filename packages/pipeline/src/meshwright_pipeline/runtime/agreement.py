@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.mesh.mesh import extremes, group_over, message_device
 from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
 from meshwright_dtensor.schedule.schedule import Action
-from meshwright_pipeline.runtime.p2p import packets, receive_bytes, send_to_each
+from meshwright_pipeline.runtime.p2p.messages import packets, receive_bytes, send_to_each
 
 Tensor = torch.Tensor
 _VOTES = (1 << 30) + (1 << 22)

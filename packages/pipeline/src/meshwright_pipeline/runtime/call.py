@@ -29,7 +29,7 @@ from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
 from meshwright_pipeline.runtime.full_batch_tail import TailLeaves, tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
 from meshwright_pipeline.runtime.input_grads import InputGradients
-from meshwright_pipeline.runtime.p2p_step import Failure, StepMessages
+from meshwright_pipeline.runtime.p2p.step import Failure, StepMessages
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.step_end import StepEnd

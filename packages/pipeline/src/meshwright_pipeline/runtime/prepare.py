@@ -20,9 +20,9 @@ from meshwright_pipeline.pytrees import full_value, leaves_of
 from meshwright_pipeline.runtime.agreement import RankContext
 from meshwright_pipeline.runtime.executor import RankStages
 from meshwright_pipeline.runtime.full_batch_tail import Tail, row_dims
-from meshwright_pipeline.runtime.p2p import Transport
-from meshwright_pipeline.runtime.p2p_channels import tensor_groups
-from meshwright_pipeline.runtime.p2p_step import Peers
+from meshwright_pipeline.runtime.p2p.channels import tensor_groups
+from meshwright_pipeline.runtime.p2p.messages import Transport
+from meshwright_pipeline.runtime.p2p.step import Peers
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss import LossPaths, loss_of
 from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators

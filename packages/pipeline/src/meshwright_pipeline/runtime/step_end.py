@@ -18,8 +18,8 @@ from meshwright_pipeline._torch import at_end_of_backward
 from meshwright_pipeline.runtime.agreement import Agreement, Broadcast, RankContext, RankLost, Report, Vote
 from meshwright_pipeline.runtime.grad_handover import Sink
 from meshwright_pipeline.runtime.input_grads import InputGradients
-from meshwright_pipeline.runtime.p2p import TensorSpec
-from meshwright_pipeline.runtime.p2p_step import Failure
+from meshwright_pipeline.runtime.p2p.messages import TensorSpec
+from meshwright_pipeline.runtime.p2p.step import Failure
 from meshwright_pipeline.runtime.tied_grads import TiedSum
 from meshwright_pipeline.trace.loss import plain_or_none
 

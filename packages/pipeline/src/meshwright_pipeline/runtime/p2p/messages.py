@@ -21,7 +21,7 @@ from meshwright_dtensor.mesh.mesh import message_device
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
-from meshwright_pipeline.runtime.p2p_channels import Channel
+from meshwright_pipeline.runtime.p2p.channels import Channel
 
 Tensor = torch.Tensor
 _HEADERS = 1 << 30
@@ -146,7 +146,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 class Transport:
     """Messages of the actions of a step, along the pipeline axis.
 
-    `groups`: see `p2p_channels`.
+    `groups`: see `channels`.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
-from meshwright_pipeline.runtime.p2p import NothingComes, Specs, Transport
+from meshwright_pipeline.runtime.p2p.messages import NothingComes, Specs, Transport
 
 Tensor = torch.Tensor
 _MAX_TENSORS = 1024
