@@ -46,6 +46,6 @@ def test_gloo_sends_tensors_of_the_cpu_only() -> None:
     group = dist.group.WORLD
     assert group is not None
     check_sends(group, torch.device("cpu"), "a pipeline (pp)")
-    with pytest.raises(UsageError, match="a pipeline .pp. sends tensors"):
+    with pytest.raises(UsageError, match=r"a pipeline .pp. sends tensors"):
         check_sends(group, torch.device("cuda"), "a pipeline (pp)")
     dist.destroy_process_group()
