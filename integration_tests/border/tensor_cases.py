@@ -210,11 +210,9 @@ def _accepted(single: str, name: str) -> list[tuple[str, str]]:
 
 def _defined(kind: str, name: str) -> bool:
     """Whether the case is there: out-of-place methods of parameters record gradients, and what was computed is rounded."""
-    if name == "hash_tensor" and kind in ("activation", "loss"):
-        return False
     if kind in ("parameter", "no_grad parameter"):
         return is_in_place(name) == (kind != "parameter")
-    return kind not in ("gradient", "state") or name not in ILL_CONDITIONED
+    return kind not in ("gradient", "state", "activation", "loss") or name not in ILL_CONDITIONED
 
 
 @cache

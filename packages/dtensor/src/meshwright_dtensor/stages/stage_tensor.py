@@ -22,6 +22,18 @@ from meshwright_dtensor.tensor.staged import Staged
 Tensor = torch.Tensor
 
 
+def _registered(method: str) -> Callable[..., Any]:
+    """The method of this name for hooks of gradients: called on the ranks that hold the value, as in a step."""
+
+    def register(self: Any, hook: Callable[[Any], Any]) -> Any:
+        agreed = self.whole_model.agreed_hook(hook)
+        run = agreed if self.here else lambda _: None
+        with held([self]):
+            return getattr(value_of(self), method)(run)
+
+    return register
+
+
 class StageValue(Staged):
     """What all tensors of stages have.
 
@@ -69,19 +81,8 @@ class StageValue(Staged):
         with held([self]):
             return repr(self)
 
-    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """``hook`` sees the gradient on the ranks that hold the value, as in a step; no gradient arrives elsewhere."""
-        return self._registered("register_hook", hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        """``hook`` is called on the ranks that hold the parameter, as in a step."""
-        return self._registered("register_post_accumulate_grad_hook", hook)
-
-    def _registered(self, method: str, hook: Callable[[Any], Any]) -> Any:
-        agreed = self.whole_model.agreed_hook(hook)
-        run = agreed if self.here else lambda _: None
-        with held([self]):
-            return getattr(value_of(self), method)(run)
+    register_hook = _registered("register_hook")
+    register_post_accumulate_grad_hook = _registered("register_post_accumulate_grad_hook")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:

@@ -10,7 +10,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -124,9 +124,8 @@ class WholeModel:
         # how many steps (or callers that are to see this rank's stages only) run
         self._depth = 1
         self._changed = self._stepping = False
-        # gradient hooks were registered; their first error in this backward pass; ranks will agree when it ends
-        self._hooked = self._agrees = False
-        self._hook_error: Exception | None = None
+        # gradient hooks were registered; their first error in this backward pass
+        self._hooked, self._hook_error = False, cast(Exception | None, None)
         # what calls without autograd give on meta tensors, and whether they draw random numbers
         self.results_on_meta: dict[Any, tuple[Any, bool]] = {}
         self._held: list[Any] = []
@@ -289,8 +288,7 @@ class WholeModel:
     def gradients_changed(self) -> None:
         """A backward pass has run: which parameters have a gradient is agreed on before it is read."""
         self._changed = True
-        if self._hooked and not self._agrees:
-            self._agrees = True
+        if self._hooked:
             torch.autograd.Variable._execution_engine.queue_callback(self._agree_on_hooks)  # type: ignore[attr-defined]
 
     def agreed_hook(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -309,15 +307,10 @@ class WholeModel:
         return run
 
     def _agree_on_hooks(self) -> None:
-        error, self._hook_error, self._agrees = self._hook_error, None, False
-        if not any(self.agreed([error is not None])):
-            return
-        texts = self._of_ranks("" if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        raise UsageError(
-            f"a gradient hook failed on another rank of the pipeline: {next(filter(None, texts))}"
-        )
+        error, self._hook_error = self._hook_error, None
+        if any(self.agreed([error is not None])):
+            first = next(filter(None, self._of_ranks(error and repr(error))))
+            raise error or UsageError(f"a gradient hook failed on another rank of the pipeline: {first}")
 
     def agreed(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on any rank (a collective call)."""
