@@ -125,6 +125,7 @@ def initialisation(model: nn.Module) -> Iterator[Any]:
     for name, p in model.named_parameters():
         if p.dim() > 1:
             nn.init.kaiming_uniform_(p)
+            nn.init.orthogonal_(p)
         elif "bias" in name:
             nn.init.zeros_(p)
     yield torch.rand(2)

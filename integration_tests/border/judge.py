@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-RELATIVE, ABSOLUTE = 2e-5, 2e-6
+RELATIVE, ABSOLUTE = 2e-5, 4e-6
 KEPT = (str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type, bytes)
 
 

@@ -45,7 +45,7 @@ _QUERIES = frozenset(
 """Functions that ask about a tensor, not for its value."""
 _READS = (DATA_DEPENDENT - VIEWS) | frozenset(
     "backward bernoulli multinomial poisson binomial normal _make_dual cholesky cholesky_inverse inverse pinverse svd lu "
-    "lu_solve matrix_power".split()
+    "lu_solve matrix_power new_empty".split()
 )
 """Functions that take the value on every rank; what is drawn, or whether they raise, may depend on it. Those of linalg too."""
 
