@@ -154,21 +154,12 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
     key = None if recorded or kwargs.get("requires_grad") else _form(func, args, kwargs)
     outcome = model.results_on_meta.get(key)
     if outcome is None:
-        try:
-            metas = {id(x): _on_meta(x) for x in operands}
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not here), _Draws() as draws:
-                result = _on_metas(func, args, kwargs, metas)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
-            # it reads values, or is wrong: every rank sees it
-            return _exchanged(func, args, kwargs, operands)
-        if not all(x is None or (isinstance(x, Tensor) and x.is_meta) for x in pytree.tree_leaves(result)):
-            return _exchanged(func, args, kwargs, operands)
-        check_strided(func, *pytree.tree_leaves(result))
-        # an operand itself is an operand itself on every rank
-        same = (i for i, x in enumerate(operands) if metas[id(x)] is result)
-        outcome = (next(same, result), draws.any)
-        if key is not None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not here):
+            outcome = _tried(func, args, kwargs, operands)
+        if key is not None and outcome is not None:
             model.results_on_meta[key] = outcome
+    if outcome is None:
+        return _exchanged(func, args, kwargs, operands)
     if type(outcome[0]) is int:
         return operands[outcome[0]]
     result = outcome[0] if key is None else pytree.tree_map_only(Tensor, torch.Tensor.detach, outcome[0])
@@ -177,6 +168,24 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
     elif outcome[1]:
         _draw(func, args, kwargs)
     return stage_tensor.staged(result, model, common, model.device)
+
+
+def _tried(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> tuple[Any, bool] | None:
+    """What a call gives on meta tensors, and whether it draws; None if it reads values, or is wrong, as every rank sees.
+
+    An operand that it gives is an operand on every rank: then it is its place among the operands.
+    """
+    metas = {id(x): _on_meta(x) for x in operands}
+    try:
+        with _Draws() as draws:
+            result = _on_metas(func, args, kwargs, metas)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+        return None
+    leaves = pytree.tree_leaves(result)
+    if not all(x is None or (isinstance(x, Tensor) and x.is_meta) for x in leaves):
+        return None
+    check_strided(func, *leaves)
+    return next((i for i, x in enumerate(operands) if metas[id(x)] is result), result), draws.any
 
 
 def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -289,12 +298,7 @@ def _write(
         )
     if not all(isinstance(x, stage_tensor.StageValue) for x in written):
         return _exchanged(func, args, kwargs, operands)
-    if name in PYTHON_WRITES and written[0].requires_grad:
-        raise RuntimeError(
-            f"Can't call {name}() on Variable that requires grad. Use var.detach().{name}() instead."
-        )
-    if kind_of(func) == "set data":
-        check_data(*map(stage_tensor.value_of, args))
+    _check_write(func, name, args, written[0])
     needed = frozenset.union(*(x.holders for x in written))
     ids = {id(x) for x in written}
     others = [x for x in operands if id(x) not in ids and not x.holders >= needed]
@@ -305,21 +309,34 @@ def _write(
         )
     if others:
         args, kwargs, _ = _substituted(args, kwargs, others)
-    result, draws = (None, False) if name in PYTHON_WRITES else _rehearsed(func, args, kwargs, operands)
+    result, draws = _rehearsed(func, args, kwargs, operands)
     if result is NotImplemented:
         return result
     if written[0].whole_model.rank in needed:
         _on_values(func, args, kwargs)
-    else:
-        if torch.is_grad_enabled() and name not in PYTHON_WRITES:
-            # what autograd records of it
-            with _meta_alone():
-                _on_metas(func, args, kwargs, {})
-        if draws:
-            _draw(func, args, kwargs)
+    elif name not in PYTHON_WRITES:
+        _write_elsewhere(func, args, kwargs, draws)
     # items, attributes and lists are set without a result
     out = written[0] if kwargs.get("out") is None else kwargs["out"]
     return None if name.startswith(("_f", "__set")) else out
+
+
+def _check_write(func: Function, name: str, args: Args, target: Any) -> None:
+    if name in PYTHON_WRITES and target.requires_grad:
+        raise RuntimeError(
+            f"Can't call {name}() on Variable that requires grad. Use var.detach().{name}() instead."
+        )
+    if kind_of(func) == "set data":
+        check_data(*map(stage_tensor.value_of, args))
+
+
+def _write_elsewhere(func: Function, args: Args, kwargs: Kwargs, draws: bool) -> None:
+    """The write on a rank that does not hold its target: what autograd records of it, and the random numbers of the holders."""
+    if torch.is_grad_enabled():
+        with _meta_alone():
+            _on_metas(func, args, kwargs, {})
+    if draws:
+        _draw(func, args, kwargs)
 
 
 def _rehearsed(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> tuple[Any, bool]:
@@ -327,6 +344,8 @@ def _rehearsed(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> 
 
     Raises UnsupportedError: it changes a shape in place. Raises the errors of one device.
     """
+    if getattr(func, "__name__", "") in PYTHON_WRITES:
+        return None, False
     results, key = operands[0].whole_model.results_on_meta, _form(func, args, kwargs)
     if key in results:
         return results[key]  # type: ignore[no-any-return]

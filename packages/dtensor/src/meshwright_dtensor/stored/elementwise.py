@@ -88,10 +88,10 @@ def fast_elementwise(func: Function, args: Sequence[Any], kwargs: Mapping[str, A
         if placement.is_partial():
             return NotImplemented
     result = func(*values, **(kwargs or {}))
-    if kind == "in place":
-        return first if isinstance(result, Tensor) else result
     # parts of a result that is no tensor, or several, are not the whole
-    return dtensor_like(result, first) if isinstance(result, Tensor) else NotImplemented
+    if not isinstance(result, Tensor):
+        return NotImplemented
+    return first if kind == "in place" else dtensor_like(result, first)
 
 
 def on_local_parts(func: Function, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
