@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -120,29 +120,6 @@ def without_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
-
-
-class Decomposing(TorchDispatchMode):
-    """Runs ops of these names ("aten.trace.default") as torch's decompositions of them into other ops."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch._decomp import decomposition_table
-
-        kwargs = kwargs or {}
-        with self:
-            if func is torch.ops.prims.convert_element_type.default:
-                # which has no derivative
-                return args[0].to(args[1])
-            if str(func) in self.names:
-                return decomposition_table[func](*args, **kwargs)
-            implicit = torch._C.DispatchKey.CompositeImplicitAutograd
-            if func.namespace == "aten" and func.has_kernel_for_dispatch_key(implicit):
-                return func.decompose(*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:

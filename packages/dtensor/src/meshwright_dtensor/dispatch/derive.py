@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright_dtensor._torch.core import Decomposing, fake_mode, pytree, quiet_fakes, without_modes
+from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes, without_modes
+from meshwright_dtensor._torch.decompositions import Decomposing
 from meshwright_dtensor.comm.log import current_site, record
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
@@ -100,7 +101,7 @@ def fake_like(shape: Sequence[int], local: Tensor, mode: Any) -> Tensor:
 
 _DECOMPOSED = aten_ops(
     "nll_loss_forward nll_loss2d_forward multi_margin_loss dist renorm native_layer_norm _fused_rms_norm _chunk_cat _softmax "
-    "_log_softmax _native_batch_norm_legit.no_stats"
+    "_log_softmax _native_batch_norm_legit.no_stats diag_embed trace _trilinear as_strided"
 )
 """Ops that are run as torch's decompositions of them where that moves fewer bytes; none that write to buffers, of which
 decompositions would record gradients."""
@@ -246,8 +247,7 @@ def _fewest_moved(
         return traced, choice
     parts = call.trace([m.shape for m in layouts], call.args, call.kwargs, frozenset(names))
     other, fewer = _choose(call, parts, start, goal)
-    primitive = any(n.op is not None and n.op.namespace == "prims" for n in parts.nodes)
-    return (parts, other) if fewer < nbytes and not primitive else (traced, choice)
+    return (parts, other) if fewer < nbytes else (traced, choice)
 
 
 def _check_recorded(traced: Traced, inputs: int) -> None:

@@ -25,6 +25,7 @@ from meshwright_dtensor.dispatch.derive import TensorCall, derive
 from meshwright_dtensor.dispatch.gathered_views import ViewWrite, gathered_view
 from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.dispatch.program import Program, build, note, remember
+from meshwright_dtensor.dispatch.value_readers import READERS
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, replicated_layout
@@ -132,9 +133,9 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
     frozen = tuple(key)
     program = context.programs.get(frozen)
     if program is None:
-        special = _special_handler(func, kwargs)
-        if special is not None:
-            return special(func, args, kwargs)
+        result = _run_special(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         context = _context_of(tensors)
         program = _make(context, func, args, kwargs, tensors, target)
         remember(context, frozen, program)
@@ -144,20 +145,19 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
     return _run(program, args, kwargs, tensors, site)
 
 
-def _special_handler(func: Function, kwargs: Kwargs) -> tensor_methods.Handler | None:
-    """The handler of a call that has no local program: tensor methods, functorch transforms, ``out=``."""
-    handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(getattr(func, "__name__", ""))
+def _run_special(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """The result of a call that has no local program: tensor methods, functorch transforms, ``out=``; else NotImplemented."""
+    name = getattr(func, "__name__", "")
+    handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(name)
     if handler is not None:
-        return handler
+        return handler(func, args, kwargs)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
-        return fallback.run_collective
+        return fallback.run_collective(func, args, kwargs)
     if functorch_active():
-        return fallback.run_on_full
-    return _run_with_out if kwargs.get("out") is not None else None
-
-
-def _run_with_out(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    return fallback.run_with_out(func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k))
+        return fallback.run_on_full(func, args, kwargs)
+    if kwargs.get("out") is not None:
+        return fallback.run_with_out(func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k))
+    return READERS[name](*args, **kwargs) if name in READERS else NotImplemented
 
 
 def _repeats(tensors: list[Any]) -> tuple[int, ...]:

@@ -245,10 +245,7 @@ def remember(context: MeshContext, key: Any, program: Any) -> None:
 
 
 def note(context: MeshContext, function: str, tier: int, layouts: Sequence[Layout], reason: str) -> None:
-    """Count a program; tier 2 and 3 are listed, and tier 3 is an error in strict mode.
-
-    A call that is run replicated on values that every rank has whole, or sums of such, gathers nothing: it is of tier 1.
-    """
+    """Count a program; tier 2 and 3 are listed, and tier 3, with a shard that is gathered, is an error in strict mode."""
     if tier == 3 and not any(isinstance(state, int) for layout in layouts for state in layout.states):
         tier = 1
     context.report.tiers[tier] += 1

@@ -95,7 +95,8 @@ class Chooser:
 
     Args:
         weights: indices of values that are parameters.
-        constants: indices of values that never need a gradient, so that I and X are the same for them.
+        constants: indices of values that never need a gradient, so that I and X are the same for them. Values that are
+            computed of no inputs are added.
     """
 
     context: Axes
@@ -105,11 +106,22 @@ class Chooser:
     weights: Collection[int]
     constants: frozenset[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        made: set[int] = set()
+        for node in self.nodes:
+            if made.issuperset(r.i for r in node.ins):
+                made.update(r.i for r in node.outs)
+        self.constants = self.constants.union(made)
+
     @cached_property
-    def fresh(self) -> set[int]:
-        """Values in memory of their own: one that is partial may be reduced before it is written to."""
+    def _temporaries(self) -> set[int]:
+        """Values in memory of their own."""
         made = {r.i for n in self.nodes if not is_view(n) for r in n.outs}
         return made - {r.i for n in self.nodes if is_view(n) and not n.mutates for r in n.ins}
+
+    def _keeps(self, node: Node, position: int, state: State) -> bool:
+        """Whether an input of a node keeps its state, as the op writes to it; a temporary may be reduced before."""
+        return node.mutates and position == 0 and not (state == P and node.ins[0].i in self._temporaries)
 
     def run(self, inputs: Mapping[int, States], outputs: Sequence[State | None] = ()) -> Choice:
         """States for every node.
@@ -192,13 +204,13 @@ class Chooser:
         for position, (ref, a, b) in enumerate(zip(node.ins, current, row.ins, strict=True)):
             if a == b:
                 continue
-            written = node.mutates and position == 0 and not (a == P and ref.i in self.fresh)
-            if written or not _may_convert(current, row, position):
+            if self._keeps(node, position, a) or not _may_convert(current, row, position):
                 return None
             value = self.values[ref.i]
             if ref.i in self.constants and _replicated(a) and _replicated(b):
                 continue
-            cost = conversion_cost(a, b, value.nbytes, n, ref.i in self.weights, value.differentiable)
+            grad = value.differentiable and ref.i not in self.constants
+            cost = conversion_cost(a, b, value.nbytes, n, ref.i in self.weights, grad)
             if cost is None:
                 return None
             total += cost

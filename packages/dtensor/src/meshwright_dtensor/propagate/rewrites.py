@@ -128,14 +128,10 @@ def hoist(
 def gathers(
     nodes: Sequence[Node], choice: Choice, start: Mapping[int, States], sizes: Sequence[int]
 ) -> tuple[int, str]:
-    """The tier of a call that these shards are gathered for, and the first op that reads one.
+    """The tier of a call that moves shards, and the first op that reads one; ``start``: value -> its states, of the inputs.
 
-    1: no shard is gathered. 2: a shard is gathered or moved to another dim, and the ranks divide the work of the op that
-    reads it. 3: a shard is gathered, and each rank along that mesh axis does all the work of that op.
-
-    Args:
-        start: the states of the inputs. A conversion before them is one that the plan asks for.
-        sizes: of the mesh axes.
+    1: none is moved. 2: one is gathered or moved to another dim, and the ranks divide the work of the op that reads it.
+    3: one is gathered, and each rank along that mesh axis does all the work of that op.
     """
     current, result = dict(start), (1, "")
     for node, ins, outs in zip(nodes, choice.ins, choice.outs, strict=True):

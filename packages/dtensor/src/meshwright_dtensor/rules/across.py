@@ -5,11 +5,8 @@ Only results are communicated, not the reduced tensor. Their gradient is a slice
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +15,6 @@ from meshwright_dtensor.comm.log import current_site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.node import NodeView, aten_ops, base_name, dims_of
-from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import P, R, State, States
 
@@ -39,7 +35,6 @@ _AGAIN: dict[str, Callable[..., Tensor]] = {
 _NORMS = aten_ops("norm linalg_vector_norm")
 _MOMENTS = aten_ops("var std var_mean std_mean")
 _PLACES = frozenset({"aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default"})
-_LAST = torch.iinfo(torch.int64).max
 
 
 def combines(view: NodeView) -> bool:
@@ -64,91 +59,61 @@ def _combined_axes(ins: Sequence[States], outs: Sequence[States]) -> list[int]:
 def local_form(
     call: LocalContext, view: NodeView, run: Callable[[list[Tensor]], Any]
 ) -> LocalFunction | None:
-    """The local function of a reduction along dims that are sharded; None if none of them is.
-
-    Args:
-        run: the op on the part of this rank.
-    """
+    """The local function of a reduction along sharded dims, where ``run`` is the op on a part; None if no such dim is sharded."""
     if not is_combined(view, call.ins, call.outs):
         return None
-    parts, name = _Parts(call, view, _combined_axes(call.ins, call.outs)), call.node.name
-    if base_name(name) in _MOMENTS:
+    parts = _Parts(call, view, _combined_axes(call.ins, call.outs))
+    if parts.name in _MOMENTS:
         return lambda tensors: parts.moments(tensors[0])
-    if name in _PLACES:
+    if call.node.name in _PLACES:
         return lambda tensors: parts.places(tensors[0])
     return lambda tensors: parts.again(tensors[0], run(tensors))
 
 
-@dataclass
 class _Parts:
     """One reduction whose input is sharded along ``axes`` on dims that are reduced."""
 
-    call: LocalContext
-    view: NodeView
-    axes: list[int]
+    def __init__(self, call: LocalContext, view: NodeView, axes: list[int]) -> None:
+        self.call, self.axes, self.bound = call, axes, view.bound()
+        self.name = base_name(call.node.name)
+        self.dims = dims_of(self.bound.get("dim"), len(call.in_shapes[0]))
 
-    @cached_property
-    def bound(self) -> dict[str, Any]:
-        """The arguments of the op."""
-        return self.view.bound()
-
-    @cached_property
-    def dims(self) -> list[int]:
-        """The reduced dims."""
-        return dims_of(self.bound.get("dim"), len(self.call.in_shapes[0]))
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Elements that are reduced to one on each rank, in the order of `gathered`."""
-        call, counts = self.call, []
-        for ranks in itertools.product(*(range(call.size(axis)) for axis in self.axes)):
-            coords = list(call.coords)
-            for axis, rank in zip(self.axes, ranks, strict=True):
-                coords[axis] = rank
-            shape = local_shape_of(call.in_shapes[0], call.mesh.shape, coords, call.ins[0])
-            counts.append(math.prod(shape[d] for d in self.dims))
-        return counts
-
-    def gathered(self, result: Tensor) -> Tensor:
-        """The results of all ranks along a new first dim; autograd records it."""
-        call, states = self.call, [_moved_up(state) for state in self.call.outs[0]]
+    def gathered(self, *results: Tensor) -> tuple[Tensor, ...]:
+        """Each of the results, from all ranks along a new first dim; autograd records it."""
+        call, states = self.call, tuple(map(_moved_up, self.call.outs[0]))
         source = tuple(0 if axis in self.axes else state for axis, state in enumerate(states))
-        shape = torch.Size([math.prod(map(call.size, self.axes)), *call.out_shapes[0]])
-        conversion = conversion_between(call.context, source, tuple(states), shape)
+        ranks, count = math.prod(map(call.size, self.axes)), len(results)
+        shape = torch.Size([ranks * count, *call.out_shapes[0]])
+        conversion = conversion_between(call.context, source, states, shape)
         assert conversion is not None
-        return conversion.apply(result.unsqueeze(0), current_site(f"inside {call.node.name}"))
+        whole = conversion.apply(torch.stack(results), current_site(f"inside {call.node.name}"))
+        return whole.view(ranks, count, *whole.shape[1:]).unbind(1)
 
     def again(self, x: Tensor, results: Any) -> Any:
         """Reduce the results of parts as the parts were."""
-        name = base_name(self.call.node.name)
-        if name == "aten.aminmax":
-            both = zip(results, (torch.amin, torch.amax), strict=True)
-            return [self._extreme(x, result, reduce) for result, reduce in both]
-        if name not in _NORMS:
-            reduce = _AGAIN[name]
-            if name in ("aten.amax", "aten.amin", "aten.max", "aten.min"):
-                return self._extreme(x, results, reduce)
-            return reduce(self.gathered(results), 0)
-        order = self.bound.get("ord", self.bound.get("p"))
-        order = 2 if order is None else order
-        if math.isinf(order):
-            return self._extreme(x.abs(), results, torch.amax if order > 0 else torch.amin)
-        # the number of elements that are not zero
-        return (
-            self.gathered(results).sum(0)
-            if order == 0
-            else torch.linalg.vector_norm(self.gathered(results), order, 0)
-        )
+        if self.name == "aten.aminmax":
+            return [self._extreme(x, *pair) for pair in zip(results, (torch.amin, torch.amax), strict=True)]
+        if self.name in _NORMS:
+            order = self.bound.get("ord", self.bound.get("p"))
+            order = 2 if order is None else order
+            if math.isinf(order):
+                return self._extreme(x.abs(), results, torch.amax if order > 0 else torch.amin)
+            (norms,) = self.gathered(results)
+            # of order 0: the number of elements that are not zero
+            return torch.linalg.vector_norm(norms, order, 0) if order else norms.sum(0)
+        reduce = _AGAIN[self.name]
+        if self.name in ("aten.amax", "aten.amin", "aten.max", "aten.min"):
+            return self._extreme(x, results, reduce)
+        return reduce(*self.gathered(results), 0)
 
     def _extreme(self, x: Tensor, result: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
         """The extreme of all ranks; as on one device all elements that attain it have the same part of the gradient."""
-        results = self.gathered(result)
+        (results,) = self.gathered(result)
         extreme = reduce(results, 0)
         if results.requires_grad:
             with torch.no_grad():
-                kept = self.bound.get("keepdim") or not result.dim()
-                broadcast = result if kept else _unsqueezed(result, self.dims)
-                counts = self.gathered(self._equal(x, broadcast).sum(self.dims).reshape(result.shape))
+                kept = result.reshape([1 if d in self.dims else n for d, n in enumerate(x.shape)])
+                (counts,) = self.gathered(self._equal(x, kept).sum(self.dims).reshape(result.shape))
                 ties = self._equal(results, extreme)
                 share = counts * ties.sum(0) / (counts * ties).sum(0).to(results.dtype)
             results.register_hook(lambda gradient: gradient * share)
@@ -156,57 +121,44 @@ class _Parts:
 
     def _equal(self, a: Tensor, b: Tensor) -> Tensor:
         """Where a is b. To torch's max() of all elements, one that is no number is the largest, and has a gradient."""
-        equal = a == b
-        return (
-            equal | (a.isnan() & b.isnan())
-            if self.call.node.name in ("aten.max.default", "aten.min.default")
-            else equal
-        )
+        return (a == b) | (a.isnan() & b.isnan()) if self.name in ("aten.max", "aten.min") else a == b
 
     def moments(self, x: Tensor) -> Any:
         """Variance, or standard deviation, and mean of all parts."""
-        dtype, name = x.dtype, base_name(self.call.node.name)
-        if dtype.itemsize < 4:
-            x = x.float()
-        total, correction = sum(self.counts), self.bound.get("correction")
+        dtype, correction = x.dtype, self.bound.get("correction")
         if correction is None:
             correction = int(self.bound.get("unbiased", True))
-        parts = torch.var_mean(x, self.dims, correction=0, keepdim=bool(self.bound.get("keepdim")))
-        variances, means = map(self.gathered, parts)
-        counts = variances.new_tensor(self.counts).view(-1, *[1] * (variances.dim() - 1))
+        x = x.float() if dtype.itemsize < 4 else x
+        part = torch.var_mean(x, self.dims, correction=0, keepdim=bool(self.bound.get("keepdim")))
+        held = torch.full_like(part[1], math.prod([x.shape[d] for d in self.dims]))
+        variances, means, counts = self.gathered(part[0].to(x.dtype), part[1], held)
+        total = math.prod([self.call.in_shapes[0][d] for d in self.dims])
         mean = (means * counts).sum(0) / total
         apart = means - mean
-        apart = apart.abs() if apart.is_complex() else apart
+        if x.is_complex():
+            variances, counts, apart = variances.real, counts.real, apart.abs()
         variance = ((variances + apart.square()) * counts).sum(0) / max(total - correction, 0)
-        if "std" in name:
+        if "std" in self.name:
             # the root has no derivative at 0, where torch gives 0
             constant = variance == 0
             variance = variance.masked_fill(constant, 1).sqrt().masked_fill(constant, 0)
         if not x.is_complex():
             variance, mean = variance.to(dtype), mean.to(dtype)
-        return (variance, mean) if name.endswith("_mean") else variance
+        return (variance, mean) if self.name.endswith("_mean") else variance
 
     def places(self, x: Tensor) -> Any:
         """The extreme along one dim and its place, the first one of several."""
-        smallest = "min" in self.call.node.name
         (dim,), keep = self.dims, bool(self.bound["keepdim"])
-        pick, reduce = (torch.min, torch.amin) if smallest else (torch.max, torch.amax)
+        pick, reduce = (torch.min, torch.amin) if "min" in self.name else (torch.max, torch.amax)
         best, place = pick(x, dim, keep)
         held = self.call.region(self.call.in_shapes[0], self.call.ins[0])[dim]
         positions = torch.cat([torch.arange(start, start + n, device=x.device) for start, n in held])
-        values, places = self.gathered(best), self.gathered(positions[place])
+        (values,), (places,) = self.gathered(best), self.gathered(positions[place])
         tied = (values == reduce(values.detach(), 0)) | values.isnan()
-        first = places.masked_fill(~tied, _LAST).amin(0)
-        if "arg" in self.call.node.name:
+        first = places.masked_fill(~tied, self.call.in_shapes[0][dim]).amin(0)
+        if "arg" in self.name:
             return first
-        owner = (places == first).byte().argmax(0, keepdim=True)
-        return values.gather(0, owner).squeeze(0), first
-
-
-def _unsqueezed(x: Tensor, dims: Sequence[int]) -> Tensor:
-    for dim in dims:
-        x = x.unsqueeze(dim)
-    return x
+        return values.gather(0, (places == first).byte().argmax(0, keepdim=True)).squeeze(0), first
 
 
 def _moved_up(state: State) -> State:

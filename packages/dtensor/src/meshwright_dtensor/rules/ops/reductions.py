@@ -36,19 +36,20 @@ def counting(view: NodeView) -> Iterator[Row]:
 
 
 def histogram(view: NodeView) -> Iterator[Row]:
-    """histc, histogram(input, bins, weight): any dim, counted into a partial sum, if the bins are given.
+    """histc, histogram(input, bins, weight): any dim, counted into a partial sum, if the bins are given; rows of histogramdd.
 
     Without bounds the bins depend on the smallest and the largest element of the whole tensor.
     """
     bound, shapes = view.bound(), view.in_shapes
     given = bound.get("range") is not None or bound.get("min") != bound.get("max")
-    given = given or isinstance(bound["bins"], Slot)
+    edges = bound["bins"] if isinstance(bound["bins"], (list, tuple)) else [bound["bins"]]
+    given = given or all(isinstance(bins, Slot) for bins in edges)
     counts = view.dtype(view.node.outs[0])
     # a float stops counting at 2 / eps (2**24 in float32), and shards would stop later than the whole tensor
     exact = not counts.is_floating_point or node.numel(shapes[0]) <= 2 / torch.finfo(counts).eps
     if not given or not exact or bound.get("density"):
         return
-    for dim in range(len(shapes[0])):
+    for dim in range(1 if "dd" in view.node.name else len(shapes[0])):
         weight = bound.get("weight")
         divided = (0, weight.index) if isinstance(weight, Slot) else (0,)
         ins: tuple[State, ...] = tuple(dim if i in divided else R for i in range(len(shapes)))
@@ -96,7 +97,7 @@ RULES = node.rules(
         "linalg_vector_norm median mode nanmedian kthvalue aminmax",
         reduction,
     ),
-    ("histc histogram", histogram),
+    ("histc histogram _histogramdd_from_bin_tensors", histogram),
     # replicated results are combined from those of all ranks; edges of bins carry no gradient
     complete=True,
 ) | node.rules(

@@ -1,0 +1,74 @@
+"""Torch functions that read values before they compute, which do not run on fake tensors, in functions that keep shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+
+def equal(x: Tensor, other: Tensor) -> bool:
+    """As ``torch.equal``; only whether the parts are equal is communicated."""
+    return x.shape == other.shape and bool((x == other).all())
+
+
+def allclose(x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """As ``torch.allclose``."""
+    return bool(torch.isclose(x, other, *args, **kwargs).all())
+
+
+def cov(x: Tensor, *, correction: int = 1, fweights: None = None, aweights: None = None) -> Any:
+    """As ``torch.cov`` of floating-point numbers [variables, observations] without weights."""
+    numbers = x.is_floating_point() or x.is_complex()
+    if not numbers or x.dim() > 2 or fweights is not None or aweights is not None:
+        return NotImplemented
+    rows = x if x.dim() == 2 else x.reshape(1, -1)
+    centred = rows - rows.mean(1, keepdim=True)
+    return (centred @ centred.t().conj() / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def corrcoef(x: Tensor) -> Any:
+    """As ``torch.corrcoef`` of floating-point numbers."""
+    c = cov(x)
+    if c is NotImplemented or not c.dim():
+        return c if c is NotImplemented else c / c
+    deviations = (c.diagonal().real if c.is_complex() else c.diagonal()).sqrt()
+    c = c / deviations.unsqueeze(1) / deviations
+    return torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
+
+
+def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+    """As ``torch.bincount``: each rank counts its elements. Only the largest and the sums are communicated."""
+    if x.dim() != 1 or not x.numel() or minlength < 0 or (weights is not None and weights.shape != x.shape):
+        return NotImplemented
+    least, most = (int(value) for value in x.aminmax())
+    if least < 0:
+        return NotImplemented
+    wide = torch.float32 if weights is not None and weights.dtype is torch.float32 else torch.float64
+    added = torch.ones_like(x, dtype=wide) if weights is None else weights.detach().to(wide)
+    zeros = torch.zeros(max(minlength, most + 1), dtype=wide, device=x.device)
+    counts = zeros.index_add(0, x.long(), added)
+    return counts.long() if weights is None else counts
+
+
+READERS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "equal": equal,
+        "allclose": allclose,
+        "cov": cov,
+        "corrcoef": corrcoef,
+        "bincount": bincount,
+        # line by line
+        "gaussian_nll_loss": FunctionType(
+            F.gaussian_nll_loss.__code__,
+            {**vars(F), "has_torch_function_variadic": lambda *tensors: False},
+            argdefs=F.gaussian_nll_loss.__defaults__,
+        ),
+    }
+)
+"""Name -> the function in other functions, which may return NotImplemented for a call that has to run on gathered values."""
