@@ -147,8 +147,7 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
 
 def _run_special(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The result of a call that has no local program: tensor methods, functorch transforms, ``out=``; else NotImplemented."""
-    name = getattr(func, "__name__", "")
-    handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(name)
+    handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(getattr(func, "__name__", ""))
     if handler is not None:
         return handler(func, args, kwargs)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
@@ -157,7 +156,7 @@ def _run_special(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return fallback.run_on_full(func, args, kwargs)
     if kwargs.get("out") is not None:
         return fallback.run_with_out(func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k))
-    return READERS[name](*args, **kwargs) if name in READERS else NotImplemented
+    return READERS[func](*args, **kwargs) if func in READERS else NotImplemented
 
 
 def _repeats(tensors: list[Any]) -> tuple[int, ...]:

@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 
 Tensor = torch.Tensor
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def equal(x: Tensor, other: Tensor) -> bool:
+def equal(x: Tensor, other: Tensor) -> Any:
     """As ``torch.equal``; only whether the parts are equal is communicated."""
+    if not isinstance(x, Tensor) or not isinstance(other, Tensor):
+        return NotImplemented
     return x.shape == other.shape and bool((x == other).all())
 
 
@@ -44,7 +47,8 @@ def corrcoef(x: Tensor) -> Any:
 
 def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
     """As ``torch.bincount``: each rank counts its elements. Only the largest and the sums are communicated."""
-    if x.dim() != 1 or not x.numel() or minlength < 0 or (weights is not None and weights.shape != x.shape):
+    fits = x.dim() == 1 and x.numel() and minlength >= 0 and (weights is None or weights.shape == x.shape)
+    if not fits or x.dtype not in _INTEGERS:
         return NotImplemented
     least, most = (int(value) for value in x.aminmax())
     if least < 0:
@@ -56,19 +60,15 @@ def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> An
     return counts.long() if weights is None else counts
 
 
-READERS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "equal": equal,
-        "allclose": allclose,
-        "cov": cov,
-        "corrcoef": corrcoef,
-        "bincount": bincount,
-        # line by line
-        "gaussian_nll_loss": FunctionType(
-            F.gaussian_nll_loss.__code__,
-            {**vars(F), "has_torch_function_variadic": lambda *tensors: False},
-            argdefs=F.gaussian_nll_loss.__defaults__,
-        ),
-    }
+# line by line
+_gaussian_nll_loss = FunctionType(
+    F.gaussian_nll_loss.__code__,
+    {**vars(F), "has_torch_function_variadic": lambda *tensors: False},
+    argdefs=F.gaussian_nll_loss.__defaults__,
 )
-"""Name -> the function in other functions, which may return NotImplemented for a call that has to run on gathered values."""
+READERS: MappingProxyType[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {getattr(torch, f.__name__): f for f in (equal, allclose, cov, corrcoef, bincount)}
+    | {getattr(Tensor, f.__name__): f for f in (equal, allclose, cov, corrcoef, bincount)}
+    | {F.gaussian_nll_loss: _gaussian_nll_loss}
+)
+"""Function -> the same in other functions, which may return NotImplemented for a call that has to run on gathered values."""
