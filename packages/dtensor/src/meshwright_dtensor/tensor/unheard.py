@@ -38,9 +38,8 @@ class Unheard:
     def __format__(self, spec: str) -> str:
         # models look modules up by f"expert_{index}"; f"{loss}" on one rank only must not wait for other ranks
         x: Any = self
-        if x.dim() == 0 and (
-            spec or (not hasattr(x, "holders") and all(p.is_replicate() for p in x.placements))
-        ):
+        everywhere = all(p.is_replicate() for p in getattr(x, "placements", ())) and not hasattr(x, "holders")
+        if x.dim() == 0 and (spec or everywhere):
             return x.detach().item().__format__(spec)  # type: ignore[no-any-return]
         return object.__format__(self, spec)
 
