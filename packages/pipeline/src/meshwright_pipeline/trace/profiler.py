@@ -31,6 +31,10 @@ from meshwright_pipeline.trace.row_tracer import RowTracer
 from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState
 
 _MISSING = object()
+_COMMUNICATES = (
+    "module {!r} calls torch.distributed ({}). In a pipeline the ranks are at different places of the model, and would wait for "
+    "each other. Leave the call out (a value of a parallel model is that of all rows), or plan without pp"
+)
 _BATCH: Label = ("", PARAMETERS - 1, "", 0)
 """The label of the rows of the batch."""
 
@@ -81,6 +85,10 @@ class _LabelMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise UnsupportedError(
+                _COMMUNICATES.format(self.key[0] or "the model", func.overloadpacket.__name__.strip("_"))
+            )
         random = _torch.draws(func, args, kwargs)
         if random:
             check_generator(self.key, func, kwargs)
