@@ -166,7 +166,9 @@ def test_plan_with_repeated_calls_can_be_cut(layers: int) -> None:
 def test_skeleton_takes_no_memory_and_keeps_the_model() -> None:
     model = Chain()
     copied = skeleton(model, find_units(model).names)
-    assert {name for name, _ in copied.named_parameters()} == {"scale"}
+    assert {name for name, _ in nn.Module.named_parameters(copied)} == {"scale"}
+    with pytest.raises(RuntimeError, match="read between units"):
+        list(copied.parameters())
     assert copied.embed.weight.is_meta and not model.embed.weight.is_meta
 
 

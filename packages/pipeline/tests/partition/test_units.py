@@ -79,7 +79,7 @@ def test_called_modules_are_units(model: nn.Module, names: list[str], free: list
 def test_modules_whose_children_are_called_are_opened() -> None:
     model = of(layers=nn.ModuleList([Layer(), Layer()]), head=Layer())
     calls = frozenset({("", "layers.0"), ("", "layers.1.a"), ("", "head"), ("head", "head.a")})
-    assert called_in_parts(find_units(model).names, calls) == {"layers.1"}
+    assert called_in_parts(model, find_units(model).names, calls) == {"layers.1"}
     request = SearchRequest(
         world_size=2, batch_size=2, survey=Pipeline().survey(model), pipeline=PipelineQuery(calls=calls)
     )

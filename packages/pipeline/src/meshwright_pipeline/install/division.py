@@ -84,9 +84,12 @@ class StageDivision(Division):
             )
         }
         here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
+        inside = {
+            part for unit in (*here, *self.owned.everywhere) for part in model.get_submodule(unit).modules()
+        }
         for unit in self.owned.units:
             if unit not in here:
-                replace_unit(model, unit, rank, holders)
+                replace_unit(model, unit, rank, holders, inside)
         kept = set(map(id, (*model.parameters(), *model.buffers())))
         for (module, name), tensor in tensors.items():
             if id(tensor) not in kept:
@@ -194,10 +197,14 @@ def _holders(
     model: nn.Module, owners: Mapping[str, tuple[int, ...]], ranks: int
 ) -> dict[str, tuple[int, ...]]:
     """Parameter name, aliases included -> ranks that hold it under that name."""
+    modules = {module: unit for unit in owners for module in model.get_submodule(unit).modules()}
     holders: dict[str, tuple[int, ...]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        unit = next((unit for unit in owners if name == unit or name.startswith(f"{unit}.")), None)
-        holders[name] = tuple(range(ranks)) if unit is None else owners[unit]
+    for path, module in model.named_modules(remove_duplicate=False):
+        # by the name of its unit; where a module has another name outside of units, by the module
+        unit = next((unit for unit in owners if f"{path}.".startswith(f"{unit}.")), modules.get(module))
+        held = tuple(range(ranks)) if unit is None else owners[unit]
+        for name, _ in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            holders[name] = held
     return holders
 
 

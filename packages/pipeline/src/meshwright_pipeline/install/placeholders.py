@@ -5,7 +5,7 @@ Torch's own errors would speak of the meta device or of a shape. Whatever works 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,12 +64,19 @@ class Placeholder(Staged, torch.Tensor):
         return result
 
 
-def replace_unit(model: nn.Module, unit: str, rank: int, holders: Mapping[str, tuple[int, ...]]) -> None:
+def replace_unit(
+    model: nn.Module,
+    unit: str,
+    rank: int,
+    holders: Mapping[str, tuple[int, ...]],
+    kept: Collection[nn.Module] = (),
+) -> None:
     """Replace the parameters and buffers of a unit of another stage by placeholders. Calling the unit is then an error.
 
     Args:
         rank: of the axis.
         holders: name of a parameter -> ranks of the axis that hold it.
+        kept: modules that units of this rank's stages have too.
     """
     module = model.get_submodule(unit)
     ranks = next((ranks for name, ranks in holders.items() if name.startswith(f"{unit}.")), ())
@@ -81,9 +88,9 @@ def replace_unit(model: nn.Module, unit: str, rank: int, holders: Mapping[str, t
     guarded = {
         path: part
         for path, part in module.named_modules()
-        if part is module or any(True for _ in part.parameters(recurse=False))
+        if part not in kept and (part is module or any(True for _ in part.parameters(recurse=False)))
     }
-    move_to_meta(module, placeholder)
+    move_to_meta(module, placeholder, kept)
     if not ranks:
         return
     for path, part in guarded.items():

@@ -18,6 +18,7 @@ from torch import nn
 
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES, hooks_of, pre_hooks_of, tensors_in
 from meshwright_pipeline.trace.forward_hooks import Forward
+from meshwright_pipeline.trace.meta_model import SHOWN
 from meshwright_pipeline.trace.microbatch import Call, signature, snapshot
 from meshwright_pipeline.trace.profile import Result
 from meshwright_pipeline.trace.profiler import Profiler
@@ -186,7 +187,7 @@ def _attributes(unit: nn.Module) -> Iterator[tuple[Place, Hashable]]:
         missing = [name for table in tensors_in(part) for name, value in table.items() if value is None]
         yield (path, ""), (type(part), part.training, paths[id(part)], *part._modules, *missing)
         for name, value in part.__dict__.items():
-            if name not in MODULE_ATTRIBUTES:
+            if name not in MODULE_ATTRIBUTES and name != SHOWN:
                 # tensors of a skeleton have no values
                 is_tensor = isinstance(value, torch.Tensor)
                 like: Hashable = (torch.Tensor, value.shape, value.dtype) if is_tensor else _key(value, paths)

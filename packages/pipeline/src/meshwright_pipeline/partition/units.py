@@ -36,9 +36,14 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
     containers = set(_containers(model))
     names: list[str] = []
     free: list[str] = []
+    # a module under two names is one unit
+    seen: set[nn.Module] = set()
 
     def walk(name: str, module: nn.Module, member: bool = False) -> None:
         """`member`: of a repeated list; it is a unit whatever lists it contains."""
+        if module in seen:
+            return
+        seen.add(module)
         listed = not member and (name in containers or (not name and _repeats(module)))
         holds = not member and (not name or any(c.startswith(f"{name}.") for c in containers))
         in_order = "forward" not in module.__dict__ and type(module).forward is nn.Sequential.forward
@@ -54,10 +59,22 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
     return Units(tuple(names), tuple(free))
 
 
-def called_in_parts(units: Iterable[str], calls: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The units whose submodules are called from outside of the unit. `calls`: (calling module, called module)."""
+def called_in_parts(
+    model: nn.Module, units: Iterable[str], calls: Iterable[tuple[str, str]]
+) -> frozenset[str]:
+    """The units whose submodules are called from outside of the unit. `calls`: (calling module, called module), by first names.
+
+    What several units hold is called inside of each.
+    """
     names, result = frozenset(units), set[str]()
+    names_of: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names_of.setdefault(module, []).append(name)
+    others = {aliases[0]: aliases for aliases in names_of.values() if len(aliases) > 1}
     for caller, called in calls:
+        around = {unit for unit in names if f"{caller}.".startswith(f"{unit}.")}
+        if any(alias.startswith(f"{unit}.") for alias in others.get(called, ()) for unit in around):
+            continue
         parts = called.split(".")
         for end in range(1, len(parts)):
             unit = ".".join(parts[:end])
@@ -131,6 +148,7 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
     Raises PlanError: a pattern matches nothing, a unit with parameters is named in no stage, or a stage has none.
     """
     units = find_units(model, _named_in_parts(model, rule))
+    _check_apart(model, units.names)
     names = [*units.names, *units.free]
     shared = [unit for unit in units.names if any(_matches(p, unit) for p in rule.shared)]
     for place, pattern in enumerate(rule.shared):
@@ -151,6 +169,18 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
             raise PlanError("pipeline.stages", [list(stage) for stage in rule.stages], text)
     left = [unit for unit in units.names if unit not in placed]
     return Ownership(tuple(stages), (*shared, *left), units.free)
+
+
+def _check_apart(model: nn.Module, units: Iterable[str]) -> None:
+    """Raises PlanError: a unit is a part of another one too, under another name."""
+    modules = {model.get_submodule(unit): unit for unit in units}
+    for outer in modules:
+        for part in outer.modules():
+            if part is not outer and part in modules:
+                text = (
+                    f"it is a part of module {modules[outer]!r} too, under another name; name that one whole"
+                )
+                raise PlanError("pipeline.stages", modules[part], text)
 
 
 def _named_in_parts(model: nn.Module, rule: PipelineRule) -> frozenset[str]:

@@ -53,7 +53,7 @@ class ModelSurvey:
         entry = self._at.get(id(calls))
         if entry is None or entry[0] is not calls:
             survey = self
-            while more := called_in_parts(survey.units, calls):
+            while more := called_in_parts(self.model, survey.units, calls):
                 opened = survey.opened | more
                 survey = replace(survey, units=find_units(self.model, opened).names, opened=opened)
             survey = next((cached for _, cached in self._at.values() if cached == survey), survey)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from meshwright_pipeline.pytrees import expanded_zeros
 
 Attribute = tuple[nn.Module, str, Tensor]
 """(submodule, attribute, tensor)."""
+
+SHOWN = "named_parameters"
+"""The attribute of the modules of a skeleton that lists the parameters of units too."""
 
 LARGE = 1 << 20
 """Tensors of at least this many bytes are allocated as untouched zero pages."""
@@ -51,18 +55,52 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
         for parameter in copied.parameters():
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(dtype)
+    inside = {part for unit in units for part in copied.get_submodule(unit).modules()}
+    names = {module: tuple(module._parameters) for module in copied.modules()}
     for unit in units:
         move_to_meta(copied.get_submodule(unit))
+    for module in copied.modules():
+        module.__dict__[SHOWN] = partial(_named_parameters, module, names, module in inside)
     return copied
 
 
-def move_to_meta(module: nn.Module, replacement: Callable[[str, Tensor], Tensor] = lambda _, t: t) -> None:
+def _named_parameters(
+    module: nn.Module,
+    trained: Mapping[nn.Module, Sequence[str]],
+    inside: bool,
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """`named_parameters()` in the skeleton, those of units too. `inside`: of a unit.
+
+    Raises RuntimeError: code between units asks while those of units are on the meta device, which is not that of the model.
+    """
+    seen: set[Tensor] = set()
+    for path, part in module.named_modules(prefix=prefix) if recurse else ((prefix, module),):
+        for name in trained[part]:
+            tensor = getattr(part, name)
+            if tensor is None or (remove_duplicate and tensor in seen):
+                continue
+            if tensor.is_meta and not inside:
+                raise RuntimeError("parameters of units are read between units")
+            seen.add(tensor)
+            yield f"{path}.{name}" if path else name, tensor
+
+
+def move_to_meta(
+    module: nn.Module,
+    replacement: Callable[[str, Tensor], Tensor] = lambda _, t: t,
+    kept: Collection[nn.Module] = (),
+) -> None:
     """Replace the parameters and buffers of a module and its submodules by attributes on the meta device.
 
     They are no longer part of `parameters()` or `state_dict()`, but code may still read their shape and dtype.
-    `replacement`: (name in `module`, meta tensor) -> the attribute to set.
+    `replacement`: (name in `module`, meta tensor) -> the attribute to set. `kept`: submodules to leave as they are.
     """
     for path, part in module.named_modules():
+        if part in kept:
+            continue
         dot = f"{path}." if path else ""
         for named in (part.named_parameters, part.named_buffers):
             for name, tensor in list(named(recurse=False, remove_duplicate=False)):

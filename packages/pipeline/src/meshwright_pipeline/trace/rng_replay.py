@@ -22,7 +22,13 @@ import torch
 from meshwright_dtensor._torch.core import default_generator, is_fake
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.random import without_pieces
-from meshwright_pipeline._torch import TorchDispatchMode, draws, op_name, uses_other_generator
+from meshwright_pipeline._torch import (
+    TorchDispatchMode,
+    draws,
+    named_arguments,
+    op_name,
+    uses_other_generator,
+)
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.profile import BETWEEN, Draw, FillOp, Key
@@ -73,7 +79,17 @@ def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
         return None if tensors_of((args[1:], named)) else (op, tuple(args[1:]), named)
     if name in ("rand", "rand_like"):
         return aten.uniform_.default, (0.0, 1.0), ()
-    return (aten.normal_.default, (0.0, 1.0), ()) if name in ("randn", "randn_like") else None
+    if name in ("randn", "randn_like"):
+        return aten.normal_.default, (0.0, 1.0), ()
+    if name in ("randint", "randint_like"):
+        given = named_arguments(op, args, kwargs)
+        return getattr(aten.random_, "from"), (given.get("low", 0), given["high"]), ()
+    return (_permute_, (), ()) if name == "randperm" else None
+
+
+def _permute_(target: torch.Tensor) -> torch.Tensor:
+    """Fill with a random permutation of the places."""
+    return target.copy_(torch.randperm(target.numel(), dtype=target.dtype, device=target.device))
 
 
 def check_generator(key: Key, op: Any, kwargs: dict[str, Any]) -> None:
@@ -215,6 +231,9 @@ class RngReplay:
         shape = tuple(like.shape)
         for dim, size in enumerate(shape if len(shape) == full.dim() else ()):
             rows = full.shape[dim]
+            if draw.op is _permute_:
+                # a part of it is no permutation
+                break
             # of one row, the first microbatch takes all numbers, and the others have none in the batch
             if rows != size and rows * self.rows[1] == size * self.count * self.rows[0]:
                 start = min(microbatch * size, rows)
@@ -250,8 +269,9 @@ class RngReplay:
     def _is_short(self, draw: Draw) -> bool:
         """Whether drawing one element advances the generator as far as drawing all: tried once for each kind."""
         kind = (draw.op, draw.dtype, draw.rest, draw.shape)
-        # masks of attention depend on its shape
-        short = False if op_name(draw.op) == "attention_noise_" else self._short.get(kind)
+        # permutations and masks of attention depend on the whole shape
+        whole_only = draw.op is _permute_ or op_name(draw.op) == "attention_noise_"
+        short = False if whole_only else self._short.get(kind)
         if short is None:
             before = self.generator.get_state()
             draw.run(self.device)

@@ -1,0 +1,174 @@
+"""Pipelines of modules that read all parameters, have two names, are shared by blocks, or draw numbers of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plan_once import one_and_many
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def chain(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chain(x).square().mean()
+
+
+class ReadsParameters(Chain):
+    """As diffusers' and transformers' helpers do for the device and the dtype of a model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = next(self.parameters())
+        _, last = [*self.blocks.named_parameters()][-1]
+        return self.chain(x.to(first.device, first.dtype)).square().mean() * last.numel()
+
+
+class Helper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+class TwoNames(nn.Module):
+    """The same modules under `net` and under `helper.inner`, by which they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Block() for _ in range(4)))
+        self.helper = Helper(self.net)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.helper(x)
+        return y.square().mean()
+
+
+class Sharing(nn.Module):
+    def __init__(self, common: nn.Module) -> None:
+        super().__init__()
+        self.own, self.common = Block(), common
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.own(x) + self.common(x)
+        return y
+
+
+class SharedByBlocks(Chain):
+    def __init__(self) -> None:
+        common = Block()
+        super().__init__()
+        self.blocks = nn.ModuleList(Sharing(common) for _ in range(4))
+
+
+class Diffusion(Chain):
+    """A step of the noise for each row, and noise, as diffusion models draw them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Embedding(10, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        step, noise = torch.randint(0, 10, (x.shape[0],)), torch.randn_like(x)
+        return (self.chain(x + noise * self.steps(step)) - noise).square().mean()
+
+
+class DrawingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) + 0.1 * torch.randint(3, (x.shape[0], 1))
+        return y + torch.rand(WIDTH)[torch.randperm(WIDTH)]
+
+
+class Drawing(Chain):
+    def __init__(self) -> None:
+        super().__init__(DrawingBlock)
+
+
+MODELS = {cls.__name__: cls for cls in (ReadsParameters, TwoNames, SharedByBlocks, Diffusion, Drawing)}
+
+
+def differences(rank: int, size: int, microbatches: int) -> dict[str, list[str]]:
+    """Model -> what differs from one device in two steps."""
+    wrong: dict[str, list[str]] = {}
+    for name, make in MODELS.items():
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+        single, many = one_and_many(make, x, pp=size, microbatches=microbatches)
+        wrong[name] = []
+        for step in range(2):
+            losses, ends = [], []
+            for model in (single, many):
+                torch.manual_seed(7 + step)
+                loss = model(x)
+                loss.backward()
+                losses.append(float(loss.detach()))
+                ends.append(torch.get_rng_state())
+            if losses[1] != pytest.approx(losses[0], rel=1e-5) or not torch.equal(*ends):
+                wrong[name].append(f"step {step}: {losses}")
+            for (key, p), (_, q) in zip(single.named_parameters(), many.named_parameters(), strict=True):
+                assert p.grad is not None
+                if q.grad is None or not torch.allclose(q.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-7):
+                    wrong[name].append(f"step {step}: gradient of {key}")
+                p.grad = None
+            many.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_they_train_as_on_one_device(rank_pool: RankPool, microbatches: int) -> None:
+    for wrong in rank_pool.run(2, differences, microbatches):
+        assert wrong == {name: [] for name in MODELS}
+
+
+class Communicating(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        mean = y.detach().mean()
+        dist.all_reduce(mean)
+        return y - mean / dist.get_world_size()
+
+
+class Communicates(Chain):
+    def __init__(self) -> None:
+        super().__init__(Communicating)
+
+
+def plans(rank: int, size: int, pins: dict[str, Any]) -> str:
+    try:
+        mw.auto_parallelize(Communicates(), torch.randn(4, WIDTH), cluster="laptop-cpu", **pins)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("pins", [{"pp": 2}, {"tp": 2}, {"dp": 2}], ids=str)
+def test_a_collective_of_the_model_is_refused_by_name(rank_pool: RankPool, pins: dict[str, Any]) -> None:
+    for message in rank_pool.run(2, plans, pins, timeout=60):
+        assert "module 'blocks.0' calls torch.distributed (allreduce)" in message
