@@ -195,8 +195,6 @@ class WholeModel:
 
     def enter(self) -> None:
         """Show the tensors of this rank's stages only."""
-        if self._depth == 0:
-            self._refuse_replaced()
         self._depth += 1
         if self._depth > 1:
             return
@@ -207,7 +205,8 @@ class WholeModel:
         for absent in self._absent:
             absent.hide()
 
-    def _refuse_replaced(self) -> None:
+    def refuse_replaced(self) -> None:
+        """Raise UnsupportedError if the user calls the model with other values of stages for its parameters."""
         for part, name, tensor in self._shown:
             given = part.get(name)
             if given is not tensor and isinstance(given, stage_tensor.StageValue):
@@ -353,6 +352,8 @@ def own_tensors(tensors: Iterable[Any]) -> Iterator[list[Any]]:
 def own_stages(model: nn.Module) -> Iterator[None]:
     """Inside, `model` has the parameters and buffers of this rank's stages only."""
     whole = whole_model_of(model)
+    if whole is not None:
+        whole.refuse_replaced()
     with contextlib.nullcontext() if whole is None else whole.entered():
         yield
 
