@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,8 @@ from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discove
 from meshwright_dtensor.utils.checksum import checksum
 
 _SAMPLES = 64
+_ROUNDINGS = 16
+"""Largest difference of a tensor, in roundings of its largest value, that passes for an initialisation that is not reproducible."""
 _ATTRIBUTE = "_meshwright_batch_texts"
 
 
@@ -39,7 +42,8 @@ def same_plugins(plugins: PluginHost | None) -> PluginHost:
 def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device, *, values: bool) -> None:
     """Raise on every rank unless all ranks have the same plan, parameters, buffers and random state.
 
-    Values are compared bit for bit, by checksum. Of a deferred tensor 64 elements are compared, so that its file is not read.
+    Values are compared bit for bit, by checksum. Those that differ by rounding become those of rank 0, with a warning. Of a
+    deferred tensor 64 elements are compared, so that its file is not read.
     Without `values` only names, shapes and plans are compared.
 
     Raises UsageError: naming the first tensor that differs, and the fix.
@@ -65,10 +69,32 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
             "build the same model from the same configuration on every rank"
         )
     for index in differing(sums) if values else ():
+        if index < len(named) and _take_first(named[index][2]):
+            warnings.warn(
+                f"{labels[index]} differs between ranks by rounding: its initialisation is not reproducible, and all ranks "
+                "take the values of rank 0",
+                stacklevel=2,
+            )
+            continue
         raise UsageError(
             f"{labels[index]} differs between ranks, but all ranks must start with the same model; "
             "seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
         )
+
+
+@torch.no_grad()
+def _take_first(tensor: torch.Tensor) -> bool:
+    """Give a tensor the values of rank 0 if they differ by rounding only, on all ranks; whether they do (a collective call)."""
+    if is_deferred(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    first = tensor.detach().contiguous().clone()
+    dist.broadcast(first, src=0)
+    far = (first - tensor).abs().max()
+    near = bool(far <= _ROUNDINGS * torch.finfo(tensor.dtype).eps * first.abs().max())
+    if extremes([int(near)], None) != [(1, 1)]:
+        return False
+    tensor.copy_(first)
+    return True
 
 
 def install_batch_check(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any
@@ -187,6 +188,27 @@ def other_notes(rank: int, world_size: int) -> None:
     plan = plan_of(degrees={"dp": 2})
     told = Provenance(notes=("the bubble takes 19.2 ms",)) if rank else Provenance()
     parallelize(make(), plan.replace(provenance=told))
+
+
+def rounded(rank: int, world_size: int, roundings: float) -> Any:
+    model = make()
+    with torch.no_grad():
+        weight = model.embed.weight
+        weight.mul_(1.0 + rank * roundings * torch.finfo(weight.dtype).eps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(model, plan_of(degrees={"dp": 2}))
+    said = [str(w.message) for w in caught if "differs between ranks by rounding" in str(w.message)]
+    return said, torch.equal(full(model.embed.weight), make().embed.weight)
+
+
+def test_ranks_that_differ_by_rounding_take_the_values_of_the_first(rank_pool: RankPool) -> None:
+    for said, equal in rank_pool.run(2, rounded, 4.0):
+        assert equal
+        (message,) = said
+        assert "'embed.weight'" in message and "rank 0" in message
+    with pytest.raises(UsageError, match="seed every rank alike"):
+        rank_pool.run(2, rounded, 1e4)
 
 
 def test_plans_that_differ_in_notes_only_are_the_same(rank_pool: RankPool) -> None:
