@@ -1,4 +1,4 @@
-"""Pipelines of modules that read all parameters, have two names, are shared by blocks, or draw numbers of their own."""
+"""Modules that read all parameters, have two names, are shared by blocks, draw numbers of their own, fill buffers, communicate."""
 
 from __future__ import annotations
 
@@ -112,15 +112,43 @@ class Drawing(Chain):
         super().__init__(DrawingBlock)
 
 
-MODELS = {cls.__name__: cls for cls in (ReadsParameters, TwoNames, SharedByBlocks, Diffusion, Drawing)}
+class Stacked(torch.autograd.Function):
+    """Fills a new tensor, as an adjoint solver does with its states."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        with torch.no_grad():
+            states = torch.empty(2, *x.shape)
+            states[0] = x
+            states[1] = x * x
+        ctx.save_for_backward(x)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        result: Tensor = gradient[0] + 2 * x * gradient[1]
+        return result
 
 
-def differences(rank: int, size: int, microbatches: int) -> dict[str, list[str]]:
+class Filling(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = Stacked.apply(self.chain(x))
+        return states.square().mean()
+
+
+MODELS = {
+    cls.__name__: cls for cls in (ReadsParameters, TwoNames, SharedByBlocks, Diffusion, Drawing, Filling)
+}
+PLANS = [{"pp": 2, "microbatches": 1}, {"pp": 2, "microbatches": 2}, {"tp": 2}, {"dp": 2, "zero": 3}]
+
+
+def differences(rank: int, size: int, pins: dict[str, Any]) -> dict[str, list[str]]:
     """Model -> what differs from one device in two steps."""
     wrong: dict[str, list[str]] = {}
     for name, make in MODELS.items():
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
-        single, many = one_and_many(make, x, pp=size, microbatches=microbatches)
+        single, many = one_and_many(make, x, **pins)
         wrong[name] = []
         for step in range(2):
             losses, ends = [], []
@@ -141,9 +169,9 @@ def differences(rank: int, size: int, microbatches: int) -> dict[str, list[str]]
     return wrong
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_they_train_as_on_one_device(rank_pool: RankPool, microbatches: int) -> None:
-    for wrong in rank_pool.run(2, differences, microbatches):
+@pytest.mark.parametrize("pins", PLANS, ids=str)
+def test_they_train_as_on_one_device(rank_pool: RankPool, pins: dict[str, Any]) -> None:
+    for wrong in rank_pool.run(2, differences, pins):
         assert wrong == {name: [] for name in MODELS}
 
 

@@ -291,7 +291,11 @@ def gradient_kinds(tensors: list[torch.Tensor]) -> tuple[int, ...]:
 
 def function_of(tensor: torch.Tensor) -> Any:
     """The call of a torch.autograd.Function that made a tensor; None if a torch operation did."""
-    made = tensor.grad_fn
+    try:
+        made = tensor.grad_fn
+    except RuntimeError:
+        # a view that was made without gradients, of a tensor that was then written to
+        return None
     return made if isinstance(made, torch.autograd.function.BackwardCFunction) else None
 
 

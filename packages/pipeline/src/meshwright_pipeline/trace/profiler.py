@@ -64,6 +64,8 @@ class _LabelMode(TorchDispatchMode):
         self._depth = 0
         # the tensors are kept, so that no other tensor gets their memory
         self._returned: dict[int, tuple[torch.Tensor, Label]] = {}
+        # what was written to a view is in its base, and in all other views
+        self._written: dict[int, tuple[torch.Tensor, frozenset[Label]]] = {}
 
     @contextlib.contextmanager
     def unit(self, key: Key) -> Iterator[None]:
@@ -81,7 +83,12 @@ class _LabelMode(TorchDispatchMode):
 
     def of(self, tree: Any) -> frozenset[Label]:
         """The labels of all tensors in a tree."""
-        return NO_LABELS.union(*(self.labels.get(tensor, NO_LABELS) for tensor in tensors_of(tree)))
+        return NO_LABELS.union(*(self._of_one(tensor) for tensor in tensors_of(tree)))
+
+    def _of_one(self, tensor: torch.Tensor) -> frozenset[Label]:
+        labels = self.labels.get(tensor, NO_LABELS)
+        at = _memory_of(tensor) if self._written else None
+        return labels if at is None else labels | self._written.get(at, (tensor, NO_LABELS))[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,10 +107,21 @@ class _LabelMode(TorchDispatchMode):
             self.draws.note(self.key, func, args, kwargs, result)
         if not self._depth:
             labels = self.of((args, kwargs))
+            if labels and func._schema.is_mutable:
+                self._write(func, args, kwargs, labels)
             if labels and _torch.op_name(func) not in _SHAPE_ONLY:
                 for tensor in tensors_of(result):
                     self.labels[tensor] = self.labels.get(tensor, NO_LABELS) | labels
         return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any, labels: frozenset[Label]) -> None:
+        """Label what shares memory with the arguments that an operation has written to."""
+        named = _torch.named_arguments(func, args, kwargs)
+        for tensor in tensors_of([named[name] for name in _torch.written_arguments(func)]):
+            at = _memory_of(tensor)
+            if at is not None:
+                before = self._written.get(at, (tensor, NO_LABELS))[1]
+                self._written[at] = tensor, before | labels
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation. A write to expanded zeros is recorded and skipped."""
@@ -114,6 +132,13 @@ class _LabelMode(TorchDispatchMode):
         if (returned := self._returned.get(target.untyped_storage().data_ptr())) is not None:
             self.written.add(returned[1])
         return target if pytrees.is_expanded(target) else func(*args, **kwargs)
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's storage; None if it has no memory."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None
 
 
 class Profiler:
