@@ -198,14 +198,14 @@ def rounded(rank: int, world_size: int, roundings: float) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize(model, plan_of(degrees={"dp": 2}))
-    said = [str(w.message) for w in caught if "differs between ranks by rounding" in str(w.message)]
-    return said, torch.equal(full(model.embed.weight), make().embed.weight)
+    messages = [str(w.message) for w in caught if "differs between ranks by rounding" in str(w.message)]
+    return messages, torch.equal(full(model.embed.weight), make().embed.weight)
 
 
 def test_ranks_that_differ_by_rounding_take_the_values_of_the_first(rank_pool: RankPool) -> None:
-    for said, equal in rank_pool.run(2, rounded, 4.0):
+    for messages, equal in rank_pool.run(2, rounded, 4.0):
         assert equal
-        (message,) = said
+        (message,) = messages
         assert "'embed.weight'" in message and "rank 0" in message
     with pytest.raises(UsageError, match="seed every rank alike"):
         rank_pool.run(2, rounded, 1e4)
