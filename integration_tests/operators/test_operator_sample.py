@@ -21,7 +21,7 @@ from .table import page, sharded
 
 
 def _run(rank_pool: RankPool, names: list[str], folder: Path) -> list[Outcome]:
-    ranks = rank_pool.run(2, run_ops, MESH, names, 1, str(folder / "case"), frozenset())
+    ranks = rank_pool.run(2, run_ops, MESH, names, 1, str(folder / "case"), frozenset(), "cpu")
     return [worst(outcomes) for outcomes in zip(*ranks, strict=True)]
 
 
@@ -46,7 +46,7 @@ def run_with_a_wrong_rule(rank: int, world: int, folder: str) -> list[Outcome]:
         lambda view: kept_rows(view, range(len(view.in_shapes[0]))), "hand"
     )
     try:
-        return run_ops(rank, world, MESH, ["softmax"], 1, folder, frozenset())
+        return run_ops(rank, world, MESH, ["softmax"], 1, folder, frozenset(), "cpu")
     finally:
         reductions.RULES["aten._softmax"] = true
 
