@@ -100,7 +100,7 @@ def fake_like(shape: Sequence[int], local: Tensor, mode: Any) -> Tensor:
 
 
 _DECOMPOSED = aten_ops(
-    "nll_loss_forward nll_loss2d_forward multi_margin_loss dist renorm native_layer_norm _fused_rms_norm _chunk_cat _softmax "
+    "nll_loss_forward nll_loss2d_forward multi_margin_loss dist renorm _chunk_cat _softmax "
     "_log_softmax _native_batch_norm_legit.no_stats diag_embed trace _trilinear as_strided"
 )
 """Ops that are run as torch's decompositions of them where that moves fewer bytes; none that write to buffers, of which

@@ -40,6 +40,9 @@ REAL_RUN_LIMIT_BYTES = 4 * 2**30
 Composites = Mapping[Callable[..., Any], Any]
 """Torch function -> Composite, as in RuleBook.composites."""
 
+_HOOKS = "saved tensor hooks"
+"""Part of the message of torch.func where autograd is watched."""
+
 Dtype = torch.dtype | None
 
 
@@ -208,6 +211,11 @@ def _watch(model: nn.Module, batch: Batch, recorder: StorageRecorder) -> Tape:
         except Exception as error:
             if isinstance(error, (MeshwrightError, BlocksDifferError, *_torch.DATA_DEPENDENT)):
                 raise
+            if _HOOKS in str(error):
+                raise UsageError(
+                    f"the forward of {type(model).__name__} uses torch.func (grad, vjp, jacrev or hessian), which planning cannot "
+                    "follow: it watches what autograd saves. Use torch.autograd.grad(..., create_graph=True) there"
+                ) from error
             raise NoRunError(f"{type(model).__name__} raised {_line(error)}") from error
     results, scalar = _results(out)
     if not results:
