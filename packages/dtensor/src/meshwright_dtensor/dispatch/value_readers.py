@@ -13,31 +13,31 @@ Tensor = torch.Tensor
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def equal(x: Tensor, other: Tensor) -> Any:
+def equal(input: Tensor, other: Tensor) -> Any:
     """As ``torch.equal``; only whether the parts are equal is communicated."""
-    if not isinstance(x, Tensor) or not isinstance(other, Tensor):
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented
-    return x.shape == other.shape and bool((x == other).all())
+    return input.shape == other.shape and bool((input == other).all())
 
 
-def allclose(x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+def allclose(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
     """As ``torch.allclose``."""
-    return bool(torch.isclose(x, other, *args, **kwargs).all())
+    return bool(torch.isclose(input, other, *args, **kwargs).all())
 
 
-def cov(x: Tensor, *, correction: int = 1, fweights: None = None, aweights: None = None) -> Any:
+def cov(input: Tensor, *, correction: int = 1, fweights: None = None, aweights: None = None) -> Any:
     """As ``torch.cov`` of floating-point numbers [variables, observations] without weights."""
-    numbers = x.is_floating_point() or x.is_complex()
-    if not numbers or x.dim() > 2 or fweights is not None or aweights is not None:
+    numbers = input.is_floating_point() or input.is_complex()
+    if not numbers or input.dim() > 2 or fweights is not None or aweights is not None:
         return NotImplemented
-    rows = x if x.dim() == 2 else x.reshape(1, -1)
+    rows = input if input.dim() == 2 else input.reshape(1, -1)
     centred = rows - rows.mean(1, keepdim=True)
     return (centred @ centred.t().conj() / max(rows.shape[1] - correction, 0)).squeeze()
 
 
-def corrcoef(x: Tensor) -> Any:
+def corrcoef(input: Tensor) -> Any:
     """As ``torch.corrcoef`` of floating-point numbers."""
-    c = cov(x)
+    c = cov(input)
     if c is NotImplemented or not c.dim():
         return c if c is NotImplemented else c / c
     deviations = (c.diagonal().real if c.is_complex() else c.diagonal()).sqrt()
@@ -45,18 +45,23 @@ def corrcoef(x: Tensor) -> Any:
     return torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
 
 
-def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
     """As ``torch.bincount``: each rank counts its elements. Only the largest and the sums are communicated."""
-    fits = x.dim() == 1 and x.numel() and minlength >= 0 and (weights is None or weights.shape == x.shape)
-    if not fits or x.dtype not in _INTEGERS:
+    fits = (
+        input.dim() == 1
+        and input.numel()
+        and minlength >= 0
+        and (weights is None or weights.shape == input.shape)
+    )
+    if not fits or input.dtype not in _INTEGERS:
         return NotImplemented
-    least, most = (int(value) for value in x.aminmax())
+    least, most = (int(value) for value in input.aminmax())
     if least < 0:
         return NotImplemented
     wide = torch.float32 if weights is not None and weights.dtype is torch.float32 else torch.float64
-    added = torch.ones_like(x, dtype=wide) if weights is None else weights.detach().to(wide)
-    zeros = torch.zeros(max(minlength, most + 1), dtype=wide, device=x.device)
-    counts = zeros.index_add(0, x.long(), added)
+    added = torch.ones_like(input, dtype=wide) if weights is None else weights.detach().to(wide)
+    zeros = torch.zeros(max(minlength, most + 1), dtype=wide, device=input.device)
+    counts = zeros.index_add(0, input.long(), added)
     return counts.long() if weights is None else counts
 
 

@@ -101,10 +101,21 @@ class _Parts:
             (norms,) = self.gathered(results)
             # of order 0: the number of elements that are not zero
             return torch.linalg.vector_norm(norms, order, 0) if order else norms.sum(0)
+        if self.name == "aten.logsumexp" and not x.is_complex():
+            return self._log_of_sum(x.to(results.dtype), results.shape)
         reduce = _AGAIN[self.name]
         if self.name in ("aten.amax", "aten.amin", "aten.max", "aten.min"):
             return self._extreme(x, results, reduce)
         return reduce(*self.gathered(results), 0)
+
+    def _log_of_sum(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """The logarithm of the sum over all ranks; elements of -inf, even a rank's whole part, have no gradient."""
+        (tops,) = self.gathered(x.detach().amax(self.dims).reshape(shape))
+        top = tops.amax(0)
+        top = top.masked_fill(~top.isfinite(), 0)
+        wide = top.reshape([1 if d in self.dims else n for d, n in enumerate(x.shape)])
+        (parts,) = self.gathered((x - wide).exp().sum(self.dims).reshape(shape))
+        return parts.sum(0).log() + top
 
     def _extreme(self, x: Tensor, result: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
         """The extreme of all ranks; as on one device all elements that attain it have the same part of the gradient."""
@@ -115,7 +126,9 @@ class _Parts:
                 kept = result.reshape([1 if d in self.dims else n for d, n in enumerate(x.shape)])
                 (counts,) = self.gathered(self._equal(x, kept).sum(self.dims).reshape(result.shape))
                 ties = self._equal(results, extreme)
-                share = counts * ties.sum(0) / (counts * ties).sum(0).to(results.dtype)
+                # half precision does not count far
+                counts = counts.double()
+                share = (counts * ties.sum(0) / (counts * ties).sum(0)).to(results.dtype)
             results.register_hook(lambda gradient: gradient * share)
         return extreme
 
