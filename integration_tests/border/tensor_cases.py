@@ -125,7 +125,11 @@ def _called(x: Any, peer: Any, name: str, form: str) -> Any:
         setattr(x, name, eval(form[2:], namespace))
         return getattr(x, name)
     namespace["call"] = lambda *args, **kwargs: getattr(x, name)(*args, **kwargs)
-    return eval(f"call{form}", namespace)
+    try:
+        return eval(f"call{form}", namespace)
+    finally:
+        # a function of the form refers to it, and may be remembered
+        namespace.clear()
 
 
 def tensor_case(name: str, on: str, form: str) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -82,10 +83,11 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
         return tuple((k, _freeze(v, tensors)) for k, v in a.items())
     try:
         hash(a)
+        known = t is not FunctionType or a.__closure__ is None
     except TypeError:
-        # equal to nothing: derived again for every call
-        return object()
-    return (t, a)
+        known = False
+    # equal to nothing: derived again for every call; a kept closure would keep what it refers to, such as a model
+    return (t, a) if known else object()
 
 
 def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:

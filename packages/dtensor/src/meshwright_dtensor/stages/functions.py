@@ -145,6 +145,13 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _remember(results: dict[Any, Any], key: Any, outcome: tuple[Any, bool]) -> None:
+    """Keep what a call gives; indices that count up would fill the memory."""
+    if len(results) >= _MOST_RESULTS:
+        results.clear()
+    results[key] = outcome
+
+
 def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, common: frozenset[int]) -> Any:
     """The result where the operands are held, and a meta tensor elsewhere."""
     model = operands[0].whole_model
@@ -157,7 +164,7 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
         with torch.set_grad_enabled(torch.is_grad_enabled() and not here):
             outcome = _tried(func, args, kwargs, operands)
         if key is not None and outcome is not None:
-            model.results_on_meta[key] = outcome
+            _remember(model.results_on_meta, key, outcome)
     if outcome is None:
         return _exchanged(func, args, kwargs, operands)
     if type(outcome[0]) is int:
@@ -188,6 +195,27 @@ def _tried(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> tupl
     return next((i for i, x in enumerate(operands) if metas[id(x)] is result), result), draws.any
 
 
+_MOST_RESULTS = 1 << 12
+"""Calls of which a model remembers the result on meta tensors."""
+
+_PLAIN = frozenset(
+    (
+        int,
+        bool,
+        float,
+        complex,
+        str,
+        type(None),
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    )
+)
+"""Types of arguments that tell what they are by their value."""
+
+
 def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """What the result on meta tensors follows from, to look it up the next time; None where that cannot be said."""
 
@@ -198,17 +226,18 @@ def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(x, (list, tuple)):
             return (type(x), *map(form, x))
         # such as a learning rate, which changes in every step; not a probability
-        return float if type(x) is float and not draws else (type(x), x)
+        if type(x) is float and not draws:
+            return float
+        if type(x) not in _PLAIN:
+            # a function would be kept, and all that it refers to
+            raise TypeError
+        return type(x), x
 
     draws = kind_of(func) in ("draw", "fill", "init")
-    with stock_call():
-        key = (
-            func,
-            torch.is_inference_mode_enabled(),
-            form(args),
-            tuple((name, form(x)) for name, x in kwargs.items()),
-        )
     try:
+        with stock_call():
+            named = tuple((name, form(x)) for name, x in kwargs.items())
+            key = (func, torch.is_inference_mode_enabled(), form(args), named)
         hash(key)
     except TypeError:
         return None
@@ -360,7 +389,8 @@ def _rehearsed(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> 
             "that gives a new tensor"
         )
     outcome = (NotImplemented if result is NotImplemented else None, draws.any)
-    results |= {} if key is None else {key: outcome}
+    if key is not None:
+        _remember(results, key, outcome)
     return outcome
 
 
