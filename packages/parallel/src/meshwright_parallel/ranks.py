@@ -62,10 +62,11 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
     if differing([zlib.crc32(plan.executed_json().encode())]):
         text = "ranks were given different plans; load the same file, or plan on one rank and share the plan"
         raise UsageError(text)
-    structure = zlib.crc32("\n".join(labels).encode())
+    kinds = [f"{t.dtype} {is_deferred(t)}" for _, _, t in named]
+    structure = zlib.crc32("\n".join([*labels, *kinds]).encode())
     if differing([structure, len(labels)]):
         raise UsageError(
-            "ranks hold different models (names or shapes of parameters or buffers); "
+            "ranks hold different models (names, shapes or dtypes of parameters or buffers, or deferred ones on some ranks only); "
             "build the same model from the same configuration on every rank"
         )
     for index in differing(sums) if values else ():
@@ -90,7 +91,9 @@ def _take_first(tensor: torch.Tensor) -> bool:
     first = tensor.detach().contiguous().clone()
     dist.broadcast(first, src=0)
     far = (first - tensor).abs().max()
-    near = bool(far <= _ROUNDINGS * torch.finfo(tensor.dtype).eps * first.abs().max())
+    # in half precision a rounding is far: nothing but equal values is near
+    rounding = min(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
+    near = bool(far <= _ROUNDINGS * rounding * first.abs().max())
     if extremes([int(near)], None) != [(1, 1)]:
         return False
     tensor.copy_(first)
