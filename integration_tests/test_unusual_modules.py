@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plan_once import one_and_many
+from plan_once import one_and_many, plan_once
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -173,6 +173,39 @@ def differences(rank: int, size: int, pins: dict[str, Any]) -> dict[str, list[st
 def test_they_train_as_on_one_device(rank_pool: RankPool, pins: dict[str, Any]) -> None:
     for wrong in rank_pool.run(2, differences, pins):
         assert wrong == {name: [] for name in MODELS}
+
+
+def shared_between_stages(rank: int, size: int) -> list[list[float]]:
+    """Losses on one device and in a pipeline, with a write to the shared weight between steps."""
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    losses = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model: Any = SharedByBlocks()
+        if parallel:
+            plan = plan_once(model, x, cluster="laptop-cpu", pp=size)
+            assert plan.pipeline is not None
+            stages = {"stages": (("blocks.[01]",), ("blocks.[23]",))}
+            plan = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update=stages)})
+            model = mw.parallelize(model, plan, batch=x)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        seen = []
+        for step in range(3):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(float(loss.detach()))
+            if not step:
+                with torch.no_grad():
+                    model.blocks[3].common.linear.weight.mul_(0.1)
+        losses.append(seen)
+    return losses
+
+
+def test_a_module_that_stages_share_is_one(rank_pool: RankPool) -> None:
+    for expected, seen in rank_pool.run(2, shared_between_stages):
+        assert seen == pytest.approx(expected, rel=1e-5)
 
 
 class Communicating(Block):

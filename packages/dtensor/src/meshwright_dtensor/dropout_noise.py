@@ -50,12 +50,14 @@ def attention_noise_(
     sizes: Sequence[int],
     causal: bool,
     scale: float | None,
+    grad: bool | None = None,
 ) -> Tensor:
     """Fill `full` [..., h, l, s] with 0 or 1 / (1 - p), as attention with this dropout draws it on its accelerator.
 
     Args:
         tensors: queries, keys, values and mask (None without one), or parts of them.
         sizes: heads of the keys, features of queries and keys, features of the values, of the whole tensors.
+        grad: whether the queries require grad on one device, by default as they do here.
 
     Raises UnsupportedError: torch chooses a kernel whose mask cannot be had.
     """
@@ -73,15 +75,22 @@ def attention_noise_(
         if mask is None
         else [1] * (mask.dim() - 2) + [full.shape[d] if mask.shape[d] > 1 else 1 for d in (-2, -1)]
     )
-    # kernels want the elements of a row side by side
-    dense = [t is None or t.stride(-1) == 1 for t in tensors]
+    # kernels want the elements of a row side by side; zeros that stand for values have no strides
+    dense = [t is None or t.stride(-1) in (0, 1) for t in tensors]
     op = noise_ops()[0].attention_noise_
-    result: Tensor = op(full, p, list(sizes), dtype, shape, of_mask, dense, causal, scale, q.requires_grad)
+    grad = q.requires_grad if grad is None else grad
+    result: Tensor = op(full, p, list(sizes), dtype, shape, of_mask, dense, causal, scale, grad)
     return result
 
 
 def _dropout_noise_(full: Tensor, p: float) -> Tensor:
     return full.copy_(torch.native_dropout(torch.ones_like(full), p, True)[0])
+
+
+def _math_noise_(full: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    # half precision is computed in float32 there
+    like = torch.ones(full.shape, dtype=torch.float32 if dtype in _HALF else dtype, device=full.device)
+    return full.copy_(torch.native_dropout(like, p, True)[0])
 
 
 def _attention_noise_(
@@ -96,6 +105,8 @@ def _attention_noise_(
     scale: float | None,
     grad: bool,
 ) -> Tensor:
+    if full.dim() < 4:
+        return _math_noise_(full, p, dtype)
     *batch, heads, rows, columns = full.shape
     key_heads, features, of_values = sizes
     shapes = [
@@ -118,11 +129,7 @@ def _attention_noise_(
         kernel = kernels.chosen(q, k, v, bias, p, causal, scale)
     with torch.no_grad():
         if kernel == kernels.MATH:
-            # half precision is computed in float32 there
-            like = torch.ones(
-                full.shape, dtype=torch.float32 if dtype in _HALF else dtype, device=full.device
-            )
-            return full.copy_(torch.native_dropout(like, p, True)[0])
+            return _math_noise_(full, p, dtype)
         if kernel == kernels.EFFICIENT:
             return full.copy_(kernels.efficient_kept(full, p)).div_(1 - p)
         if kernel == kernels.FLASH:

@@ -140,6 +140,11 @@ class WholeModel:
                 holders[key] = holders.get(key, frozenset()) | frozenset(info.holders[entry.prefix + name])
                 if name in parameters:
                     here[key] = parameters[name]
+        # a module that blocks of several stages share has one entry, and a name in each of them
+        for name, ranks in info.holders.items():
+            key = info.aliases.get(name, name)
+            if key in holders:
+                holders[key] |= frozenset(ranks)
         for entry in names:
             parameters, own_buffers = module_tensors(entry.module)
             shown: dict[str, Any] = {}
@@ -209,7 +214,7 @@ class WholeModel:
         """Raise UnsupportedError if the user calls the model with other values of stages for its parameters."""
         for part, name, tensor in self._shown:
             given = part.get(name)
-            if given is not tensor and isinstance(given, stage_tensor.StageValue):
+            if given is not tensor and given is not None:
                 raise UnsupportedError(
                     f"the model is called with another value of parameter {name!r}, which one pipeline stage holds "
                     "(torch.func.functional_call): write it to the parameters, with p.copy_(value), or plan without pp"

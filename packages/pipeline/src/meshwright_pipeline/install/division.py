@@ -69,11 +69,7 @@ class StageDivision(Division):
         self.hooks_before = {module: frozenset(hooks_of(module)) for module in model.modules()}
         everything = frozenset(model.state_dict())
         self.names = names_of(model)
-        self.buffers = {
-            name: frozenset(ranks)
-            for unit, ranks in owners.items()
-            for name, _ in model.get_submodule(unit).named_buffers(unit, remove_duplicate=False)
-        }
+        self.buffers = _buffer_holders(model, owners)
         self.skeleton = skeleton(model, self.owned.units, dtype)
         tensors = {
             (module, name): tensor
@@ -191,6 +187,19 @@ def call_of(model: nn.Module) -> PipelinedCall | None:
     """The PipelinedCall of a pipelined model; None of any other."""
     call = model.__dict__.get(_ATTRIBUTE)
     return call if isinstance(call, PipelinedCall) else None
+
+
+def _buffer_holders(model: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:
+    """Name of a buffer in a unit, aliases included -> ranks that hold it under any name."""
+    named = {
+        name: (tensor, ranks)
+        for unit, ranks in owners.items()
+        for name, tensor in model.get_submodule(unit).named_buffers(unit, remove_duplicate=False)
+    }
+    held: dict[int, frozenset[int]] = {}
+    for tensor, ranks in named.values():
+        held[id(tensor)] = held.get(id(tensor), frozenset()) | frozenset(ranks)
+    return {name: held[id(tensor)] for name, (tensor, _) in named.items()}
 
 
 def _holders(

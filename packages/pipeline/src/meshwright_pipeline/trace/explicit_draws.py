@@ -90,5 +90,6 @@ def _attention(
     noise = torch.empty((*query.shape[:-1], key.shape[-2]), dtype=query.dtype, device=query.device)
     sizes = (key.shape[-3] if key.dim() > 2 else 1, key.shape[-1], value.shape[-1])
     tensors = (query, key, value, attn_mask)
-    dropout_noise.attention_noise_(noise, dropout_p, tensors, sizes, is_causal, scale)
+    # zeros that stand for values when a model is profiled do not require grad
+    dropout_noise.attention_noise_(noise, dropout_p, tensors, sizes, is_causal, scale, grad=True)
     return attention(query, key, value, attn_mask, noise, is_causal, scale, enable_gqa)

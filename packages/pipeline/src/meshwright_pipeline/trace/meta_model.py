@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ Attribute = tuple[nn.Module, str, Tensor]
 
 SHOWN = "named_parameters"
 """The attribute of the modules of a skeleton that lists the parameters of units too."""
+
+_NAMES = "_meshwright_parameter_names"
 
 LARGE = 1 << 20
 """Tensors of at least this many bytes are allocated as untouched zero pages."""
@@ -56,17 +58,17 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(dtype)
     inside = {part for unit in units for part in copied.get_submodule(unit).modules()}
-    names = {module: tuple(module._parameters) for module in copied.modules()}
+    for module in copied.modules():
+        module.__dict__[_NAMES] = tuple(module._parameters)
     for unit in units:
         move_to_meta(copied.get_submodule(unit))
     for module in copied.modules():
-        module.__dict__[SHOWN] = partial(_named_parameters, module, names, module in inside)
+        module.__dict__[SHOWN] = partial(_named_parameters, module, module in inside)
     return copied
 
 
 def _named_parameters(
     module: nn.Module,
-    trained: Mapping[nn.Module, Sequence[str]],
     inside: bool,
     prefix: str = "",
     recurse: bool = True,
@@ -78,7 +80,7 @@ def _named_parameters(
     """
     seen: set[Tensor] = set()
     for path, part in module.named_modules(prefix=prefix) if recurse else ((prefix, module),):
-        for name in trained[part]:
+        for name in part.__dict__[_NAMES]:
             tensor = getattr(part, name)
             if tensor is None or (remove_duplicate and tensor in seen):
                 continue

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import backend_of, check_sends
 from meshwright_dtensor.schedule.timetable import Timetable
 
@@ -62,6 +62,11 @@ def tensor_groups(
     backend = backend_of(group, device.type)
     if device.type == "cpu" or backend == "fake":
         return {}
+    if backend_of(group, "cpu") is None:
+        raise UsageError(
+            f"a pipeline (pp) sends small messages between ranks on the CPU, and this process group has {backend} for "
+            f"{device.type} alone; let mw.init() make it, or init_process_group('cpu:gloo,cuda:nccl')"
+        )
     check_order(table)
     channels = channels_of(table)
     # every rank of the world has to take part in making a group, and gives it a name that was never used
