@@ -83,11 +83,11 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
         return tuple((k, _freeze(v, tensors)) for k, v in a.items())
     try:
         hash(a)
-        known = t is not FunctionType or a.__closure__ is None
+        stable = t is not FunctionType or a.__closure__ is None
     except TypeError:
-        known = False
-    # equal to nothing: derived again for every call; a kept closure would keep what it refers to, such as a model
-    return (t, a) if known else object()
+        stable = False
+    # equal to nothing: derived again for every call; a closure that is kept would keep a model with it
+    return (t, a) if stable else object()
 
 
 def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
