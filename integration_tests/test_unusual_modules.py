@@ -11,7 +11,7 @@ from plan_once import one_and_many, plan_once
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 WIDTH = 8
@@ -45,8 +45,13 @@ class ReadsParameters(Chain):
 
     def forward(self, x: Tensor) -> Tensor:
         first = next(self.parameters())
-        _, last = [*self.blocks.named_parameters()][-1]
-        return self.chain(x.to(first.device, first.dtype)).square().mean() * last.numel()
+        name, _ = next(self.blocks.named_parameters())
+        return self.chain(x.to(first.device, first.dtype)).square().mean() * len(name)
+
+
+class Counts(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / sum(p.numel() for p in self.parameters())
 
 
 class Helper(nn.Module):
@@ -206,6 +211,20 @@ def shared_between_stages(rank: int, size: int) -> list[list[float]]:
 def test_a_module_that_stages_share_is_one(rank_pool: RankPool) -> None:
     for expected, seen in rank_pool.run(2, shared_between_stages):
         assert seen == pytest.approx(expected, rel=1e-5)
+
+
+def counts(rank: int, size: int) -> str:
+    try:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+        mw.auto_parallelize(Counts(), x, cluster="laptop-cpu", pp=size)(x)
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+def test_going_through_all_parameters_is_refused(rank_pool: RankPool) -> None:
+    for message in rank_pool.run(2, counts, timeout=60):
+        assert "goes through all parameters of Counts" in message
 
 
 class Communicating(Block):

@@ -81,13 +81,17 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
         return ("slice", _freeze(a.start, tensors), _freeze(a.stop, tensors), _freeze(a.step, tensors))
     if t is dict:
         return tuple((k, _freeze(v, tensors)) for k, v in a.items())
+    # equal to nothing: derived again for every call
+    return (t, a) if _can_be_kept(a) else object()
+
+
+def _can_be_kept(a: Any) -> bool:
+    """Whether an argument can be part of a key. A closure that is kept would keep a model with it."""
     try:
         hash(a)
-        stable = t is not FunctionType or a.__closure__ is None
     except TypeError:
-        stable = False
-    # equal to nothing: derived again for every call; a closure that is kept would keep a model with it
-    return (t, a) if stable else object()
+        return False
+    return type(a) is not FunctionType or a.__closure__ is None
 
 
 def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:

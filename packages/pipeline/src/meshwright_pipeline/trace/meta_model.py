@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_pipeline.pytrees import expanded_zeros
 
@@ -77,8 +78,10 @@ def _named_parameters(
     """`named_parameters()` in the skeleton, those of units too. `inside`: of a unit.
 
     Raises RuntimeError: code between units asks while those of units are on the meta device, which is not that of the model.
+    Raises UnsupportedError: code between units takes all of them, which no stage has.
     """
     seen: set[Tensor] = set()
+    of_units = False
     for path, part in module.named_modules(prefix=prefix) if recurse else ((prefix, module),):
         for name in part.__dict__[_NAMES]:
             tensor = getattr(part, name)
@@ -87,7 +90,14 @@ def _named_parameters(
             if tensor.is_meta and not inside:
                 raise RuntimeError("parameters of units are read between units")
             seen.add(tensor)
+            of_units = of_units or name not in part._parameters
             yield f"{path}.{name}" if path else name, tensor
+    if of_units and not inside:
+        raise UnsupportedError(
+            f"the forward goes through all parameters of {type(module).__name__} (to count them, say), and in a pipeline a rank "
+            "has those of its stages only: do it once, before the model is made parallel. Reading the first one, for its device or "
+            "its dtype, works"
+        )
 
 
 def move_to_meta(
