@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from operators.run_ops import generators
 from plan_once import plan_once
-from torch import Tensor, nn
+from torch import nn
 from zoo import CASES
 
 import meshwright as mw
@@ -27,14 +28,6 @@ PLANS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "pp2-zero2": (4, {"pp": 2, "dp": 2, "zero": 2}),
 }
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def generators() -> Tensor:
-    """The states of torch's generators."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return torch.cat(states)
 
 
 def precise(device: str) -> None:

@@ -181,7 +181,7 @@ class _Attempt:
         return Values(results, str(spec), gradients, self.same, self.generator)
 
 
-def _generators() -> Tensor:
+def generators() -> Tensor:
     """The states of torch's generators."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
@@ -219,7 +219,7 @@ def _attempt(
         made.first_event = len(log.events) if log else 0
         made.results, made.same = _call(op, case.variant, args, kwargs)
         made.last_event = len(log.events) if log else 0
-        made.generator = _generators()
+        made.generator = generators()
         if trains and any(leaf.requires_grad for leaf in leaves):
             loss = _loss(sample.process(made.results))
             if loss is not None:
@@ -243,7 +243,7 @@ def _call(op: Any, variant: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         result = op.inplace_variant(first, *args[1:], **kwargs)
         return (result, first), result is first
     with torch.no_grad():
-        state = _generators()
+        state = generators()
         expected = op.op(*args, **kwargs)
         _restore(state)
         out = pytree.tree_map(torch.zeros_like, expected)

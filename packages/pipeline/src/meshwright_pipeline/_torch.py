@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakIdKeyDictionary as _WeakIdKeyDictionary
 
-from meshwright_dtensor._torch.core import default_generator
+from meshwright_dtensor.model.device import generator_of
 
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -54,7 +54,7 @@ def uses_other_generator(kwargs: Mapping[str, Any]) -> bool:
     given = kwargs.get("generator")
     if given is None:
         return False
-    default: Any = default_generator(given.device)
+    default: Any = generator_of(given.device)
     return bool(given._cdata != default._cdata)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from meshwright_dtensor._torch.core import default_generator
+
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
@@ -66,7 +68,7 @@ def chosen(
 
 def efficient_kept(full: Tensor, p: float) -> Tensor:
     """Which weights the memory-efficient kernel keeps; the generator advances as by the kernel."""
-    generator = torch.cuda.default_generators[full.device.index]
+    generator: Any = default_generator(full.device)
     seed, offset = generator.initial_seed(), generator.get_offset()
     drawn = torch.empty(full.shape, dtype=torch.float32, device=full.device)
     # the operation takes signed numbers of 64 bits

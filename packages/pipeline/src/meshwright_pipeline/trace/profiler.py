@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.model.device import forked_random
 from meshwright_pipeline import _torch, pytrees
 from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys, hooks_of
 from meshwright_pipeline.pytrees import expanded_zeros, leaves_of, map_leaves, tensors_of
@@ -156,9 +157,8 @@ class Profiler:
         Raises UnsupportedError: the model cannot be run with its units skipped.
         """
         device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
-        devices = [device] if device.type == "cuda" else []
         with (
-            torch.random.fork_rng(devices),
+            forked_random(device),
             torch.no_grad(),
             explicit_draws(device),
             warnings.catch_warnings(),

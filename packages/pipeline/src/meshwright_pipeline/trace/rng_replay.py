@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import default_generator, is_fake
+from meshwright_dtensor._torch.core import is_fake
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.model.device import generator_of
 from meshwright_dtensor.random import without_pieces
 from meshwright_pipeline._torch import (
     TorchDispatchMode,
@@ -33,7 +34,6 @@ from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.profile import BETWEEN, Draw, FillOp, Key
 
-_CPU = torch.device("cpu")
 _MARKS = 0x6D657368 << 31
 """Seeds from here on are markers."""
 
@@ -126,13 +126,9 @@ class RngReplay:
     """
 
     def __init__(
-        self,
-        recorded: Sequence[Draw],
-        count: int,
-        rows: tuple[int, int] = (1, 1),
-        device: torch.device = _CPU,
+        self, recorded: Sequence[Draw], count: int, rows: tuple[int, int], device: torch.device
     ) -> None:
-        self.device, self.generator = device, default_generator(device)
+        self.device, self.generator = device, generator_of(device)
         self.draws, self.count, self.rows = tuple(recorded), count, rows
         self._by_name = {draw.name: draw for draw in self.draws}
         self._expected = Counter(draw.key for draw in self.draws)
@@ -229,11 +225,10 @@ class RngReplay:
         same = fill is not None and fill[0] is draw.op
         full = draw.run(self.device, None, fill if same else None, like)
         shape = tuple(like.shape)
-        for dim, size in enumerate(shape if len(shape) == full.dim() else ()):
+        # a part of a permutation is no permutation
+        has_rows = len(shape) == full.dim() and draw.op is not _permute_
+        for dim, size in enumerate(shape if has_rows else ()):
             rows = full.shape[dim]
-            if draw.op is _permute_:
-                # a part of it is no permutation
-                break
             # of one row, the first microbatch takes all numbers, and the others have none in the batch
             if rows != size and rows * self.rows[1] == size * self.count * self.rows[0]:
                 start = min(microbatch * size, rows)
