@@ -150,6 +150,6 @@ def test_attention_of_torch_layers_has_the_seconds_of_a_direct_call() -> None:
 
 def test_attention_is_timed_by_its_measured_curve() -> None:
     tape = record(Heads(False), Batch.of(torch.randn(2, 10, 32)), BOOK.composites)
-    (node,) = [n for n in tape.nodes if "attention" in n.name]
+    (node,) = [n for n in tape.nodes if n.name == "sdpa"]
     width = tape.values[node.ins[0].i].shape[-1]
     assert width == 8 and kind_of(node, node.flops, width) == "attention-16"

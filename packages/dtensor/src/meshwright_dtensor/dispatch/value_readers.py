@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from meshwright_dtensor._torch.line_by_line import LINE_BY_LINE
 
 Tensor = torch.Tensor
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -65,15 +66,9 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     return counts.long() if weights is None else counts
 
 
-# line by line
-_gaussian_nll_loss = FunctionType(
-    F.gaussian_nll_loss.__code__,
-    {**vars(F), "has_torch_function_variadic": lambda *tensors: False},
-    argdefs=F.gaussian_nll_loss.__defaults__,
-)
 READERS: MappingProxyType[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {getattr(torch, f.__name__): f for f in (equal, allclose, cov, corrcoef, bincount)}
     | {getattr(Tensor, f.__name__): f for f in (equal, allclose, cov, corrcoef, bincount)}
-    | {F.gaussian_nll_loss: _gaussian_nll_loss}
+    | dict(LINE_BY_LINE)
 )
 """Function -> the same in other functions, which may return NotImplemented for a call that has to run on gathered values."""

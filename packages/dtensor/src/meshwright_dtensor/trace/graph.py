@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from meshwright_dtensor._torch.core import TorchDispatchMode, is_fake, pytree, unwatched
+from meshwright_dtensor._torch.line_by_line import LINE_BY_LINE
 from meshwright_dtensor._torch.metas import FLOPS, METAS
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 
@@ -266,6 +267,10 @@ class Recorder(TorchDispatchMode):
         """Run a torch function, noting its address; a composite is recorded as one node."""
         if self._silent:
             return func(*args, **kwargs)
+        if func in LINE_BY_LINE:
+            # torch took the mode off for this call
+            with self._functions:
+                return LINE_BY_LINE[func](*args, **kwargs)
         tensors = leaves((args, kwargs), torch.Tensor)
         tainted = any(id(t) in self._tainted for t in tensors)
         outer = self._call, self._call_inputs
