@@ -131,9 +131,13 @@ def _split(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Itera
         cut = _cut(view, state, dim, list(itertools.pairwise(ends)))
         if cut is not None and concatenated_state(cut, sizes, dim, n) == state:
             yield (state,), tuple(cut)
-    for state in {s for states in outs for s in states if int(s) == dim}:
-        if not isinstance(state, IntervalShard) and all(size % n == 0 for size in sizes):
-            yield (concatenated_state([dim] * len(sizes), sizes, dim, n),), (dim,) * len(sizes)
+    along = [[s for s in states if int(s) == dim] for states in outs]
+    if any(along) and all(size % n == 0 for size in sizes):
+        # of the key and value of cross-attention, each part is known in intervals and the query in chunks
+        shards = [[dim, *(s for s in states if isinstance(s, IntervalShard))] for states in along]
+        for place in range(max(map(len, shards))):
+            parts = tuple(states[min(place, len(states) - 1)] for states in shards)
+            yield (concatenated_state(parts, sizes, dim, n),), parts
 
 
 def _cat(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterator[Row]:

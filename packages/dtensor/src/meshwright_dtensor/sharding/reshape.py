@@ -32,7 +32,7 @@ def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
     """
     if 0 in before or math.prod(before) != math.prod(after):
         return None
-    group_before, group_after = next(group for group in _groups(before, after) if int(state) in group[0])
+    group_before, group_after = next(group for group in groups(before, after) if int(state) in group[0])
     index = group_before.index(int(state))
     outer = math.prod(before[d] for d in group_before[:index])
     inner = math.prod(before[d] for d in group_before[index + 1 :])
@@ -50,6 +50,17 @@ def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
         if matching is not None:
             return interval_shard(dim, matching)
     return None
+
+
+def groups(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
+    """The dims that a view joins or splits: the smallest groups of consecutive dims, as (of before, of after), with one size."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, first_after = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (a := math.prod(before[first:i])) != (b := math.prod(after[first_after:j])):
+            i, j = (i + 1, j) if a < b else (i, j + 1)
+        yield range(first, i), range(first_after, j)
 
 
 def _matching(patterns: Sequence[Intervals], outer: int, size: int, inner: int) -> list[Intervals] | None:
@@ -86,17 +97,6 @@ def _first_period(flat: Intervals, size: int, inner: int) -> Intervals | None:
         intervals.append((start // inner, length // inner))
     # not merged: they do not touch, since those of the pattern do not
     return tuple(intervals) or EMPTY
-
-
-def _groups(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
-    """The smallest groups of consecutive dims of both shapes, of one size, that hold equally many elements."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        first, first_after = i, j
-        i, j = min(i + 1, len(before)), min(j + 1, len(after))
-        while (a := math.prod(before[first:i])) != (b := math.prod(after[first_after:j])):
-            i, j = (i + 1, j) if a < b else (i, j + 1)
-        yield range(first, i), range(first_after, j)
 
 
 def local_slice(intervals: Intervals, start: int, stop: int) -> tuple[Intervals, int, int] | None:

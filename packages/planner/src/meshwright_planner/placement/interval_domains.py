@@ -14,8 +14,9 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.lift import Known, slice_bounds
 from meshwright_dtensor.rules.node import NodeView, Strategy, base_name
 from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard
-from meshwright_dtensor.sharding.reshape import through_view
+from meshwright_dtensor.sharding.reshape import groups, through_view
 from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.tape import Tape
 
@@ -83,26 +84,39 @@ class Domains:
                 continue
             dim = view.bound()["dim"] % len(view.in_shapes[0])
             self._parts(node.ins[0].i, dim, [shape[dim] for shape in view.out_shapes])
-        self._flattened()
+        self._reshaped()
         for (value, dim), parts in cuts.items():
             starts, stops = zip(*sorted(parts))
             if (*starts, self.tape.values[value].shape[dim]) == (0, *stops):
                 self._parts(value, dim, [stop - start for start, stop in zip(starts, stops)])
 
-    def _flattened(self) -> None:
-        """Views that flatten a sharded inner dim (heads with the batch: BLOOM) leave runs, if not too many."""
+    def _reshaped(self) -> None:
+        """The runs that views leave where they join dims (heads with the batch: BLOOM) or split one (q|k|v: ViT)."""
         for index in self.quotient.nodes:
             node = self.tape.nodes[index]
             if node.op is None or base_name(node.name) not in _VIEWS or node.call is None:
                 continue
-            before, after = (self.tape.values[r.i].shape for r in (node.ins[0], node.outs[0]))
-            for dim, size in enumerate(before):
-                if size % self.degree or size == 1 or dim == len(before) - 1:
+            source, result = node.ins[0], node.outs[0]
+            before, after = (self.tape.values[r.i].shape for r in (source, result))
+            for joined, split in groups(before, after) if 0 not in before else ():
+                for dim in joined if len(joined) > 1 else ():
                     # features flattened with rows are one interval a row
-                    continue
-                state = through_view(before, after, dim, self.degree)
-                if isinstance(state, IntervalShard) and len(state.intervals[0]) <= _FEW:
-                    self._add(node.outs[0].i, state)
+                    if dim < len(before) - 1 or len(split) > 1:
+                        self._moved(result, dim, before, after)
+                for dim in split if len(joined) == 1 else ():
+                    # the outermost dim that can be divided: heads, not their features. As many parts as ranks are no heads
+                    state = self._moved(source, dim, after, before)
+                    if isinstance(state, IntervalShard) or (state is not None and after[dim] > self.degree):
+                        break
+
+    def _moved(self, ref: Ref, dim: int, before: tuple[int, ...], after: tuple[int, ...]) -> State | None:
+        """The state of a value of shape `after` that is the shard `dim` of `before`; if it is runs, they are its seed."""
+        if before[dim] % self.degree or before[dim] == 1:
+            return None
+        state = through_view(before, after, dim, self.degree)
+        if isinstance(state, IntervalShard) and len(state.intervals[0]) <= _FEW:
+            self._add(ref.i, state)
+        return state
 
     def _parts(self, value: int, dim: int, sizes: Sequence[int]) -> None:
         if all(size and size % self.degree == 0 for size in sizes):

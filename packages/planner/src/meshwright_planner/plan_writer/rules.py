@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import nn
 
 from meshwright_dtensor.plan import ActivationRule, ParameterRule, PlannedCollective
-from meshwright_dtensor.sharding.states import State, States, format_state
+from meshwright_dtensor.sharding.states import State, States, format_state, is_shard
 from meshwright_dtensor.trace.graph import Call, Node
 from meshwright_planner.cost.prices import along
 from meshwright_planner.placement.ilp import Conversion
@@ -137,9 +137,21 @@ class Writer:
         last = nodes[-1][0]
         option = self._option(last)
         others = self.problem.options[self.quotient.node(last)]
-        if _derived(others, option.ins) != option.outs:
+        if _derived(others, option.ins) != option.outs or self._weighs_otherwise(nodes[-1][1], option):
             outputs, necessary = option.outs, True
         return (tuple(inputs), outputs), necessary
+
+    def _weighs_otherwise(self, node: Node, option: Option) -> bool:
+        """Whether the runtime might gather a sharded input that is no parameter, such as a part of a weight.
+
+        It does not know that no gradient flows to another input, and takes the sum of one into account.
+        """
+        values, inputs = self.tape.values, list(zip(node.ins, option.ins, strict=True))
+        shards = [r for r, state in inputs if any(map(is_shard, along(state)))]
+        parts = any(not (values[r.i].name or "").startswith("param:") for r in shards)
+        return parts and any(
+            r not in shards and values[r.i].differentiable and not self.tape.grad[r.i] for r in node.ins
+        )
 
     def collectives(self) -> list[PlannedCollective]:
         """The collectives of one step that the placement causes; equal ones are counted together."""
