@@ -43,6 +43,7 @@ from meshwright_parallel.moe.local_tokens import install_local_tokens, local_tok
 from meshwright_parallel.optim.optimizer_steps import refuse_assigned_state, watch_optimizer_steps
 from meshwright_parallel.placement.fixed_embeddings import refuse_resizing
 from meshwright_parallel.placement.inputs import LIVE, ModelPlacement, install_inputs
+from meshwright_parallel.placement.nested_padding import install_padding
 from meshwright_parallel.placement.stage_plan import link_stages
 from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
 from meshwright_parallel.ranks import check_ranks_agree, install_batch_check, same_plugins
@@ -87,8 +88,9 @@ def parallelize(
     if world_size > 1:
         check_ranks_agree(model, plan, device, values=not blank)
     undo = PlanUndo(model, live_process_groups())
-    # before the embeddings may move to another stage
+    # before the embeddings may move to another stage, and before a pipeline copies the model
     refuse_resizing(model)
+    install_padding(model, 1 if whole.pipeline is None else whole.pipeline.microbatches)
     all_axes = build_mesh(whole)
     mesh = all_axes if outer is None else all_axes[inner.axes]
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
