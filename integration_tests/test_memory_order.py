@@ -70,7 +70,29 @@ class Normalised(nn.Module):
         return y
 
 
-MODELS: list[Callable[[], nn.Module]] = [Transposed, SequenceFirst, Convolved, ChannelsLast, Normalised]
+class FilledView(nn.Module):
+    """A view with gaps is filled one number at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout, self.second = nn.Linear(6, 20), nn.Dropout(0.3), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.zeros(*x.shape[:2], 21)
+        noise[..., 1:].normal_()
+        x = self.first(x) + noise[..., 1:]
+        y: Tensor = self.second(self.dropout(torch.stack([x, x], -1)[..., 0]))
+        return y
+
+
+MODELS: list[Callable[[], nn.Module]] = [
+    Transposed,
+    SequenceFirst,
+    Convolved,
+    ChannelsLast,
+    Normalised,
+    FilledView,
+]
 
 
 def run(model: nn.Module, x: Tensor) -> list[Tensor]:

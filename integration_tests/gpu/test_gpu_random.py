@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright_dtensor import dropout_noise
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, has_gaps, spread_strides
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of GPUs")]
 HALF = (torch.bfloat16, torch.float16)
@@ -26,12 +27,16 @@ P = 0.25
 @pytest.mark.parametrize("shape", [(3,), (7, 5), (4, 6, 130), (2, 3, 129, 257)], ids=str)
 def test_dropout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.ones(shape, dtype=dtype, device="cuda")
-    for transposed in (False, True):
-        like = x.transpose(0, -1) if transposed else x
+    spread = torch.ones(*shape, 2, dtype=dtype, device="cuda")[..., 0]
+    for like in (x, x.transpose(0, -1), spread, spread.transpose(0, -1), x[:1].expand_as(x)):
         torch.manual_seed(5)
         expected, ends = F.dropout(like, P), torch.cuda.get_rng_state()
         torch.manual_seed(5)
-        noise = dropout_noise.dropout_noise_(torch.empty_like(like), P)
+        order = dim_order_of(torch.empty_like(like))
+        strides = (spread_strides if has_gaps(like, tuple(like.shape)) else dense_strides)(
+            tuple(like.shape), order
+        )
+        noise = dropout_noise.dropout_noise_(like.new_empty_strided(like.shape, strides), P)
         assert torch.equal(noise, expected)
         assert torch.equal(torch.cuda.get_rng_state(), ends)
 

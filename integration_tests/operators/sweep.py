@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,19 +23,17 @@ def sweep(
 ) -> Iterator[tuple[list[str], list[Outcome]]]:
     """Names of a chunk and its outcomes, chunk by chunk, on a mesh of `sizes`, with `count` samples of each operator.
 
-    On `device` "cuda" the collectives are gloo's, so that all ranks can share one GPU.
+    On `device` "cuda" the collectives are NCCL's, and all ranks may share one GPU.
     """
-    world = 1
-    for n in sizes:
-        world *= n
+    world, backend = math.prod(sizes), "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         progress = str(Path(folder) / "case")
-        pool = RankPool(world)
+        pool = RankPool(world, backend=backend)
         try:
             for start in range(0, len(names), CHUNK):
                 if start and start // CHUNK % RENEWED == 0:
                     pool.close()
-                    pool = RankPool(world)
+                    pool = RankPool(world, backend=backend)
                 chunk = list(names[start : start + CHUNK])
                 yield chunk, _chunk(pool, world, chunk, sizes, count, progress, device)
         finally:

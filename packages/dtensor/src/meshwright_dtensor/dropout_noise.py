@@ -38,7 +38,7 @@ def noise_ops() -> Any:
 
 
 def dropout_noise_(full: Tensor, p: float) -> Tensor:
-    """Fill with 0 or 1 / (1 - p), as ``torch.dropout`` of a tensor like `full` draws it on its accelerator."""
+    """Fill with 0 or 1 / (1 - p), as ``torch.dropout`` of a tensor with the strides of `full` draws it on its accelerator."""
     result: Tensor = noise_ops()[0].dropout_noise_(full, p)
     return result
 
@@ -84,7 +84,8 @@ def attention_noise_(
 
 
 def _dropout_noise_(full: Tensor, p: float) -> Tensor:
-    return full.copy_(torch.native_dropout(torch.ones_like(full), p, True)[0])
+    # of tensors with gaps, the kernels draw each number elsewhere
+    return full.copy_(torch.native_dropout(full.fill_(1), p, True)[0])
 
 
 def _math_noise_(full: Tensor, p: float, dtype: torch.dtype) -> Tensor:

@@ -83,9 +83,9 @@ def draw_full_then_slice(
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
     give the same numbers. With `gaps` the tensor is not dense: torch fills a view of a larger one with other numbers.
     """
-    strides = boxes.dense_strides(shape, dim_order)
+    strides = (boxes.spread_strides if gaps else boxes.dense_strides)(tuple(shape), tuple(dim_order))
     if gaps:
-        strides, piece_numel = tuple(2 * stride for stride in strides), None
+        piece_numel = None
     only_box = boxes.single_box(box)
     whole = only_box == boxes.whole_box(shape)
     if piece_numel is not None and not whole:
@@ -143,11 +143,8 @@ def run_random(
         only_box = boxes.single_box(result.box)
         if only_box == boxes.whole_box(result.shape) and boxes.dim_order_of(local) == result.dim_order:
             return op(local, *rest, **kwargs)
-        # a part without gaps of its own is dense, or a slice of a dense whole
-        order = result.dim_order
-        dense = (boxes.dense_strides(shape, order) for shape in (tuple(local.shape), result.shape))
-        gaps = local.stride() not in dense
-        where = result.shape, order, local.dtype, local.device, result.box
+        gaps = boxes.has_gaps(local, result.shape, result.dim_order)
+        where = result.shape, result.dim_order, local.dtype, local.device, result.box
         generator = kwargs.get("generator")
         with torch.no_grad():
             drawn = draw_full_then_slice(
@@ -182,7 +179,8 @@ def _kind(op: OpOverload) -> str | None:
 
 def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
     """A tensor of the global shape with `local` in its box and zeros, which all of these ops accept, elsewhere."""
-    strides = boxes.dense_strides(part.shape, part.dim_order)
+    gaps = boxes.has_gaps(local, part.shape, part.dim_order)
+    strides = (boxes.spread_strides if gaps else boxes.dense_strides)(part.shape, part.dim_order)
     full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
     boxes.write_region(full, part.box, local)
     return full

@@ -137,7 +137,6 @@ def run_case(
             tuple(axes.ins(k) for k in range(len(node.ins))),
             tuple(axes.outs(k) for k in range(len(node.outs))),
             *shapes,
-            in_strides=tuple(values[r.i].stride for r in node.ins),
         )
         compare(axes, ctx, composite, call, inputs, exact)
         count += 1

@@ -26,7 +26,6 @@ from meshwright_dtensor.rules import (
     refine,
 )
 from meshwright_dtensor.rules import book as book_module
-from meshwright_dtensor.rules.composites.dropout import memory_order
 from meshwright_dtensor.rules.ops.views import reshape_dim
 from meshwright_dtensor.rules.verify_row import shrink
 from meshwright_dtensor.sharding.boxes import shardable
@@ -97,16 +96,6 @@ def test_a_reshape_maps_a_shard_to_the_same_elements(
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_shardable_means_no_rank_is_empty(size: int, n: int) -> None:
     assert shardable(size, n) == (len(torch.arange(size).chunk(n)) == n)
-
-
-@given(st.permutations([0, 1, 2]), st.booleans())
-def test_memory_order_is_that_of_empty_like(order: list[int], sliced: bool) -> None:
-    x = torch.empty(2, 3, 4).permute(order)
-    x = x[:, :, :1] if sliced else x
-    like = torch.empty_like(x).stride()
-    result = memory_order(tuple(x.shape), x.stride())
-    steps = [like[d] for d in result if x.shape[d] > 1]
-    assert steps == sorted(steps, reverse=True)
 
 
 def test_refined_replicated_rows_are_complete_or_partial() -> None:

@@ -22,6 +22,7 @@ from meshwright_dtensor.sharding.boxes import (
     box_shape,
     chunk_box,
     chunk_interval,
+    has_gaps,
     intersect,
     relative_to,
     slice_of,
@@ -159,3 +160,22 @@ def test_arguments_that_do_not_fit_are_rejected() -> None:
 def test_boxes_need_no_torch() -> None:
     code = "import sys, meshwright_dtensor.sharding.boxes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(
+    st.permutations([0, 1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 4]),
+    st.integers(0, 2),
+    st.integers(1, 2),
+)
+def test_parts_show_the_gaps_of_the_whole(
+    order: list[int], step: int, rows: int, dim: int, ranks: int
+) -> None:
+    whole = torch.empty(rows, 6, 8).permute(order)[..., ::step]
+    dense = torch.empty_like(whole).stride() == whole.stride()
+    part = whole.chunk(ranks, dim)[0]
+    assert has_gaps(part, tuple(whole.shape)) == (not dense)
+    # a part of its own memory shows none
+    assert not has_gaps(part.clone(), tuple(whole.shape))
+    assert has_gaps(torch.empty(1, 2, 3).expand(4, 2, 3), (4, 2, 3))

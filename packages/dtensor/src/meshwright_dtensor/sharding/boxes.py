@@ -160,6 +160,27 @@ def dense_strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[i
     return tuple(strides)
 
 
+def has_gaps(tensor: torch.Tensor, shape: tuple[int, ...], dim_order: tuple[int, ...] | None = None) -> bool:
+    """Whether this part of a tensor of `shape` shows that the whole is not dense: a view of a larger one, or expanded.
+
+    Random operations then draw other numbers. A part without gaps of its own is dense, or a slice of a dense whole.
+    """
+    order, held = dim_order_of(tensor) if dim_order is None else dim_order, tensor.stride()
+    # the stride of a dim of size 1 means something only in a view: results keep those of their inputs
+    all_of_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    sizes = tensor.shape if all_of_storage else shape
+    return not any(
+        all(a == b or size == 1 for a, b, size in zip(held, dense_strides(whole, order), sizes, strict=True))
+        for whole in (tuple(tensor.shape), shape)
+    )
+
+
+@lru_cache(4096)
+def spread_strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
+    """As `dense_strides`, of a tensor with gaps: every second element is its own."""
+    return tuple(2 * stride for stride in dense_strides(shape, dim_order))
+
+
 def region_of(shape: Ints, mesh_sizes: Ints, coords: Ints, states: Sequence[str | int]) -> Region:
     """The region of the rank at `coords` of a mesh of `mesh_sizes`, for a tensor of global `shape`.
 

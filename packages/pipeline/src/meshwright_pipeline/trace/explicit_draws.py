@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor import dropout_noise
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
+from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, spread_strides
 
 Tensor = torch.Tensor
 
@@ -58,7 +59,11 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not training or inplace or not 0.0 < p < 1.0 or not x.numel():
         result: Tensor = func(*args, **kwargs)
         return result
-    return x * dropout_noise.dropout_noise_(torch.empty_like(x.detach()), p)
+    shape = tuple(x.shape)
+    noise = torch.empty_like(x.detach())
+    if has_gaps(x, shape):
+        noise = noise.new_empty_strided(shape, spread_strides(shape, dim_order_of(noise)))
+    return x * dropout_noise.dropout_noise_(noise, p)
 
 
 def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -38,7 +38,6 @@ class LocalContext:
     Attributes:
         ins: per tensor input, its state on every mesh axis; likewise ``outs``.
         in_shapes: GLOBAL shapes; likewise ``out_shapes``.
-        in_strides: global strides as on one device, or None if not known (random draws follow memory order).
         record: called as ``record(kind, axis, nbytes, phase)`` for communication inside; ``axis`` is the mesh axis index.
         attention: mesh axis -> context-parallel form of attention on it.
     """
@@ -49,7 +48,6 @@ class LocalContext:
     outs: tuple[States, ...]
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
-    in_strides: tuple[tuple[int, ...], ...] | None = None
     record: Callable[[str, int, int, str], None] = lambda kind, axis, nbytes, phase: None
     attention: Mapping[int, str] = field(default_factory=dict)
 

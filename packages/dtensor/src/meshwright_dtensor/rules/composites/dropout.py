@@ -11,7 +11,7 @@ from meshwright_dtensor import dropout_noise
 from meshwright_dtensor.random import draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
-from meshwright_dtensor.sharding.boxes import dim_order_of
+from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps
 from meshwright_dtensor.sharding.states import P
 
 
@@ -45,24 +45,23 @@ class Dropout(Composite):
             return lambda tensors: F.dropout(tensors[0], p, training, inplace)
         shape = ctx.in_shapes[0]
         box = ctx.region(shape, ctx.ins[0])
-        strides = ctx.in_strides[0] if ctx.in_strides is not None else None
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             x = tensors[0]
-            like = torch.empty_like(x, device="meta")
-            order = memory_order(shape, strides) if strides is not None else dim_order_of(like)
+            order = dim_order_of(torch.empty_like(x, device="meta"))
+            gaps = has_gaps(x, shape)
             noise = draw_full_then_slice(
-                lambda full: noise_(full, p, fused=not inplace), shape, order, x.dtype, x.device, box
+                lambda full: noise_(full, p, fused=not inplace),
+                shape,
+                order,
+                x.dtype,
+                x.device,
+                box,
+                gaps=gaps,
             )
             return x.mul_(noise) if inplace else x * noise
 
         return run
-
-
-def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Dims outermost first, in the layout that ``empty_like`` gives a tensor of these strides."""
-    like = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
-    return tuple(sorted(range(len(shape)), key=lambda dim: -like[dim]))
 
 
 def noise_(full: torch.Tensor, p: float, fused: bool = True) -> torch.Tensor:
