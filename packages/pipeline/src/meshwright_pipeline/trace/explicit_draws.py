@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor import dropout_noise
+from meshwright_dtensor._torch.line_by_line import LINE_BY_LINE
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
 from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, spread_strides
 
@@ -43,6 +44,10 @@ class ExplicitDraws(TorchFunctionMode):
                 return _dropout(func, args, kwargs)
             if func is F.scaled_dot_product_attention:
                 return _attention(self.kind, *args, **kwargs)
+            if func in LINE_BY_LINE:
+                # torch took the mode off for this call
+                with self:
+                    return LINE_BY_LINE[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
