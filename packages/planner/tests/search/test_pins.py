@@ -182,6 +182,36 @@ def test_note_names_replicated_work_on_a_searched_axis(model: nn.Module, tp: int
     assert all("give tp another degree" in note for note in replicated)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.out = kind(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(x)[0]).square().mean()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_notes_name_recurrent_layers_as_whole(kind: type[nn.RNNBase]) -> None:
+    notes = best(Recurrent(kind), torch.randn(4, 6, 32), world_size=2, tp=2).provenance.notes
+    why = "each step of a recurrent layer needs the whole hidden state"
+    (work,) = [note for note in notes if "repeat" in note or "do the same" in note]
+    (weights,) = [note for note in notes if "of the weights" in note]
+    assert (
+        why in work and "tp 2 shards" in weights and f"layer ({kind.__name__}, " in weights and why in weights
+    )
+
+
+def test_notes_say_why_weights_are_whole() -> None:
+    def weights(model: nn.Module, batch: Any, tp: int) -> list[str]:
+        notes = best(model, batch, cluster=DGX_H100, world_size=tp, tp=tp).provenance.notes
+        return [note for note in notes if "of the weights" in note]
+
+    (note,) = weights(Mlp(), torch.randn(2, 64), 3)
+    assert note.startswith("tp 3 shards 0% of the weights") and "no size is a multiple of 3" in note
+    assert not weights(Transformer(layers=2), tokens(rows=2), 2)
+
+
 def test_sequence_parallel_needs_a_divisible_sequence() -> None:
     def plan(length: int = 32, **options: Any) -> ParallelPlan:
         batch = tokens(rows=4, length=length)

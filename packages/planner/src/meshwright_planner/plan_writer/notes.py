@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, PrecisionRule, ZeroRule
 from meshwright_dtensor.plan.fields import Prediction, Provenance, StageTime, StepSplit
-from meshwright_dtensor.sharding.states import format_state, is_shard
+from meshwright_dtensor.sharding.states import format_state
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import listing
 from meshwright_planner.clusters.local_machine import PREFIX
-from meshwright_planner.cost.prices import along
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.context import Setting
-from meshwright_planner.placement.legal_rows import Option
+from meshwright_planner.plan_writer.replicated import idle_axes, whole_weights
 from meshwright_planner.plan_writer.rules import Writer
 from meshwright_planner.recompute.effect import communicated
 from meshwright_planner.search.optimality import Proof
 
 NAMED = 0.1
 """A comparison names the parts of the step that differ by at least this part of the whole difference."""
-
-NOTED = 0.1
-"""Part of all products and attention from which replicated work gets a note."""
-
-MODULES = 2
-"""The most modules that a note on replicated work names."""
 
 DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")
 
@@ -139,7 +131,7 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int, *, only: 
             f"the memory limit of {human_bytes(setting.allowed)} is more than the {human_bytes(usable)} that a model can use on "
             f"a device of {setting.cluster.name}{needed}"
         )
-    notes += [*_idle_axes(candidate), *_marked(candidate)]
+    notes += [*idle_axes(candidate), *whole_weights(candidate), *_marked(candidate)]
     for slow in setting.cluster.slow_among(setting.world_size):
         effects = [f"computes {slow.compute:g} times as long"] if slow.compute > 1 else []
         effects += [f"has {100 * slow.share:g}% of {slow.link}"] if slow.link is not None else []
@@ -181,46 +173,6 @@ def _marked(candidate: Candidate) -> list[str]:
         "placements nor the prediction include"
         for states, modules in modules_by_state.items()
     ]
-
-
-def _idle_axes(candidate: Candidate) -> Iterator[str]:
-    """A note for each searched axis that leaves a large part of the work replicated, with the reason and a fix."""
-    problem, options = candidate.problem, candidate.placement.options
-    for place, axis in enumerate(candidate.searched):
-        total, replicated, nodes = 0.0, Counter[str](), []
-        for k, option in options.items():
-            call = problem.tape.nodes[k].call
-            module = "" if call is None else call.module
-            if any(f"{module}.".startswith(f"{name}.") for name in candidate.strategy_modules):
-                # the strategy that runs this module divides it itself
-                continue
-            work = problem.legality.flops(k) * problem.quotient.node_count[k]
-            total += work
-            if not _divided((option,), place):
-                replicated[module] += work  # type: ignore[assignment]
-                nodes.append(k)
-        share = sum(replicated.values()) / total if total else 0.0
-        if share < NOTED:
-            continue
-        degree = candidate.point.degree(axis)
-        legal = (option for k in nodes for option in problem.options[k] if problem.legality.flops(k))
-        uneven = f"none of its sizes (features, heads) can be divided by {degree}"
-        why = "dividing it takes longer, or more memory" if _divided(legal, place) else uneven
-        fix = f"{why}; give {axis} another degree, or its ranks to another axis"
-        if share >= 1.0:
-            yield f"no computation is divided along {axis} {degree}: all its ranks do the same work, because {fix}"
-            continue
-        modules = [name or "the model itself" for name, work in replicated.most_common() if work]
-        yield (
-            f"all ranks of {axis} {degree} repeat {100 * share:.0f}% of products and attention ({listing(modules, MODULES)}, and "
-            f"copies of them), because {fix}"
-        )
-
-
-def _divided(options: Iterable[Option], place: int) -> bool:
-    """Whether one of these options has a tensor that is sharded on the axis at `place`."""
-    states = (state for option in options for state in (*option.ins, *option.outs))
-    return any(state is not None and is_shard(along(state)[place]) for state in states)
 
 
 def comparison(better: Candidate, other: Candidate) -> str:
