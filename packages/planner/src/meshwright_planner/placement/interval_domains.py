@@ -21,7 +21,7 @@ from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.tape import Tape
 
 _ROUNDS = 8
-_FEW = 64
+_FEW = 1024
 """Most intervals on one rank for which a flattened dim gets a state."""
 _VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape"})
 _SPLITS = "aten.split aten.split_with_sizes aten.unsafe_split aten.unsafe_split_with_sizes".split()
