@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.deferred.materialize import has_values
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import pytree, tensors_in
 from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, Reason, prove_additive
@@ -94,8 +95,19 @@ class LossChecker:
                 continue
             self._profiler = profiler
             return _forecast(profiler, profile, call)
+        if all(_has_values(tensor) for tensor in tensors_of((args, kwargs))):
+            self._check_whole((args, dict(kwargs)))
         text = " ".join(str(error).split())[:200]
         return LossForecast(f"the loss could not be analysed when planning ({type(error).__name__}: {text})")
+
+
+    def _check_whole(self, batch: Call) -> None:
+        """Run the profile of the first step: a model that does not run on a few rows may run on the batch, or never."""
+        on_cpu: Call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), batch)
+        try:
+            Profiler(skeleton_with_values(self._model, self._units), self._units).run(*on_cpu)
+        except UnsupportedError as error:
+            raise CannotBeCut(str(error)) from error
 
 
 def _forecast(profiler: Profiler, profile: Profile, call: Call) -> LossForecast:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.model.device import forked_random
 from meshwright_pipeline import _torch, pytrees
 from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys, hooks_of
-from meshwright_pipeline.pytrees import expanded_zeros, leaves_of, map_leaves, tensors_of
+from meshwright_pipeline.pytrees import expanded_zeros, is_expanded, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
@@ -44,6 +44,11 @@ _NO_GRADIENT = "does not require grad"
 _DIFFERENTIATES = (
     "forward of this {} calls torch.autograd.grad or backward (a gradient penalty, for example). In a pipeline, gradients exist "
     "only after all stages have run, not inside of forward. Differentiate after the call of the model, or plan without pp"
+)
+
+_READS = (
+    "forward of this {} fails where zeros stand for the results of its modules ({}: {}). A pipeline runs it once in this way, to "
+    "see which modules depend on which: do not read values of those results outside of the modules, or plan without pp"
 )
 
 _SHAPE_ONLY = frozenset(
@@ -132,7 +137,7 @@ class _LabelMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if (returned := self._returned.get(target.untyped_storage().data_ptr())) is not None:
             self.written.add(returned[1])
-        return target if pytrees.is_expanded(target) else func(*args, **kwargs)
+        return target if is_expanded(target) else func(*args, **kwargs)
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
@@ -166,19 +171,30 @@ class Profiler:
             warnings.simplefilter("ignore")
             try:
                 return self._run((args, kwargs), device, tracer)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError):
-                if self.reads or tracer is not None:
+            except MeshwrightError:
+                raise
+            except Exception as error:
+                if tracer is not None:
                     raise
+                if self.reads:
+                    raise self._refusal(error) from error
             # code between units may use parameters of units: run again with zeros in their place
             self.reads = True
             for unit in self.units:
                 put_expanded_zeros(self.model.get_submodule(unit), device)
             try:
                 return self._run((args, kwargs), device, tracer)
-            except RuntimeError as error:
-                if _NO_GRADIENT in str(error):
-                    raise UnsupportedError(_DIFFERENTIATES.format(type(self.model).__name__)) from error
+            except MeshwrightError:
                 raise
+            except Exception as error:
+                raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> UnsupportedError:
+        """What the failure of a run, in which zeros stood for all values of units, says of the model."""
+        name, text = type(self.model).__name__, " ".join(str(error).split())[:300]
+        if isinstance(error, RuntimeError) and _NO_GRADIENT in text:
+            return UnsupportedError(_DIFFERENTIATES.format(name))
+        return UnsupportedError(_READS.format(name, type(error).__name__, text))
 
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         """The result of a unit call, as zeros. `drawn` records its random operations."""
@@ -200,8 +216,8 @@ class Profiler:
         return unit
 
     def value(self, label: Label, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor that code between units gets for a unit result: zeros without memory."""
-        return expanded_zeros(like, device)
+        """The tensor that code between units gets for a unit result: zeros without memory, or integers of the batch."""
+        return expanded_zeros(like, device) if like.is_floating_point() or is_expanded(like) else like.clone()
 
     def _run(self, call: Call, device: torch.device, tracer: RowTracer | None) -> Profile:
         return _ProfiledRun(self, device, tracer).run(*call)
@@ -317,14 +333,26 @@ def _unit_result(
 ) -> Result:
     """Run a unit for the shapes of its results: on the meta device, or with zeros for values."""
     hook_outputs: dict[str, Any] = {}
+    # integers of the batch that the unit returns as they are, such as the lengths of a packed sequence
+    integers: list[torch.Tensor] = []
 
     def record(path: str) -> Callable[[nn.Module, Any, Any], None]:
         return lambda _module, _args, output: hook_outputs.__setitem__(path, output)
 
     def argument(_: int, tensor: torch.Tensor) -> torch.Tensor:
-        return (
-            torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) if use_zeros else tensor.to("meta")
-        )
+        if not use_zeros:
+            return tensor.to("meta")
+        # what comes from the batch has values, and code may read them (lengths, masks)
+        if tensor.is_meta or is_expanded(tensor):
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        value = tensor.detach().clone()
+        if not (value.is_floating_point() or value.is_complex()):
+            integers.append(value)
+        return value
+
+    def stand_in(_: int, tensor: torch.Tensor) -> torch.Tensor:
+        given = any(tensor is value for value in integers)
+        return tensor if given else expanded_zeros(tensor, device)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(back_on_meta(unit))
@@ -338,9 +366,5 @@ def _unit_result(
         output = forward(*args, **kwargs)
         side_outputs.check_sendable(name, output, (args, kwargs))
         attributes, grown = side_outputs.new_side_outputs(before, unit)
-    side = {path: _zeros(value, device) for path, value in (hook_outputs | attributes).items()}
-    return Result(_zeros(output, device), side, grown)
-
-
-def _zeros(tree: Any, device: torch.device) -> Any:
-    return map_leaves(lambda _, tensor: expanded_zeros(tensor, device), tree)
+    side = {path: map_leaves(stand_in, value) for path, value in (hook_outputs | attributes).items()}
+    return Result(map_leaves(stand_in, output), side, grown)
