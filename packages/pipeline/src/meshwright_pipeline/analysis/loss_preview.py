@@ -100,7 +100,6 @@ class LossChecker:
         text = " ".join(str(error).split())[:200]
         return LossForecast(f"the loss could not be analysed when planning ({type(error).__name__}: {text})")
 
-
     def _check_whole(self, batch: Call) -> None:
         """Run the profile of the first step: a model that does not run on a few rows may run on the batch, or never."""
         on_cpu: Call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), batch)
