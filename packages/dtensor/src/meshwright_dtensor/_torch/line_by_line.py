@@ -16,9 +16,14 @@ _UNASKED = dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), 
 
 
 def _unasking(function: Any) -> Callable[..., Any]:
-    copy = FunctionType(function.__code__, {**vars(F), **_UNASKED}, argdefs=function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # the names as they are now: a library may have replaced a function of torch
+        names = {**vars(F), **_UNASKED}
+        copy = FunctionType(function.__code__, names, argdefs=function.__defaults__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy(*args, **kwargs)
+
+    return run
 
 
 LINE_BY_LINE: MappingProxyType[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
