@@ -71,18 +71,6 @@ class Encoder(nn.Module):
         return y.square().mean() if torch.is_grad_enabled() else y
 
 
-class SequenceFirst(nn.Module):
-    """nn.TransformerEncoder with tokens before rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoder(_layer(batch_first=False), 2, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.encoder(x.transpose(0, 1)).square().mean()
-        return y
-
-
 class Translator(nn.Module):
     """nn.Transformer."""
 
@@ -182,14 +170,11 @@ def _attention() -> dict[str, nn.Module]:
     padding = {"mask": "padding", "batch_first": True}
     everything = {"add_bias_kv": True, "add_zero_attn": True, "dropout": 0.1}
     return {
-        "plain": Attention(),
-        "rows_first": Attention(batch_first=True),
-        "weights": Attention(weights=True),
+        "plain": Attention(batch_first=True),
         "no_bias": Attention(bias=False),
         "dropout": Attention(dropout=0.1),
         "dropout_of_weights": Attention(weights=True, dropout=0.1),
         "key_bias": Attention(add_bias_kv=True),
-        "zeros": Attention(add_zero_attn=True),
         "all_of_them": Attention(True, True, "bool", **everything),
         "masked": Attention(mask="bool"),
         "causal": Attention(mask="causal"),
@@ -198,8 +183,7 @@ def _attention() -> dict[str, nn.Module]:
         "weights_of_heads": Attention(weights=True, mask="heads"),
         "padding": Attention(mask="padding"),
         "weights_and_padding": Attention(weights=True, **padding),
-        "three": Attention(False, batch_first=True),
-        "weights_of_three": Attention(False, True),
+        "three": Attention(False, True, batch_first=True),
         "widths": Attention(False, kdim=16, vdim=24),
         "weights_of_widths": Attention(False, True, kdim=16, vdim=24, **padding),
     }
@@ -221,7 +205,6 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "attentions": Attentions,
         "encoder": Encoder,
         "norms first": partial(Encoder, True, norm_first=True, activation="gelu"),
-        "sequence first": SequenceFirst,
         "translator": Translator,
         "whisper": Whisper,
         "detr": Detr,
