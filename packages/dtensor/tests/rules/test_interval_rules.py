@@ -27,6 +27,7 @@ from meshwright_dtensor.sharding.reshape import (
     _first_period,
     _flat,
     concatenated_state,
+    groups,
     local_slice,
     through_view,
 )
@@ -276,3 +277,12 @@ def test_intervals_that_do_not_touch_need_no_merging(sized, outer, inner, grain)
 def test_too_many_intervals_are_rejected(n):
     assert through_view((10_000, 6), (60_000,), 1, n) is None
     assert isinstance(through_view((10, 6), (60,), 1, n), IntervalShard)
+
+
+def test_views_in_another_dtype_have_no_groups():
+    assert list(groups((4, 8), (4, 32))) == list(groups((4, 0), (0, 2))) == []
+    assert through_view((4, 8), (4, 32), 1, 2) is None
+
+
+def test_groups_of_a_view_are_the_dims_that_it_joins_or_splits():
+    assert list(groups((4, 6, 96), (24, 3, 32))) == [(range(2), range(1)), (range(2, 3), range(1, 3))]

@@ -30,9 +30,10 @@ def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
 
     None if no dim of ``after`` gives these elements, or only with too many intervals.
     """
-    if 0 in before or math.prod(before) != math.prod(after):
+    group = next((group for group in groups(before, after) if int(state) in group[0]), None)
+    if group is None:
         return None
-    group_before, group_after = next(group for group in groups(before, after) if int(state) in group[0])
+    group_before, group_after = group
     index = group_before.index(int(state))
     outer = math.prod(before[d] for d in group_before[:index])
     inner = math.prod(before[d] for d in group_before[index + 1 :])
@@ -54,6 +55,9 @@ def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
 
 def groups(before: Shape, after: Shape) -> Iterator[tuple[range, range]]:
     """The dims that a view joins or splits: the smallest groups of consecutive dims, as (of before, of after), with one size."""
+    if 0 in before or math.prod(before) != math.prod(after):
+        # without elements, or a view in another dtype
+        return
     i = j = 0
     while i < len(before) or j < len(after):
         first, first_after = i, j

@@ -98,7 +98,7 @@ class Domains:
                 continue
             source, result = node.ins[0], node.outs[0]
             before, after = (self.tape.values[r.i].shape for r in (source, result))
-            for joined, split in groups(before, after) if 0 not in before else ():
+            for joined, split in groups(before, after):
                 for dim in joined if len(joined) > 1 else ():
                     # features flattened with rows are one interval a row
                     if dim < len(before) - 1 or len(split) > 1:
