@@ -20,8 +20,9 @@ class Verdict:
     """One architecture in one layout.
 
     Attributes:
-        kind: "passed", "wrong" (numbers differ by more than the tolerance of a tensor's largest value), "error" (an
-            exception, with its message) or "hang" (no answer in time).
+        kind: "passed", "refused" (by one of our errors, when planning or in `parallelize`), "wrong" (numbers differ by
+            more than the tolerance of a tensor's largest value), "error" (an exception, with its message) or "hang" (no
+            answer in time).
         reason: empty when it passed.
         worst: largest difference of a gradient relative to its own largest value; of those that one device determines.
         noise: gradients that are rounding noise on one device too, and as small in parallel.

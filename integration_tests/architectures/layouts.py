@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
-LAYOUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks, and what of the plan is pinned."""
+
+    ranks: int
+    pins: dict[str, Any]
+
+
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
-        "tp2": MappingProxyType({"dp": 1, "tp": 2}),
-        "dp2 x tp2": MappingProxyType({"dp": 2, "tp": 2}),
-        "zero3 x 2": MappingProxyType({"dp": 2, "tp": 1, "zero": 3}),
+        "tp2": Layout(2, {"dp": 1, "tp": 2}),
+        "dp2 x tp2": Layout(4, {"dp": 2, "tp": 2}),
+        "zero3 x 2": Layout(2, {"dp": 2, "tp": 1, "zero": 3}),
     }
 )
-
-
-def world_size(layout: str) -> int:
-    """The ranks of a layout."""
-    return math.prod(LAYOUTS[layout][axis] for axis in ("dp", "tp"))

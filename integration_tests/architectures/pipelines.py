@@ -36,7 +36,8 @@ from meshwright_parallel import verify
 
 from .batches import batch_of
 from .catalogue import Architecture, NotBuildable, architectures, build
-from .run_one import _quiet, loss_of
+from .run_one import quiet
+from .subject import loss_of
 
 RENEWED = 20
 """After so many architectures ranks start afresh, so that what they remember of models does not pile up."""
@@ -84,7 +85,7 @@ SOME = (
 
 def run(rank: int, size: int, architecture: Architecture, schedule: str) -> Verdict:
     """("exact", largest distance), ("wrong", what), ("refused" or "error", why) or ("not built", why)."""
-    _quiet()
+    quiet()
     layers = DEEP if size * schedule_named(schedule).stages_each > size == 4 else None
     try:
         torch.manual_seed(0)

@@ -29,7 +29,8 @@ from meshwright_dtensor.plan import ParallelPlan
 
 from .batches import batch_of
 from .catalogue import Architecture, NotBuildable, architectures, build
-from .run_one import SEED, _quiet, loss_of
+from .run_one import quiet
+from .subject import SEED, loss_of
 
 CLUSTER, RANKS = "dgx-h100", 8
 
@@ -50,7 +51,7 @@ class Planned:
 
 def plan_architecture(architecture: Architecture, ranks: int = RANKS, cluster: str = CLUSTER) -> Planned:
     """The best plan of a tiny model, or why there is none."""
-    _quiet()
+    quiet()
     torch.manual_seed(SEED)
     try:
         model = build(architecture)

@@ -1,4 +1,4 @@
-"""One architecture on ranks against one device. Functions for a RankPool: top-level, all arguments by value."""
+"""One model on ranks against one device. Functions for a RankPool: top-level, all arguments by value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.model.batch_size import call_arguments
+from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_parallel.verification.compare import (
     NOISE_SPREAD,
@@ -23,91 +26,120 @@ from meshwright_parallel.verification.compare import (
     whole,
 )
 
-from .batches import batch_of
-from .catalogue import Architecture, NotBuildable, build
+from .catalogue import NotBuildable
 from .float64 import Float64
 from .judge import TOLERANCES, Verdict, judge, label
-from .layouts import LAYOUTS, world_size
+from .layouts import Layout
+from .subject import Subject, seed_all
 
-SEED, STEP_SEED = 3, 4
+STEP_SEED = 4
+
+
+class Failed(Exception):
+    """A run that ended early, with its verdict."""
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict(*self.args)
+
+
+@contextlib.contextmanager
+def failing(where: str, refusals: bool) -> Iterator[None]:
+    """Raise Failed for any exception; `refusals`: one of our errors is a refusal here."""
+    try:
+        yield
+    except Exception as error:  # whatever is raised is the verdict
+        refused = refusals and isinstance(error, MeshwrightError)
+        raise Failed("refused" if refused else "error", f"{where}: {message(error)}") from error
 
 
 def plan_one(
-    rank: int, size: int, architecture: Architecture, layouts: list[str], dtype: torch.dtype = torch.float32
-) -> dict[str, str] | str:
-    """Layout -> its plan as JSON, or "!" and why there is none; only the reason where no tiny model can be built."""
-    _quiet()
+    rank: int,
+    size: int,
+    subject: Subject,
+    layouts: Mapping[str, Layout],
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, str | Verdict] | str:
+    """Name of a layout -> its plan as JSON, or why there is none; only the reason where no model can be built."""
+    quiet()
     try:
-        model = _model(architecture, dtype)
+        model = subject.model(dtype)
     except NotBuildable as error:
         return str(error)
-    batch = _batch(architecture, model, dtype)
+    batch = subject.batch(model, dtype)
     try:
-        loss_of(
-            _model(architecture, dtype)(**batch), batch
-        ).backward()  # not this one: some change when they run
+        # not this model: some change when they run
+        _step(subject, subject.model(dtype), batch)
     except Exception as error:  # it does not train on one device: nothing to compare with
         return f"does not train on one device: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    plans = {}
-    for layout in layouts:
+    plans: dict[str, str | Verdict] = {}
+    for name, layout in layouts.items():
         try:
-            result = mw.plan(model, batch, world_size=world_size(layout), **LAYOUTS[layout])
-            assert isinstance(result, ParallelPlan)
-            plans[layout] = result.to_json()
-        except Exception as error:  # whatever planning raises is the verdict
-            plans[layout] = f"!planning: {_message(error)}"
+            with failing("planning", refusals=True):
+                plan = mw.plan(model, batch, world_size=layout.ranks, **layout.pins)
+                assert isinstance(plan, ParallelPlan)
+                plans[name] = plan.to_json()
+        except Failed as failed:
+            plans[name] = failed.verdict
     return plans
 
 
 def run_one(
     rank: int,
     size: int,
-    architecture: Architecture,
+    subject: Subject,
     plan_json: str,
     dtype: torch.dtype = torch.float32,
     disputed: frozenset[str] = frozenset(),
 ) -> Verdict:
-    """One training step under the plan: loss, every gradient and buffer against one device; the same on every rank.
+    """One training step under the plan: loss, every gradient and buffer against one device, and the generator after it.
 
-    With `disputed`, only what these labels name is judged.
+    The verdict is the same on every rank. With `disputed`, only what these labels name is judged. Raises Failed.
     """
-    _quiet()
+    quiet()
     start = time.monotonic()
-    model = _model(architecture, dtype)
+    model = subject.model(dtype)
     after_build = torch.get_rng_state()
-    batch = _batch(architecture, model, dtype)
-    model = mw.parallelize(model, ParallelPlan.from_json(plan_json), batch=batch)
-    single, near = _model(architecture, dtype), _model(architecture, dtype)
+    batch = subject.batch(model, dtype)
+    with failing("parallelize", refusals=True):
+        model = mw.parallelize(model, ParallelPlan.from_json(plan_json), batch=batch)
+    single, near = subject.model(dtype), subject.model(dtype)
     one_rounding_away(near.parameters())
     comparisons = compare(
         -1, "parameter", dict(single.named_parameters()), dict(model.named_parameters()), 0.0
     )
     if not torch.equal(after_build, torch.get_rng_state()):
         return Verdict("wrong", "construction left the generator elsewhere")
-    losses = [_step(some, batch) for some in (single, model, near)]
-    gradients, result, near_gradients = (
-        {name: p.grad for name, p in some.named_parameters()} for some in (single, model, near)
-    )
-    comparisons += compare(0, "loss", {"": losses[0]}, {"": losses[1]}, TOLERANCES[dtype])
-    comparisons += compare(0, "gradient", gradients, result, TOLERANCES[dtype], perturbed=near_gradients)
-    comparisons += compare(
-        0,
-        "buffer",
-        dict(single.named_buffers()),
-        dict(model.named_buffers()),
-        TOLERANCES[dtype],
-        perturbed=dict(near.named_buffers()),
-    )
+    runs = (single, near)
+    losses, states = zip(*(_step(subject, some, batch) for some in runs), strict=True)
+    with failing("step", refusals=False):
+        loss, state = _step(subject, model, batch)
+    comparisons += compare(0, "loss", {"": losses[0]}, {"": loss}, TOLERANCES[dtype])
+    noise = frozenset[str]()
+    for kind, tensors in (("gradient", gradients), ("buffer", buffers)):
+        values, found, others = (tensors(some) for some in (single, model, near))
+        comparisons += compare(0, kind, values, found, TOLERANCES[dtype], perturbed=others)
+        if dtype == torch.float64:
+            noise |= _beyond_recognition(kind, values, others)
     parameters = list(model.parameters())
     with torch.no_grad():
         sharded = sum(p.to_local().shape != p.shape for p in parameters)
-    noise = frozenset[str]()
-    if dtype == torch.float64:
-        noise = _beyond_recognition("gradient", gradients, near_gradients) | _beyond_recognition(
-            "buffer", dict(single.named_buffers()), dict(near.named_buffers())
-        )
-    verdict = judge(merge_ranks(comparisons), sharded, len(parameters), noise, disputed)
+    merged = merge_ranks(comparisons, stages_of(model) is not None)
+    verdict = judge(merged, sharded, len(parameters), noise, disputed)
+    # some reseed the generator from the clock (Reformer): then it is no measure
+    if verdict.passed and torch.equal(*states) and not torch.equal(states[0], state):
+        verdict = Verdict("wrong", "the step left the generator elsewhere")
     return Verdict(**{**vars(verdict), "seconds": time.monotonic() - start})
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Of every parameter."""
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor | None]:
+    """Under all their names: whether two are one buffer is known on the ranks of its stage only."""
+    return dict(model.named_buffers(remove_duplicate=False))
 
 
 def _beyond_recognition(
@@ -123,26 +155,26 @@ def _beyond_recognition(
     return frozenset(result)
 
 
-def plan_and_run(rank: int, size: int, architecture: Architecture, layout: str) -> Verdict:
+def plan_and_run(rank: int, size: int, subject: Subject, layout: Layout) -> Verdict:
     """Both, where there is nothing else to do meanwhile: the first rank plans for all."""
-    planned: list[Any] = [plan_one(rank, size, architecture, [layout]) if rank == 0 else None]
+    planned: list[Any] = [plan_one(rank, size, subject, {"": layout}) if rank == 0 else None]
     dist.broadcast_object_list(planned)
-    plan = planned[0] if isinstance(planned[0], str) else planned[0][layout]
-    if isinstance(planned[0], str) or plan.startswith("!"):
-        return Verdict("error", plan)
-    return run_one(rank, size, architecture, plan)
+    if isinstance(planned[0], str):
+        return Verdict("error", planned[0])
+    plan = planned[0][""]
+    return plan if isinstance(plan, Verdict) else run_one(rank, size, subject, plan)
 
 
-def own_rounding(rank: int, size: int, architecture: Architecture) -> dict[str, float]:
+def own_rounding(rank: int, size: int, subject: Subject) -> dict[str, float]:
     """Label -> how far rounding moves a value on one device, relative to its largest: the larger of the distance
     between float32 and float64, and of what one rounding of the initial weights does in float32."""
-    _quiet()
+    quiet()
     runs = []
     for dtype, away in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
-        model = _model(architecture, dtype)
+        model = subject.model(dtype)
         if away:
             one_rounding_away(model.parameters())
-        values = {label("loss", ""): _step(model, _batch(architecture, model, dtype))}
+        values = {label("loss", ""): _step(subject, model, subject.batch(model, dtype))[0]}
         values |= {
             label("gradient", name): p.grad for name, p in model.named_parameters() if p.grad is not None
         }
@@ -158,45 +190,26 @@ def own_rounding(rank: int, size: int, architecture: Architecture) -> dict[str, 
     }
 
 
-def _model(architecture: Architecture, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(SEED)
-    model: Any = build(architecture).to(dtype)
-    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped product knows no float64
-    return model
-
-
-def _batch(architecture: Architecture, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    batch = batch_of(architecture, model)
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
-
-
-def _step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    torch.manual_seed(STEP_SEED)
+def _step(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Forward and backward: the loss as a plain tensor, and the generator's state after it."""
+    seed_all(STEP_SEED)
     double = any(p.dtype == torch.float64 for p in model.parameters())
+    args, kwargs = call_arguments(batch)
     with Float64() if double else contextlib.nullcontext():
-        loss = loss_of(model(**batch), batch)
+        loss = subject.loss(model(*args, **kwargs), batch)
         loss.backward()
     value = whole(loss)
     assert value is not None
-    return value
+    return value, torch.get_rng_state()
 
 
-def loss_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The model's own loss, or that of its class scores where it has none."""
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    scores = getattr(output, "logits", None)
-    return nn.functional.cross_entropy(output[0] if scores is None else scores, batch["labels"])
-
-
-def _message(error: BaseException) -> str:
+def message(error: BaseException) -> str:
+    """An error on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _quiet() -> None:
-    """What transformers has to say about tiny configs is of no use here."""
+def quiet() -> None:
+    """What libraries have to say about tiny models is of no use here."""
     warnings.simplefilter("ignore")
     for name in ("transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -7,9 +7,10 @@ import pytest
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 from .catalogue import Architecture
-from .layouts import world_size
+from .layouts import LAYOUTS
 from .run_one import plan_and_run
 from .sample import sample
+from .subject import Tiny
 
 CASES = [pytest.param(each, layout, id=f"{each.name}-{layout}") for each, layout in sample()]
 
@@ -24,6 +25,7 @@ def test_the_sample_covers_tasks_and_layouts() -> None:
 def test_an_architecture_is_that_of_one_device(
     rank_pool: RankPool, architecture: Architecture, layout: str
 ) -> None:
-    for verdict in rank_pool.run(world_size(layout), plan_and_run, architecture, layout):
+    chosen = LAYOUTS[layout]
+    for verdict in rank_pool.run(chosen.ranks, plan_and_run, Tiny(architecture), chosen):
         assert verdict.passed, verdict.reason
         assert verdict.sharded
