@@ -244,6 +244,15 @@ MATMULS: dict[str, tuple[Callable[..., Any], list[Spec]]] = {
     "matmul 4d": (torch.matmul, [((2, 6, 4, 3),), ((2, 6, 3, 4),)]),
     "einsum": (lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b), [((2, 6, 4, 3),), ((2, 6, 5, 3),)]),
     "conv1d": (lambda a, w, b: F.conv1d(a, w, b, padding=1), [((4, 6, 5),), ((9, 6, 3),), ((9,),)]),
+    "cdist": (torch.cdist, [((6, 12, 5),), ((6, 6, 5),)]),
+    "cdist broadcast": (
+        lambda a, b: torch.ops.aten._cdist_forward(a, b, 2.0, None),
+        [((6, 12, 5),), ((6, 5),)],
+    ),
+    "cdist broadcast one": (
+        lambda a, b: torch.ops.aten._cdist_forward(a, b, 2.0, None),
+        [((1, 12, 5),), ((6, 6, 5),)],
+    ),
     "conv2d": (lambda a, w: F.conv2d(a, w, stride=2), [((4, 6, 6, 6),), ((6, 6, 2, 2),)]),
     "conv2d bias": (F.conv2d, [((4, 6, 5, 5),), ((8, 6, 2, 2),), ((8,),)]),
     "depthwise": (lambda a, w, b: F.conv1d(a, w, b, groups=6), [((4, 6, 5),), ((6, 1, 3),), ((6,),)]),

@@ -150,6 +150,18 @@ def test_scalars_between_units_are_compared() -> None:
     assert found(Handing(True)) is not None and found(Handing(False)) is None
 
 
+class Returning(Handing):
+    """A scalar of a unit is part of the result."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        x, number = self.layers[0](x, x.new_zeros(()))
+        return (x - y).square().mean(), number
+
+
+def test_scalars_of_units_in_the_result_are_compared() -> None:
+    assert found(Returning(True)) is not None
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_ordinary_models_are_accepted(dropout: float) -> None:
     assert found(Chain(dropout=dropout), chain_batch()) is None

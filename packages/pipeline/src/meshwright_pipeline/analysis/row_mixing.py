@@ -200,7 +200,7 @@ class _Trial:
             at = written_from_rows(before, after, self._state())
             if at is not None:
                 return _writes("", at)
-        used = frozenset().union(*whole.consumes.values())
+        used = whole.final.union(*whole.consumes.values())
         for key, (like, entire), *others in zip(whole.order, given, *parts, strict=True):
             halves = [other[1] for other in others]
             differences = [row_difference(entire, part, half) for half, part in enumerate(halves)]

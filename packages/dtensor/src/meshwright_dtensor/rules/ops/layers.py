@@ -175,12 +175,12 @@ def matrices(view: NodeView) -> Iterator[Row]:
 
 
 def distances(view: NodeView) -> Iterator[Row]:
-    """_cdist_forward and _euclidean_dist(x [..., p, m], y [..., r, m]) -> [..., p, r]: leading dims, rows of x, rows of y."""
-    ndim = len(view.out_shapes[0])
-    for dim in range(ndim - 2):
-        yield (dim, dim), (dim,)
-    yield (ndim - 2, R), (ndim - 2,)
-    yield (R, ndim - 2), (ndim - 1,)
+    """_cdist_forward and _euclidean_dist(x [..., p, m], y [..., r, m]) -> [..., p, r]: leading dims (broadcast), rows of x and y."""
+    out, (x, y) = view.out_shapes[0], view.in_shapes
+    for dim in range(len(out) - 2):
+        yield tuple(node.broadcast_state(dim, out, shape) for shape in (x, y)), (dim,)
+    yield (len(x) - 2, R), (len(out) - 2,)
+    yield (R, len(y) - 2), (len(out) - 1,)
 
 
 def grid_sampler(view: NodeView) -> Iterator[Row]:
