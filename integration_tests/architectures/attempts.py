@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from .layouts import Layout
 from .run_one import Failed, message, own_rounding, plan_one, run_one
 from .subject import Subject
 
-TIMEOUT = 300.0
+TIMEOUT = 200.0
 Plans = dict[str, str | Verdict] | str
 """What `plan_one` returns."""
 
@@ -25,29 +26,42 @@ class Ranks:
     """A pool that starts afresh after every so many subjects. One thread at a time."""
 
     def __init__(self, size: int, renewed: int) -> None:
-        self.size, self.renewed, self.pool, self.calls = size, renewed, RankPool(size), 0
+        self.size, self.renewed, self.calls = size, renewed, 0
+        self.pool = self._new()
+
+    def _new(self) -> RankPool:
+        return RankPool(self.size, preload=[__name__])
 
     def renew(self) -> None:
         """Called once per subject."""
         if self.calls and self.calls % self.renewed == 0:
             self.pool.close()
-            self.pool = RankPool(self.size)
+            self.pool = self._new()
         self.calls += 1
 
 
 def attempts(
-    subjects: Sequence[Subject], layouts: Mapping[str, Layout], renewed: int
+    subjects: Sequence[Subject], layouts: Mapping[str, Layout], renewed: int = 0
 ) -> Iterator[str | dict[str, Verdict]]:
     """Name of a layout -> verdict, for one subject after the other; a text instead, where no model could be built.
 
-    `renewed`: after so many subjects ranks start afresh, so that what they remember of models does not pile up.
+    `renewed`: after so many subjects ranks start afresh, so that what they remember of models does not pile up. With 0, they
+    do not, and the ranks that run a subject plan it first.
     """
-    planning, running = Ranks(1, renewed), Ranks(max(layout.ranks for layout in layouts.values()), renewed)
+    running = Ranks(max(layout.ranks for layout in layouts.values()), renewed)
+    if not renewed:
+        try:
+            for subject in subjects:
+                yield _run(running, subject, layouts, _plan(running, subject, layouts))
+        finally:
+            running.pool.close()
+        return
+    planning = Ranks(1, renewed)
     with ThreadPoolExecutor(1) as planner, ThreadPoolExecutor(1) as runner:
         try:
-            planned = [planner.submit(_plan, planning, each, layouts) for each in subjects]
+            planned = [planner.submit(_next, planning, _plan, each, layouts) for each in subjects]
             done = [
-                runner.submit(_run, running, subject, layouts, plans)
+                runner.submit(_next, running, _run, subject, layouts, plans)
                 for subject, plans in zip(subjects, planned, strict=True)
             ]
             for future in done:
@@ -59,8 +73,12 @@ def attempts(
             running.pool.close()
 
 
-def _plan(ranks: Ranks, subject: Subject, layouts: Mapping[str, Layout]) -> Plans:
+def _next(ranks: Ranks, work: Callable[..., Any], *arguments: Any) -> Any:
     ranks.renew()
+    return work(ranks, *(each.result() if isinstance(each, Future) else each for each in arguments))
+
+
+def _plan(ranks: Ranks, subject: Subject, layouts: Mapping[str, Layout]) -> Plans:
     try:
         return ranks.pool.run(1, plan_one, subject, dict(layouts), timeout=TIMEOUT)[0]
     except RankError as error:
@@ -68,10 +86,8 @@ def _plan(ranks: Ranks, subject: Subject, layouts: Mapping[str, Layout]) -> Plan
 
 
 def _run(
-    ranks: Ranks, subject: Subject, layouts: Mapping[str, Layout], planned: Future[Plans]
+    ranks: Ranks, subject: Subject, layouts: Mapping[str, Layout], plans: Plans
 ) -> str | dict[str, Verdict]:
-    ranks.renew()
-    plans = planned.result()
     if isinstance(plans, str):
         return plans
     return {

@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from .overrides import OVERRIDES
 from .sizes import HEAD_WIDTH, IMAGE, PATCH, SPECIAL, STAGED, TINY
+from .subject import NotBuildable
 
 MAX_PARAMETERS = 3_000_000
 
@@ -32,10 +33,6 @@ REGISTRIES = {
 
 SPEECH = {"speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING}
 """For those that are asked for by name: the sweep over all is over REGISTRIES."""
-
-
-class NotBuildable(Exception):
-    """A tiny model of this architecture cannot be made here; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,10 @@ from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_parallel import verify
 
 from .batches import batch_of
-from .catalogue import Architecture, NotBuildable, architectures, build
+from .catalogue import Architecture, architectures, build
 from .run_one import quiet
-from .subject import loss_of
+from .subject import NotBuildable
+from .tiny import loss_of
 
 RENEWED = 20
 """After so many architectures ranks start afresh, so that what they remember of models does not pile up."""

@@ -28,9 +28,10 @@ import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan
 
 from .batches import batch_of
-from .catalogue import Architecture, NotBuildable, architectures, build
+from .catalogue import Architecture, architectures, build
 from .run_one import quiet
-from .subject import SEED, loss_of
+from .subject import SEED, NotBuildable
+from .tiny import loss_of
 
 CLUSTER, RANKS = "dgx-h100", 8
 

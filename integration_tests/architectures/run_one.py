@@ -26,11 +26,10 @@ from meshwright_parallel.verification.compare import (
     whole,
 )
 
-from .catalogue import NotBuildable
 from .float64 import Float64
 from .judge import TOLERANCES, Verdict, judge, label
 from .layouts import Layout
-from .subject import Subject, seed_all
+from .subject import NotBuildable, Subject, seed_all
 
 STEP_SEED = 4
 
@@ -64,12 +63,11 @@ def plan_one(
     quiet()
     try:
         model = subject.model(dtype)
-    except NotBuildable as error:
-        return str(error)
-    batch = subject.batch(model, dtype)
-    try:
+        batch = subject.batch(model, dtype)
         # not this model: some change when they run
         _step(subject, subject.model(dtype), batch)
+    except NotBuildable as error:
+        return str(error)
     except Exception as error:  # it does not train on one device: nothing to compare with
         return f"does not train on one device: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
     plans: dict[str, str | Verdict] = {}
@@ -117,10 +115,10 @@ def run_one(
     comparisons += compare(0, "loss", {"": losses[0]}, {"": loss}, TOLERANCES[dtype])
     noise = frozenset[str]()
     for kind, tensors in (("gradient", gradients), ("buffer", buffers)):
-        values, found, others = (tensors(some) for some in (single, model, near))
-        comparisons += compare(0, kind, values, found, TOLERANCES[dtype], perturbed=others)
+        values, parallel, perturbed = (tensors(some) for some in (single, model, near))
+        comparisons += compare(0, kind, values, parallel, TOLERANCES[dtype], perturbed=perturbed)
         if dtype == torch.float64:
-            noise |= _beyond_recognition(kind, values, others)
+            noise |= _beyond_recognition(kind, values, perturbed)
     parameters = list(model.parameters())
     with torch.no_grad():
         sharded = sum(p.to_local().shape != p.shape for p in parameters)

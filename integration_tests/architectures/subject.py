@@ -1,18 +1,20 @@
-"""What the comparison with one device needs of a model, and how a tiny architecture of transformers gives it."""
+"""What the comparison with one device needs of a model."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor, nn
-
-from .batches import batch_of
-from .catalogue import Architecture, build
+from torch.utils._pytree import tree_map_only
 
 SEED = 3
+
+
+class NotBuildable(Exception):
+    """A model cannot be made here; the message says why."""
 
 
 class Subject(Protocol):
@@ -31,43 +33,13 @@ class Subject(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Tiny:
-    """An architecture of transformers in its smallest form."""
-
-    architecture: Architecture
-
-    def model(self, dtype: torch.dtype) -> nn.Module:
-        seed_all(SEED)
-        model: Any = build(self.architecture).to(dtype)
-        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # torch's grouped product knows no float64
-        return model
-
-    def batch(self, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-        return in_dtype(batch_of(self.architecture, model), dtype)
-
-    def loss(self, output: Any, batch: Any) -> Tensor:
-        return loss_of(output, batch)
-
-
-def loss_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The model's own loss, or that of its class scores where it has none."""
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    scores = getattr(output, "logits", None)
-    return nn.functional.cross_entropy(output[0] if scores is None else scores, batch["labels"])
-
-
 def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
     """A batch whose floating-point tensors have `dtype`."""
-    return torch.utils._pytree.tree_map_only(
-        Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, batch
-    )
+    return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, batch)
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch's generator and Python's, which some models draw from."""
+    """Seed torch's generator, and Python's and NumPy's, which some models draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
+    numpy.random.seed(seed)

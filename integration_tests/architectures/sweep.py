@@ -9,7 +9,7 @@ from .attempts import attempts
 from .catalogue import Architecture
 from .judge import Verdict
 from .layouts import LAYOUTS
-from .subject import Tiny
+from .tiny import Tiny
 
 RENEWED = 40
 

@@ -8,8 +8,9 @@ import pytest
 
 from meshwright_parallel.verification.report import Comparison
 
-from .catalogue import Architecture, NotBuildable, architectures, build
+from .catalogue import Architecture, architectures, build
 from .judge import Verdict, decided, judge
+from .subject import NotBuildable
 
 GOOD = Comparison(0, "gradient", "a.weight", "float32", 1e-7, 1.0, 1e-5)
 BAD = replace(GOOD, name="b.weight", difference=2e-5)

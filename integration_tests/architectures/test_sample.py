@@ -10,7 +10,7 @@ from .catalogue import Architecture
 from .layouts import LAYOUTS
 from .run_one import plan_and_run
 from .sample import sample
-from .subject import Tiny
+from .tiny import Tiny
 
 CASES = [pytest.param(each, layout, id=f"{each.name}-{layout}") for each, layout in sample()]
 

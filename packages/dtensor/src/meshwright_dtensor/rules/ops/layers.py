@@ -175,7 +175,7 @@ def matrices(view: NodeView) -> Iterator[Row]:
 
 
 def distances(view: NodeView) -> Iterator[Row]:
-    """_cdist_forward and _euclidean_dist(x [..., p, m], y [..., r, m]) -> [..., p, r]: leading dims (broadcast), rows of x and y."""
+    """_cdist_forward and _euclidean_dist(x [..., p, m], y [..., r, m]) -> [..., p, r]: leading dims, rows of x, rows of y."""
     out, (x, y) = view.out_shapes[0], view.in_shapes
     for dim in range(len(out) - 2):
         yield tuple(node.broadcast_state(dim, out, shape) for shape in (x, y)), (dim,)
