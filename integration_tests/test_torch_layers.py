@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_layers import MODELS, ROWS, TOKENS, WIDTH, Encoder, Translator
+from torch_layers import MODELS, ROWS, TOKENS, WIDTH, Encoder
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
@@ -78,24 +78,33 @@ def test_tensor_parallel_values(rank_pool: RankPool) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-def log(rank: int, size: int, make: Callable[[], nn.Module]) -> dict[tuple[str, str], int]:
-    _, model, x = build(make, {"tp": 2})
-    with mw.debug.communication() as seen:
-        model(x.requires_grad_()).backward()
-    return Counter((e.phase, e.kind) for e in seen.events)
+Counts = dict[tuple[str, str], int]
+"""(pass, kind) -> number of collectives."""
+
+
+def counts(rank: int, size: int, name: str) -> tuple[Counts, Counts, Counts]:
+    """Collectives of a step as planned and as executed, and executed with a gradient of the input."""
+    _, model, x = build(MODELS[name], {"tp": 2})
+    planned, executed = Counter[tuple[str, str]](), list[Counts]()
+    for c in model.parallel_plan.collectives:  # type: ignore[union-attr]
+        planned[c.phase, c.kind] += c.count
+    for given in (x, x.clone().requires_grad_()):
+        with mw.debug.communication() as log:
+            model(given).backward()
+        executed.append(dict(Counter((e.phase, e.kind) for e in log.events)))
+    return dict(planned), executed[0], executed[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "forward", "backward"),
+    ("name", "forward", "backward"),
     # of two layers: their attention and MLP; decoders attend twice, and all of them to one memory
-    [(Encoder, 4, 4), (Translator, 4 + 6, 4 + 6 + 1)],
+    [("encoder", 4, 4), ("translator", 4 + 6, 4 + 6 + 1), ("vision", 2, 2)],
 )
-def test_communication_is_megatrons(
-    rank_pool: RankPool, make: Callable[[], nn.Module], forward: int, backward: int
-) -> None:
-    expected = {("forward", "all_reduce"): forward, ("backward", "all_reduce"): backward}
-    assert rank_pool.run(2, log, make)[0] == expected
+def test_communication_is_megatrons(rank_pool: RankPool, name: str, forward: int, backward: int) -> None:
+    planned, executed, with_gradient = rank_pool.run(2, counts, name)[0]
+    assert with_gradient == {("forward", "all_reduce"): forward, ("backward", "all_reduce"): backward}
+    assert planned == executed
 
 
 def padded(rank: int, size: int, pins: dict[str, Any]) -> list[str]:

@@ -142,14 +142,16 @@ class Writer:
         return (tuple(inputs), outputs), necessary
 
     def _weighs_otherwise(self, node: Node, option: Option) -> bool:
-        """Whether the runtime might gather a sharded input that is no parameter, such as a part of a weight.
+        """Whether the runtime might choose another row, as it does not know that no gradient flows to an input.
 
-        It does not know that no gradient flows to another input, and takes the sum of one into account.
+        It takes the sum of that gradient into account: it would rather gather a part of a weight, or sum the gradients of the
+        other inputs as well.
         """
         values, inputs = self.tape.values, list(zip(node.ins, option.ins, strict=True))
         shards = [r for r, state in inputs if any(map(is_shard, along(state)))]
         parts = any(not (values[r.i].name or "").startswith("param:") for r in shards)
-        return parts and any(
+        partial = any("X" in along(state) for state in option.outs)
+        return (parts or partial) and any(
             r not in shards and values[r.i].differentiable and not self.tape.grad[r.i] for r in node.ins
         )
 
