@@ -132,6 +132,12 @@ def padded(rank: int, size: int, pins: dict[str, Any]) -> list[str]:
         wrong.append("a mask of other numbers was taken")
     except UnsupportedError as error:
         wrong += [] if "enable_nested_tensor=False" in str(error) else [str(error)]
+    single.encoder.use_nested_tensor = parallel.encoder.use_nested_tensor = False
+    single.eval()
+    for number in range(2):
+        with torch.no_grad():
+            a, b = single(x, mask), whole(parallel(x, mask))
+        wrong += [] if torch.allclose(a, b, rtol=1e-9, atol=1e-11) else [f"not nested, call {number}"]
     return wrong
 
 

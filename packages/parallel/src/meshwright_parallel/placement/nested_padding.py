@@ -7,7 +7,9 @@ No layer of a parallel model takes nested tensors. So the layers compute all tok
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +32,10 @@ def install_padding(model: nn.Module, microbatches: int) -> None:
 
 @dataclass
 class _Padding:
-    """Hooks of one encoder. `divided`: a call may see a part of the batch, `handles`: of the hook on the last layer."""
+    """Hooks of one encoder. `divided`: a call may see a part of the batch, `undo`: what to call at the end of a forward."""
 
     divided: bool
-    handles: list[Any] = field(default_factory=list)
+    undo: list[Callable[[], Any]] = field(default_factory=list)
 
     def begin(self, encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep torch from making a nested tensor, and where it would have made one, fill the padding after the last layer."""
@@ -44,6 +46,7 @@ class _Padding:
         if mask is None or given.get("mask") is not None or not _takes_nested(encoder, src):
             return
         encoder.use_nested_tensor = False
+        self.undo.append(partial(setattr, encoder, _FLAG, True))
         padded = mask.bool()
         if mask.is_floating_point() and bool((padded & mask.isfinite()).any()):
             raise UnsupportedError(
@@ -63,13 +66,12 @@ class _Padding:
             def fill(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
                 return out.masked_fill(filled, 0.0)
 
-            self.handles.append(encoder.layers[-1].register_forward_hook(fill))
+            self.undo.append(encoder.layers[-1].register_forward_hook(fill).remove)
 
     def end(self, encoder: nn.TransformerEncoder, args: Any, out: Any) -> None:
         """Leave the encoder as it was."""
-        encoder.use_nested_tensor = True
-        while self.handles:
-            self.handles.pop().remove()
+        while self.undo:
+            self.undo.pop()()
 
 
 def _takes_nested(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
