@@ -94,6 +94,12 @@ def _special(func: Function, name: str, args: Args, kwargs: Kwargs, operands: Va
         return NotImplemented if len(groups) == 1 else _in_groups(func, args, kwargs, groups)
     if name in ("to", "cpu", "cuda") and isinstance(args[0], stage_tensor.StageValue):
         return _moved(func, name, args, kwargs)
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+        raise UnsupportedError(
+            f"torch.distributed.{name} is given a value of shape {list(operands[0].shape)} that only some pipeline stages hold. "
+            "Every rank reads the same whole value from it already, and gradients are those of the whole batch, so nothing has to "
+            "be exchanged: use it as it is, or pass x.full_tensor()"
+        )
     return NotImplemented
 
 
@@ -373,7 +379,8 @@ def _rehearsed(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> 
 
     Raises UnsupportedError: it changes a shape in place. Raises the errors of one device.
     """
-    if getattr(func, "__name__", "") in PYTHON_WRITES:
+    # data that is set is checked by itself, and may have another memory order
+    if getattr(func, "__name__", "") in PYTHON_WRITES or kind_of(func) == "set data":
         return None, False
     results, key = operands[0].whole_model.results_on_meta, _form(func, args, kwargs)
     if key in results:

@@ -25,7 +25,7 @@ from meshwright_dtensor.stored.gather import (
     whole_value,
 )
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
-from meshwright_dtensor.stored.permuted import local_part_of
+from meshwright_dtensor.stored.permuted import local_part_of, permuted_layout, with_order_of
 from meshwright_dtensor.stored.views import Origin
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, kind_of
 
@@ -266,7 +266,10 @@ def write_whole(origin: Origin, func: Function, target: Tensor, args: Args, kwar
 
 
 def set_data(target: DTensor, value: Any) -> None:
-    """``target.data = value``: the global value is copied, every rank keeps its part.
+    """``target.data = value``: new memory with this rank's part of the global value.
+
+    It is that of `value` where that is a tensor over the mesh in the same layout, and a copy otherwise. What was taken before
+    (``target.data``, ``target.detach()``) keeps the old memory, as on one device.
 
     Raises UnsupportedError: no tensor, or one of another shape or dtype.
     """
@@ -275,8 +278,23 @@ def set_data(target: DTensor, value: Any) -> None:
             "x[index].data = value would give new memory to a view alone; use x[index] = value, which reaches x"
         )
     check_data(target, value)
-    with torch.no_grad():
-        target.copy_(value.detach())
+    local = core.dtensor_local(target)
+    part = _part_in_layout_of(target, value)
+    if part is None:
+        part = torch.empty_like(local)
+        with torch.no_grad():
+            mesh_value(with_order_of(target, core.dtensor_like(part, target))).copy_(value.detach())
+    local.data = part
+    core.count_write(target)
+
+
+def _part_in_layout_of(target: DTensor, value: Any) -> Tensor | None:
+    """This rank's part of `value` in its own memory; None if it has another layout or memory order."""
+    if not isinstance(value, DTensor) or isinstance(value, MeshView):
+        return None
+    same = value.placements == target.placements and permuted_layout(value) is permuted_layout(target)
+    part = core.dtensor_local(value).detach()
+    return part if same and part.stride() == core.dtensor_local(target).stride() else None
 
 
 def check_data(target: Tensor, value: Any) -> None:
