@@ -147,6 +147,10 @@ def average(model: nn.Module) -> Iterator[Any]:
             for name, p in model.named_parameters():
                 averages[name].lerp_(p.detach(), 0.01)
     yield from averages.values()
+    # of the values that computations take, and the stored ones
+    mixed = {name: 0.9 * p.clone().detach() + 0.1 * p.data for name, p in model.named_parameters()}
+    yield [tuple(value.shape) for value in mixed.values()]
+    yield from mixed.values()
     model.load_state_dict(averages)
     model.load_state_dict({name: value * 2 for name, value in Model().state_dict().items()}, strict=True)
 
@@ -186,6 +190,7 @@ def writing(model: nn.Module) -> Iterator[Any]:
             p[p < 0] = 0.1
             p.data = p.data * 0.5
             p.data.mul_(3)
+            p[p > 0.1] *= 2
         model.blocks[3].up.weight.copy_(model.blocks[0].up.weight)
         model.blocks[0].down.weight[0] = model.blocks[3].down.weight[1]
         torch._foreach_mul_(list(model.parameters()), 0.9)
@@ -272,6 +277,8 @@ def optimizers(model: nn.Module) -> Iterator[Any]:
             else:
                 closure()
                 optimizer.step()
+        yield len(optimizer.state), [p in optimizer.state for p in model.parameters()]
+        optimizer.state.pop(next(iter(model.parameters())), None)
         yield sum(p.detach().sum() for p in model.parameters()).item()
 
 

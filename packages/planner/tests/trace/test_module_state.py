@@ -32,6 +32,22 @@ class Block(nn.Module):
         return self.out(x) * self.gate(x).softmax(-1).sum(-1, keepdim=True)
 
 
+class WritesDetached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = x + x.detach().mul_(0.1)
+        return self.second(x.relu_()).sum()
+
+
+def test_a_forward_that_writes_to_a_detached_view_is_recorded() -> None:
+    tape = record(WritesDetached(), Batch.of(torch.randn(4, 8)), BOOK.composites)
+    assert sum(node.mutates for node in tape.nodes) == 2
+
+
 class Tracker:
     """Objects other than modules that a model may have as attributes."""
 

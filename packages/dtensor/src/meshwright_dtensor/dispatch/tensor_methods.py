@@ -241,6 +241,8 @@ _GETTERS: dict[Any, tuple[Handler, Handler | None]] = {
     torch.Tensor.mH: (lambda f, a, k: torch.adjoint(a[0]), None),
     torch.Tensor.real: (lambda f, a, k: torch.real(a[0]), None),
     torch.Tensor.imag: (lambda f, a, k: torch.imag(a[0]), None),
+    # asked of the class, past the property
+    torch.Tensor.shape: (lambda f, a, k: a[0].shape, None),
     torch.Tensor.nbytes: (lambda f, a, k: a[0].numel() * a[0].element_size(), None),
     torch.Tensor._base: (lambda f, a, k: None, None),
 }

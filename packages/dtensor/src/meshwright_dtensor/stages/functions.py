@@ -96,7 +96,7 @@ def _special(func: Function, name: str, args: Args, kwargs: Kwargs, operands: Va
         return _moved(func, name, args, kwargs)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         raise UnsupportedError(
-            f"torch.distributed.{name} is given a value of shape {list(operands[0].shape)} that only some pipeline stages hold. "
+            f"torch.distributed.{name} is given a value that only some pipeline stages hold. "
             "Every rank reads the same whole value from it already, and gradients are those of the whole batch, so nothing has to "
             "be exchanged: use it as it is, or pass x.full_tensor()"
         )
@@ -285,6 +285,10 @@ def _draw(func: Function, args: Args, kwargs: Kwargs) -> None:
             return torch.zeros(tuple(x.size()), dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
         return x
 
+    # how many elements a mask chooses is known where its values are
+    by_mask = getattr(func, "__name__", "") in ("__setitem__", "index_put_")
+    if by_mask and any(x.dtype == torch.bool for x in pytree.tree_leaves(args[1:]) if isinstance(x, Tensor)):
+        return
     with torch.no_grad():
         func(*_map(zeros, args), **_map(zeros, kwargs))
 

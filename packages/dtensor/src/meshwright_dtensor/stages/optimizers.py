@@ -66,9 +66,9 @@ class _StageStates(defaultdict[Any, Any]):
         )
         show_states(self.optimizer, numbers=True)
 
-    __getitem__, get, items, values, __iter__ = map(
-        _agreed, ("__getitem__", "get", "items", "values", "__iter__")
-    )
+    __getitem__, get, items, values, keys = map(_agreed, ("__getitem__", "get", "items", "values", "keys"))
+    __iter__, __len__, __contains__ = map(_agreed, ("__iter__", "__len__", "__contains__"))
+    __delitem__, pop, popitem, setdefault = map(_agreed, ("__delitem__", "pop", "popitem", "setdefault"))
 
 
 def states_changed(optimizer: Optimizer, model: WholeModel) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch import core
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.tensor.staged import Staged
 
 Tensor = torch.Tensor
@@ -174,8 +175,8 @@ def staged(value: Any, model: Any, holders: frozenset[int], device: torch.device
         # a function may return its operand
         if isinstance(x, StageValue):
             return x
-        # its own functions would give the same metadata, ten times as slowly
-        with core.stock_call():
+        # the functions of other tensors would give the same metadata, ten times as slowly
+        with contextlib.nullcontext() if isinstance(x, GlobalTensor) else core.stock_call():
             result: Any = core.wrapper_like(StageTensor, x, device)
         result._value, result.holders, result.whole_model = x, holders, model
         return result

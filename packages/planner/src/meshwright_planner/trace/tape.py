@@ -232,7 +232,13 @@ def _written_through(tape: Tape, roots: Roots) -> frozenset[int]:
 
     For these a view of a converted copy would be wrong.
     """
-    maker = {ref.i: index for index, node in enumerate(tape.nodes) for ref in node.outs}
+    # an operation in place gives its operand
+    maker = {
+        ref.i: index
+        for index, node in enumerate(tape.nodes)
+        for ref in node.outs
+        if all(ref.i != read.i for read in node.ins)
+    }
     # value -> its last reader
     read: dict[int, int] = {}
     # first value of a storage -> nodes that write to it
