@@ -50,6 +50,11 @@ def hash_store() -> Any:
     return dist.HashStore()  # type: ignore[attr-defined]
 
 
+def default_store() -> Any:
+    """The store of the default process group."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+
+
 def entered_mesh() -> DeviceMesh | None:
     """The mesh of the innermost `with mesh:` of this thread."""
     from torch.distributed.device_mesh import _mesh_resources

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright_dtensor._torch import core
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
 from meshwright_dtensor.utils.names import count_of
 from meshwright_dtensor.utils.process import report_last_to_torchrun, settle_at_exit
 
@@ -57,9 +58,11 @@ def init(device: str | None = None) -> torch.device:
             atexit.register(_end_groups)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
-            report_last_to_torchrun()
         else:
             dist.init_process_group(backend, store=core.hash_store(), rank=0, world_size=1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        report_last_to_torchrun()
+        watch_for_deadlocks()
     if kind == "cuda":
         torch.cuda.set_device(index)
         return torch.device("cuda", index)

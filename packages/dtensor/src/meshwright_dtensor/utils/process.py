@@ -53,6 +53,17 @@ def report_last_to_torchrun() -> None:
     sys.excepthook = report
 
 
+def record_error(error: Exception) -> None:
+    """Give torchrun an exception that this process does not raise, to show it in the end."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error
+        except Exception:
+            get_error_handler().record_exception(error)
+
+
 def settle(timeout: float = 1.0) -> None:
     """Wait until every gloo thread of this process sleeps, so that none of them holds a tensor of a finished collective.
 

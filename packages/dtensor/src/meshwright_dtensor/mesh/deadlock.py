@@ -1,0 +1,141 @@
+"""Ends a job whose ranks wait for each other in different calls, and says in which.
+
+A call that needs every rank, made by one rank alone (in `if rank == 0:`), waits for the others; these wait in their next call for
+that rank. gloo says so after half an hour, or aborts. Here a thread of each rank sees that the rank waits: for some seconds its
+main thread has used no CPU and is in a function of torch.distributed or of this framework, and the process has sent nothing. It
+then tells the other ranks, through the store of the process group, in which line of the user's code. Once all ranks wait, and
+not all in the same line, none of them can go on.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright_dtensor._torch.core import default_store
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.utils.process import record_error
+
+WAITING_SECONDS = 10.0
+"""A rank that has done nothing for so long waits."""
+
+POLL_SECONDS = 0.5
+IDLE_SECONDS, IDLE_BYTES = 5e-3, 1 << 14
+"""CPU time of the main thread, and bytes that the process writes, between two polls of a rank that waits."""
+
+_IO = Path("/proc/self/io")
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_INNERMOST = 4
+"""Frames among which a function of torch.distributed or of this framework is looked for."""
+_KEY, _NAME = "meshwright/waits/", "meshwright deadlocks"
+
+
+def watch_for_deadlocks(seconds: float = WAITING_SECONDS) -> None:
+    """Start the thread where there are several ranks, unless it runs. `seconds`: without activity, after which a rank waits."""
+    running = any(thread.name == _NAME for thread in threading.enumerate())
+    # of Linux
+    if dist.get_world_size() > 1 and not running and _IO.exists():
+        threading.Thread(target=_watch, args=(seconds,), name=_NAME, daemon=True).start()
+
+
+def _watch(seconds: float) -> None:
+    store, main = default_store().clone(), threading.main_thread().ident or 0
+    clock = time.pthread_getcpuclockid(main)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    used, sent, since, polls = 0.0, 0, time.monotonic(), 0
+    while True:
+        time.sleep(POLL_SECONDS)
+        before, used, sent = (used, sent), time.clock_gettime(clock), _bytes_written()
+        works = used - before[0] > IDLE_SECONDS or sent - before[1] > IDLE_BYTES
+        frame = sys._current_frames().get(main)
+        if works or frame is None or not _communicates(frame):
+            if polls:
+                store.delete_key(_KEY + str(rank))
+            since, polls = time.monotonic(), 0
+            continue
+        if time.monotonic() - since < seconds:
+            continue
+        polls += 1
+        store.set(_KEY + str(rank), json.dumps([polls, *_place(frame)]))
+        waits = _all_waits(store, world)
+        if waits and min(count for count, *_ in waits) > 2 and len({tuple(place) for _, *place in waits}) > 1:
+            _end(rank, [(where, line) for _, where, line in waits])
+
+
+def _bytes_written() -> int:
+    """Bytes that this process has written to files and sockets."""
+    fields = dict(line.split(": ") for line in _IO.read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def _communicates(frame: FrameType) -> bool:
+    """Whether a thread at this frame is in a function of torch.distributed or of this framework."""
+    frames = [f for f, _ in zip(_outwards(frame), range(_INNERMOST), strict=False)]
+    return any(_is_ours(f) or _file(f).startswith(_TORCH + "distributed" + os.sep) for f in frames)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0].startswith("meshwright")
+
+
+def _place(frame: FrameType) -> tuple[str, str]:
+    """The innermost line that is neither torch's nor ours: file, number and function, and its text."""
+    for f in _outwards(frame):
+        if not (_is_ours(f) or _file(f).startswith((_TORCH, "<"))):
+            where = f"{Path(_file(f)).name}:{f.f_lineno}, in {f.f_code.co_name}"
+            return where, linecache.getline(_file(f), f.f_lineno).strip()
+    return "", ""
+
+
+def _all_waits(store: Any, world: int) -> list[tuple[int, str, str]]:
+    """(polls, place, line) of every rank; empty unless all wait."""
+    keys = [_KEY + str(rank) for rank in range(world)]
+    if not store.check(keys):
+        return []
+    return [tuple(json.loads(text)) for text in store.multi_get(keys)]
+
+
+def _end(rank: int, waits: list[tuple[str, str]]) -> None:
+    """Report, and end this process: a thread that waits in a collective cannot be woken."""
+    by_place: dict[tuple[str, str], list[int]] = {}
+    for other, place in enumerate(waits):
+        by_place.setdefault(place, []).append(other)
+    lines = [
+        f"  rank {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}: {where}: {line}"
+        for (where, line), ranks in by_place.items()
+    ]
+    text = "\n".join(
+        [
+            "the ranks wait for each other in different calls, and none of them can go on:",
+            *lines,
+            "Each of these calls needs every rank: make it on all of them (not inside of `if rank == 0:`)",
+        ]
+    )
+    if not rank:
+        print(f"[rank0]: {text}", file=sys.stderr, flush=True)
+    record_error(UsageError(text))
+    sys.stdout.flush()
+    # the others read this rank's wait once more
+    time.sleep(4 * POLL_SECONDS)
+    os._exit(1)
