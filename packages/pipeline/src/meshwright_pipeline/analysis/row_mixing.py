@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import pytree, remove_hooks, weight_hooks
 from meshwright_pipeline.analysis.loss_preview import ROWS, shrink_batch, skeleton_with_values, token_counts
@@ -43,6 +44,8 @@ POOL = 65537
 
 FAR = 1e-4
 """Relative difference from which values count as different. Rounding differs by less."""
+MOST_CALLS = 2000
+"""Unit calls of one run after which it is given up: with random results of units, a loop until they converge never ends."""
 HUGE = 1e4
 """Values this many times larger than the median are mask values."""
 
@@ -52,10 +55,14 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class CannotSplit:
-    """Why a batch cannot be split into microbatches, and what the user can do."""
+    """Why a batch cannot be split into microbatches, and what the user can do.
+
+    `by_values`: the module calls depend on values, so a pipeline of one microbatch is impossible, too.
+    """
 
     why: str
     fix: str
+    by_values: bool = False
 
     def __str__(self) -> str:
         return f"{self.why}; {self.fix}"
@@ -85,6 +92,12 @@ def find_row_mixing(
                     others = tuple(unit for unit in units if unit not in trial.read)
                     reason = _Trial(model, others, few).verdict()
                 return reason
+        except _Endless:
+            return CannotSplit(
+                "how often the model calls its modules depends on their results, and a pipeline needs the same calls in every step",
+                "call them a fixed number of times, or plan without pp",
+                by_values=True,
+            )
         except Exception:
             # the model may fail on few tokens or random numbers
             continue
@@ -123,6 +136,10 @@ def _distinct_rows(call: Call, rows: int) -> Call:
     return result
 
 
+class _Endless(UnsupportedError):
+    """A run calls units too often: how often depends on their results."""
+
+
 class _BetweenUnits(RepeatedUnitProfiler):
     """Runs the code between units with random numbers as unit results, and records the arguments of units.
 
@@ -138,6 +155,8 @@ class _BetweenUnits(RepeatedUnitProfiler):
         self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(2))
 
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
+        if len(self.given) >= MOST_CALLS:
+            raise _Endless
         # before the run changes its arguments
         called, arguments = signature(call), _copied(call)
         result = super().shape(unit, forward, call, device, drawn)

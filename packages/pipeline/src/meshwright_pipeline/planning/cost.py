@@ -72,6 +72,9 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
 def _forecast(request: SearchRequest, survey: ModelSurvey, degree: int, shape: Shape) -> LossForecast | None:
     """The forecast for the loss; None for one microbatch, for which only p2p is checked (PlanError: it cannot run)."""
     several, query = shape.microbatches > 1, request.pipeline
+    mixing = survey.row_mixing(query.example)
+    if mixing is not None and mixing.by_values:
+        raise PlanError("degrees.pp", degree, str(mixing), "1")
     single = several and shape.microbatches == request.batch_size
     try:
         forecast = survey.loss_forecast(query.example, single, query.estimate or not several)
