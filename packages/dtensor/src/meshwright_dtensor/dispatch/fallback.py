@@ -13,7 +13,13 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from meshwright_dtensor._torch.core import dtensor_local, pytree, storage_key
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
-from meshwright_dtensor.dispatch.gathered_views import gathered_view, whole, write_to_whole
+from meshwright_dtensor.dispatch.gathered_views import (
+    COPIES,
+    gathered_view,
+    standing_for,
+    whole,
+    write_to_whole,
+)
 from meshwright_dtensor.dispatch.program import note
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import Layout, replicated_layout
@@ -243,7 +249,9 @@ def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     # a Function may save its input by identity or write to it, so it gets no tensor that is used elsewhere
     aliased = {id(whole(t)) for t in tensors if isinstance(t, GlobalTensor)}
     full_args = tuple(x.view_as(x) if isinstance(x, Tensor) and id(x) in aliased else x for x in full_args)
-    return label(context, _with_plain_results(cls).apply(*full_args, **full_kwargs))
+    given = zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves((full_args, full_kwargs)), strict=True)
+    with standing_for([(full, x) for x, full in given if isinstance(x, DTensor) and not full.is_leaf]):
+        return label(context, _with_plain_results(cls).apply(*full_args, **full_kwargs))
 
 
 def _note_function(context: MeshContext, name: str, layouts: tuple[Layout, ...]) -> None:
@@ -252,15 +260,28 @@ def _note_function(context: MeshContext, name: str, layouts: tuple[Layout, ...])
 
 @cache
 def _with_plain_results(cls: Any) -> Any:
-    """A subclass whose forward and backward return plain gathered values: autograd does not know global tensors."""
+    """A subclass whose forward and backward return plain gathered values: autograd does not know global tensors.
+
+    Its backward runs with the COPIES of its forward.
+    """
+    with_setup = cls.setup_context is not torch.autograd.Function.setup_context
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if not with_setup:
+            args[0].meshwright_copies = COPIES.get()
         return pytree.tree_map(whole, cls.forward(*args, **kwargs))
 
+    def setup_context(ctx: Any, *arguments: Any, **named: Any) -> None:
+        ctx.meshwright_copies = COPIES.get()
+        cls.setup_context(ctx, *arguments, **named)
+
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return pytree.tree_map(whole, cls.backward(ctx, *gradients))
+        with standing_for(ctx.meshwright_copies):
+            return pytree.tree_map(whole, cls.backward(ctx, *gradients))
 
     methods = {"forward": staticmethod(forward)}
+    if with_setup:
+        methods["setup_context"] = staticmethod(setup_context)
     # else it has vjp
     if cls.backward is not torch.autograd.Function.backward:
         methods["backward"] = staticmethod(backward)

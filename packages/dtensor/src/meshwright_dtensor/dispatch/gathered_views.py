@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,31 @@ def whole(x: Any, site: Site = NOWHERE) -> Any:
         return local_in(x, x._layout.context.replicated, site)
     if isinstance(x, DTensor):
         return parameter_local(x, layout_of_dtensor(x).context.replicated, site)
+    return x
+
+
+Copies = Sequence[tuple[Tensor, Any]]
+"""Whole values, each with the parameter that it was gathered from."""
+COPIES: ContextVar[Copies] = ContextVar("COPIES", default=())
+"""What `source` knows: those that the running Function of the user was given."""
+
+
+@contextmanager
+def standing_for(copies: Copies) -> Iterator[None]:
+    """While open, `source` knows these."""
+    token = COPIES.set(copies)
+    try:
+        yield
+    finally:
+        COPIES.reset(token)
+
+
+def source(x: Any) -> Any:
+    """The parameter that `x` was gathered from, as far as COPIES says; else `x`."""
+    if type(x) is Tensor and not x.is_leaf:
+        for copy, parameter in COPIES.get():
+            if x.grad_fn is copy.grad_fn and x.shape == copy.shape:
+                return parameter
     return x
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import dtensor_like, dtensor_local, pytree, stock_call
+from meshwright_dtensor.dispatch.gathered_views import source, whole
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import layout_of, replicated_layout
 from meshwright_dtensor.parameter import MeshParameter, gradient_of
@@ -141,8 +142,11 @@ def _autograd_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
         states = complete(out._layout.states)
         locals_.append(local_in(out, states))
         local_seeds.append(None if seed is None else _local_in(seed, states, out))
-    gradients = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)
-    return tuple(map(_as_gradient, inputs, gradients))
+    # a Function of the user has whole values of parameters, while the modules it calls read the parameters themselves
+    sources = [source(t) for t in inputs]
+    gradients = torch.autograd.grad(locals_, [_leaf(t) for t in sources], local_seeds, **given)
+    results = map(_as_gradient, sources, gradients)
+    return tuple(g if s is t else whole(g) for s, t, g in zip(sources, inputs, results, strict=True))
 
 
 def _stride(func: Function, args: Args, kwargs: Kwargs) -> Any:

@@ -59,28 +59,42 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
     return Units(tuple(names), tuple(free))
 
 
-def called_in_parts(
-    model: nn.Module, units: Iterable[str], calls: Iterable[tuple[str, str]]
-) -> frozenset[str]:
-    """The units whose submodules are called from outside of the unit. `calls`: (calling module, called module), by first names.
+Calls = Iterable[tuple[str, str]]
+"""(calling module, called module), by first names."""
 
-    What several units hold is called inside of each.
-    """
+
+def called_in_parts(model: nn.Module, units: Iterable[str], calls: Calls) -> frozenset[str]:
+    """The units whose submodules are called from outside of the unit. What several units hold is called inside of each."""
     names, result = frozenset(units), set[str]()
-    names_of: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names_of.setdefault(module, []).append(name)
-    others = {aliases[0]: aliases for aliases in names_of.values() if len(aliases) > 1}
-    for caller, called in calls:
-        around = {unit for unit in names if f"{caller}.".startswith(f"{unit}.")}
-        if any(alias.startswith(f"{unit}.") for alias in others.get(called, ()) for unit in around):
-            continue
+    for caller, called in _between(model, names, calls):
         parts = called.split(".")
         for end in range(1, len(parts)):
             unit = ".".join(parts[:end])
             if unit in names and not f"{caller}.".startswith(f"{unit}."):
                 result.add(unit)
     return frozenset(result)
+
+
+def called_by_units(model: nn.Module, units: Iterable[str], calls: Calls) -> frozenset[str]:
+    """The units that other units call: whatever stage runs the other one has to hold them."""
+    names = frozenset(units)
+    return frozenset(
+        called
+        for caller, called in _between(model, names, calls)
+        if called in names and any(f"{caller}.".startswith(f"{unit}.") for unit in names - {called})
+    )
+
+
+def _between(model: nn.Module, names: frozenset[str], calls: Calls) -> Iterator[tuple[str, str]]:
+    """The calls but those that stay in a unit, by any name of the called module."""
+    names_of: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names_of.setdefault(module, []).append(name)
+    others = {aliases[0]: aliases for aliases in names_of.values() if len(aliases) > 1}
+    for caller, called in calls:
+        around = {unit for unit in names if f"{caller}.".startswith(f"{unit}.")}
+        if not any(alias.startswith(f"{unit}.") for alias in others.get(called, ()) for unit in around):
+            yield caller, called
 
 
 def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:

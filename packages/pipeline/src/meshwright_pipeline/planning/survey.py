@@ -17,7 +17,12 @@ from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_dtensor.utils.memo import Memo
 from meshwright_pipeline.analysis.loss_preview import LossChecker, LossForecast
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
-from meshwright_pipeline.partition.units import called_in_parts, find_units, whole_batch_module
+from meshwright_pipeline.partition.units import (
+    called_by_units,
+    called_in_parts,
+    find_units,
+    whole_batch_module,
+)
 from meshwright_pipeline.planning.unit_costs import ModelCosts, model_costs
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
@@ -34,6 +39,7 @@ class ModelSurvey:
         units: names of its units, in the order of registration.
         names, sizes: first name of a parameter -> all its names; -> its bytes.
         opened: modules whose children are units instead (see units.find_units).
+        nested: units that other units call (see units.called_by_units).
     """
 
     units: tuple[str, ...]
@@ -41,6 +47,7 @@ class ModelSurvey:
     sizes: Mapping[str, int]
     model: nn.Module | None = field(default=None, repr=False, compare=False)
     opened: frozenset[str] = frozenset()
+    nested: frozenset[str] = frozenset()
     _unit: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _memo: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
     _forecasts: dict[bool, LossForecast] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -56,6 +63,8 @@ class ModelSurvey:
             while more := called_in_parts(self.model, survey.units, calls):
                 opened = survey.opened | more
                 survey = replace(survey, units=find_units(self.model, opened).names, opened=opened)
+            nested = called_by_units(self.model, survey.units, calls)
+            survey = replace(survey, nested=nested) if nested else survey
             survey = next((cached for _, cached in self._at.values() if cached == survey), survey)
             entry = self._at[id(calls)] = calls, survey
         return entry[1]

@@ -28,6 +28,8 @@ class UnitNames(Protocol):
     def names(self) -> Mapping[str, tuple[str, ...]]: ...
     @property
     def holding(self) -> Collection[str]: ...
+    @property
+    def nested(self) -> Collection[str]: ...
     def unit(self, module: str) -> str: ...
 
 
@@ -191,7 +193,7 @@ def group_by_unit(
 
 
 def units_read_outside(work: Sequence[ModuleWork], units: UnitNames) -> list[str]:
-    """Units whose parameters are used outside of them. Every stage has to hold these units."""
+    """Units that are called or whose parameters are used in other units. Every stage has to hold these units."""
     read: set[str] = set()
     for part in work:
         here = units.unit(part.module)
@@ -199,7 +201,7 @@ def units_read_outside(work: Sequence[ModuleWork], units: UnitNames) -> list[str
             owners = {units.unit(alias) for alias in units.names.get(name, (name,))}
             if here not in owners:
                 read |= owners - {""}
-    return [unit for unit in units.units if unit in read]
+    return [unit for unit in units.units if unit in read or unit in units.nested]
 
 
 def shared_bytes(*shared: Shared) -> float:
