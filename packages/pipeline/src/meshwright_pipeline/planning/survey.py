@@ -74,6 +74,14 @@ class ModelSurvey:
         return {}
 
     @cached_property
+    def module_names(self) -> Mapping[str, tuple[str, ...]]:
+        """First name of a module that has several -> all its names."""
+        names: dict[nn.Module, list[str]] = {}
+        for name, module in () if self.model is None else self.model.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+        return {aliases[0]: tuple(aliases) for aliases in names.values() if len(aliases) > 1}
+
+    @cached_property
     def holding(self) -> frozenset[str]:
         """The units with parameters. Each stage needs at least one."""
         return frozenset(self.unit(alias) for aliases in self.names.values() for alias in aliases) - {""}

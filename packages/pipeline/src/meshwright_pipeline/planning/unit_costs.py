@@ -30,6 +30,8 @@ class UnitNames(Protocol):
     def holding(self) -> Collection[str]: ...
     @property
     def nested(self) -> Collection[str]: ...
+    @property
+    def module_names(self) -> Mapping[str, tuple[str, ...]]: ...
     def unit(self, module: str) -> str: ...
 
 
@@ -147,6 +149,7 @@ class ModelCosts:
 
 def model_costs(work: tuple[ModuleWork, ...], units: UnitNames) -> ModelCosts:
     """The costs of a model from its recorded work."""
+    work = work_in_units(work, units)
     shared = units_read_outside(work, units)
     runs, between, tail = group_by_unit(work, units, shared)
     parts = (*runs, *between, tail)
@@ -162,6 +165,19 @@ def model_costs(work: tuple[ModuleWork, ...], units: UnitNames) -> ModelCosts:
     flow = flow_of(work, units, shared)
     tail, values, gradients = replace(tail, inputs=flow.final), flow.crossing(False), flow.crossing(True)
     return ModelCosts(work, shared, runs, between, tail, blocks, whole, kept or 1.0, values, gradients)
+
+
+def work_in_units(work: Sequence[ModuleWork], units: UnitNames) -> tuple[ModuleWork, ...]:
+    """The same work, where a module of several units (one activation object in all blocks, say) belongs to the one that runs.
+
+    A module is recorded by its first name, so that its other calls would look like calls of the first unit.
+    """
+    result, running = list[ModuleWork](), ""
+    for part in work:
+        alias = next((n for n in units.module_names.get(part.module, ()) if units.unit(n) == running), None)
+        result.append(part if alias is None else replace(part, module=alias))
+        running = units.unit(result[-1].module)
+    return tuple(result)
 
 
 def group_by_unit(

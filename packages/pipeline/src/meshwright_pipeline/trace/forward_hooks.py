@@ -38,15 +38,25 @@ def _without_self(function: Forward) -> inspect.Signature:
 
 @contextlib.contextmanager
 def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Iterator[None]:
-    """Inside, calls of units run `handler((unit, call), original forward, args, kwargs)` instead. Hooks still run around it."""
+    """Inside, calls of units run `handler((unit, call), original forward, args, kwargs)` instead. Hooks still run around it.
+
+    A unit that another unit calls is a part of that call.
+    """
     counts: Counter[str] = Counter()
+    running: list[str] = []
     before: list[tuple[nn.Module, Any]] = []
 
     def replacement(unit: str, forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if running:
+                return forward(*args, **kwargs)
             key = (unit, counts[unit])
             counts[unit] += 1
-            return handler(key, forward, args, kwargs)
+            running.append(unit)
+            try:
+                return handler(key, forward, args, kwargs)
+            finally:
+                running.pop()
 
         # some models inspect the parameters of forward
         signature = signature_of(forward)
