@@ -80,7 +80,7 @@ def _next(ranks: Ranks, work: Callable[..., Any], *arguments: Any) -> Any:
 
 def _plan(ranks: Ranks, subject: Subject, layouts: Mapping[str, Layout]) -> Plans:
     try:
-        return ranks.pool.run(1, plan_one, subject, dict(layouts), timeout=TIMEOUT)[0]
+        return ranks.pool.run(min(2, ranks.size), plan_one, subject, dict(layouts), timeout=TIMEOUT)[0]
     except RankError as error:
         return dict.fromkeys(layouts, _lost("planning", error))
 

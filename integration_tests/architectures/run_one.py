@@ -6,8 +6,10 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,30 @@ def failing(where: str, refusals: bool) -> Iterator[None]:
         raise Failed("refused" if refused else "error", f"{where}: {message(error)}") from error
 
 
+def _gather(parts: list[Tensor], value: Tensor, *_: Any, **__: Any) -> None:
+    parts[0].copy_(value)
+
+
+ALONE: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "is_initialized": lambda: False,
+        "get_world_size": lambda *_: 1,
+        "get_rank": lambda *_: 0,
+        "all_gather": _gather,
+        **dict.fromkeys(("all_reduce", "broadcast", "barrier"), lambda *_, **__: None),
+    }
+)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """While open, code that uses torch.distributed sees one device: losses and quantisers use it to share values."""
+    with contextlib.ExitStack() as stack:
+        for name, function in ALONE.items():
+            stack.enter_context(mock.patch.object(dist, name, function))
+        yield
+
+
 def plan_one(
     rank: int,
     size: int,
@@ -59,13 +85,19 @@ def plan_one(
     layouts: Mapping[str, Layout],
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, str | Verdict] | str:
-    """Name of a layout -> its plan as JSON, or why there is none; only the reason where no model can be built."""
+    """Name of a layout -> its plan as JSON, or why there is none; only the reason where no model can be built.
+
+    The first rank plans, as in `auto_parallelize`, where the model may ask for the world that it will run in.
+    """
     quiet()
+    if rank:
+        return {}
     try:
         model = subject.model(dtype)
         batch = subject.batch(model, dtype)
         # not this model: some change when they run
-        _step(subject, subject.model(dtype), batch)
+        with alone():
+            _step(subject, subject.model(dtype), batch)
     except NotBuildable as error:
         return str(error)
     except Exception as error:  # it does not train on one device: nothing to compare with
@@ -101,15 +133,16 @@ def run_one(
     batch = subject.batch(model, dtype)
     with failing("parallelize", refusals=True):
         model = mw.parallelize(model, ParallelPlan.from_json(plan_json), batch=batch)
-    single, near = subject.model(dtype), subject.model(dtype)
+    with alone():
+        single, near = subject.model(dtype), subject.model(dtype)
     one_rounding_away(near.parameters())
     comparisons = compare(
         -1, "parameter", dict(single.named_parameters()), dict(model.named_parameters()), 0.0
     )
     if not torch.equal(after_build, torch.get_rng_state()):
         return Verdict("wrong", "construction left the generator elsewhere")
-    runs = (single, near)
-    losses, states = zip(*(_step(subject, some, batch) for some in runs), strict=True)
+    with alone():
+        losses, states = zip(*(_step(subject, some, batch) for some in (single, near)), strict=True)
     with failing("step", refusals=False):
         loss, state = _step(subject, model, batch)
     comparisons += compare(0, "loss", {"": losses[0]}, {"": loss}, TOLERANCES[dtype])
@@ -155,7 +188,7 @@ def _beyond_recognition(
 
 def plan_and_run(rank: int, size: int, subject: Subject, layout: Layout) -> Verdict:
     """Both, where there is nothing else to do meanwhile: the first rank plans for all."""
-    planned: list[Any] = [plan_one(rank, size, subject, {"": layout}) if rank == 0 else None]
+    planned: list[Any] = [plan_one(rank, size, subject, {"": layout})]
     dist.broadcast_object_list(planned)
     if isinstance(planned[0], str):
         return Verdict("error", planned[0])

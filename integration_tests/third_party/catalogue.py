@@ -52,7 +52,13 @@ class Model:
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         model = self._make()[0].train()
-        return model if dtype == torch.float32 else model._apply(_double)
+        if dtype == torch.float32:
+            return model
+        for module in model.modules():
+            # some keep tensors that are neither parameters nor buffers
+            tensors = {name: x for name, x in vars(module).items() if type(x) is Tensor}
+            vars(module).update({name: _double(x) for name, x in tensors.items()})
+        return model._apply(_double)
 
     def batch(self, model: nn.Module, dtype: torch.dtype) -> Any:
         with torch.random.fork_rng():

@@ -398,7 +398,7 @@ LANGUAGE: Catalogue = {
     },
     "nystrom-attention": {
         "Nystromformer": lambda: (
-            new("nystrom_attention:Nystromformer", dim=32, dim_head=16, heads=2, depth=2, num_landmarks=4),
+            new("nystrom_attention:Nystromformer", dim=32, dim_head=8, heads=4, depth=2, num_landmarks=4),
             (floats(4, 16, 32),),
         ),
     },

@@ -126,20 +126,31 @@ def _steerable() -> Made:
     space = gspaces.Rot2dOnR2(4)
     first = nn_.FieldType(space, 3 * [space.trivial_repr])
     second = nn_.FieldType(space, 4 * [space.regular_repr])
-    layers = nn_.SequentialModule(
-        nn_.R2Conv(first, second, kernel_size=3, padding=1), nn_.InnerBatchNorm(second), nn_.ReLU(second)
+    layers = nn.ModuleList(
+        nn_.SequentialModule(nn_.R2Conv(kind, second, kernel_size=3, padding=1), nn_.ReLU(second))
+        for kind in (first, second)
     )
     return _Steerable(layers, first), (floats(4, 3, 8, 8),)
 
 
 class _Steerable(nn.Module):
-    def __init__(self, layers: nn.Module, kind: Any) -> None:
+    def __init__(self, layers: nn.ModuleList, kind: Any) -> None:
         super().__init__()
         self.layers, self.kind = layers, kind
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(new("e2cnn.nn:GeometricTensor", x, self.kind)).tensor
+        x = new("e2cnn.nn:GeometricTensor", x, self.kind)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = x.tensor
         return result
+
+
+def _vectors() -> nn.Module:
+    """A perceptron of 16 numbers and 4 vectors."""
+    sizes = {"dim_vectors_in": 4, "dim_vectors_out": 4, "dim_feats_in": 16, "dim_feats_out": 16}
+    layer: nn.Module = new("geometric_vector_perceptron:GVP", **sizes)
+    return layer
 
 
 SCIENCE: Catalogue = {
@@ -195,13 +206,7 @@ SCIENCE: Catalogue = {
     },
     "geometric-vector-perceptron": {
         "GVP": lambda: (
-            new(
-                "geometric_vector_perceptron:GVP",
-                dim_vectors_in=4,
-                dim_vectors_out=4,
-                dim_feats_in=16,
-                dim_feats_out=16,
-            ),
+            nn.Sequential(*(_vectors() for _ in range(2))),
             ((floats(4, 16), floats(4, 4, 3)),),
         ),
     },
@@ -270,7 +275,12 @@ SCIENCE: Catalogue = {
     },
     "torch-harmonics": {
         "RealSHT": lambda: (
-            nn.Sequential(nn.Conv2d(1, 4, 1), new("torch_harmonics:RealSHT", 16, 32)),
+            nn.Sequential(
+                nn.Conv2d(1, 4, 1),
+                new("torch_harmonics:RealSHT", 16, 32),
+                new("torch_harmonics:InverseRealSHT", 16, 32),
+                nn.Conv2d(4, 2, 1),
+            ),
             (floats(4, 1, 16, 32),),
         ),
     },

@@ -45,7 +45,7 @@ POOL = 65537
 FAR = 1e-4
 """Relative difference from which values count as different. Rounding differs by less."""
 MOST_CALLS = 2000
-"""Unit calls of one run after which it is given up: with random results of units, a loop until they converge never ends."""
+"""Unit calls after which a run is stopped: with random results of units, a loop until they converge never ends."""
 HUGE = 1e4
 """Values this many times larger than the median are mask values."""
 
