@@ -265,6 +265,17 @@ def test_groups_take_options_saved_with_their_parameters(
     assert its.state.keys() == saved.state.keys()
 
 
+def test_a_group_without_parameters_takes_its_options_back(tmp_path: Path) -> None:
+    model = build("plain", 0)
+    groups = [{"params": [], "lr": 0.5, "betas": (0.8, 0.9)}, {"params": list(model.parameters()), "lr": 0.2}]
+    optimizer = torch.optim.AdamW(groups, 0.01)
+    save(tmp_path / "step-1", model=model, optimizer=optimizer, asynchronous=False)
+    new = torch.optim.AdamW([{"params": []}, {"params": list(model.parameters())}], 0.01)
+    load(tmp_path / "step-1", model=model, optimizer=new)
+    assert [group["lr"] for group in new.param_groups] == [0.5, 0.2]
+    assert new.param_groups[0]["betas"] == (0.8, 0.9)
+
+
 def test_load_rejects_joined_groups_with_different_options(tmp_path: Path) -> None:
     model: Any = Block()
     saved = in_two_groups(model, 0.1, 0.2)

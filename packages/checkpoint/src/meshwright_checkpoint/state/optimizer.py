@@ -111,11 +111,15 @@ class OptimizerTargets:
         """Find the options of each group that is loaded completely: those that its parameters were saved with.
 
         `gathered` are the groups of all ranks, each of which may have a part of the parameters. A group is loaded completely
-        if it is on all ranks. A group without parameters on this rank takes the options from other ranks.
+        if it is on all ranks. A group without parameters on this rank takes the options from other ranks; one without any takes
+        those of the saved group of its number, if that has none.
         """
         for number, group in enumerate(self.groups):
             same = [groups[number] for groups in gathered if number < len(groups)]
             saved = group.saved_as or tuple(sorted({index for other in same for index in other.saved_as}))
+            if not saved and number < len(info.groups) and not info.groups[number].params:
+                # without parameters on all ranks, as when it was saved
+                saved = (number,)
             options = [info.groups[index].options for index in saved]
             self.options.append({})
             if not options or not all(other.whole for other in same):

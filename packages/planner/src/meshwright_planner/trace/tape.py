@@ -232,13 +232,12 @@ def _written_through(tape: Tape, roots: Roots) -> frozenset[int]:
 
     For these a view of a converted copy would be wrong.
     """
-    # an operation in place gives its operand
-    maker = {
-        ref.i: index
-        for index, node in enumerate(tape.nodes)
-        for ref in node.outs
-        if all(ref.i != read.i for read in node.ins)
-    }
+    # an operation in place gives a value that was there before
+    maker: dict[int, int] = {}
+    for index, node in enumerate(tape.nodes):
+        for ref in node.outs:
+            if all(ref.i != given.i for given in node.ins):
+                maker.setdefault(ref.i, index)
     # value -> its last reader
     read: dict[int, int] = {}
     # first value of a storage -> nodes that write to it
@@ -254,8 +253,10 @@ def _written_through(tape: Tape, roots: Roots) -> frozenset[int]:
         viewed = (i for i in read if roots.get(i) == root)
         ends += (i for i in viewed if any(maker.get(i, k) < k < read[i] for k in writers))
         for at in ends:
-            while at in roots and at in maker:
-                above = maker[at]
+            below = len(tape.nodes)
+            # towards the first value of the storage: each is made earlier
+            while at in roots and maker.get(at, len(tape.nodes)) < below:
+                below = above = maker[at]
                 if not tape.nodes[above].mutates:
                     views.add(above)
                 at = tape.nodes[above].ins[0].i
