@@ -79,22 +79,6 @@ def test_what_was_taken_before_keeps_its_values(rank_pool: RankPool, pins: dict[
             assert torch.allclose(result, expected, rtol=1e-12, atol=1e-14)
 
 
-def give_memory(rank: int, size: int, pins: dict[str, Any]) -> str:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
-    plain, parallel = one_and_many(Chain, x, **pins)
-    try:
-        plain.layers[3].weight.data = parallel.layers[3].weight.data
-    except UnsupportedError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_plain_tensors_do_not_take_the_memory_of_a_part(rank_pool: RankPool, pins: dict[str, Any]) -> None:
-    for message in rank_pool.run(2, give_memory, pins, timeout=60):
-        assert "use plain.copy_(value)" in message
-
-
 def average_gradients(rank: int, size: int) -> str:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
     _, parallel = one_and_many(Chain, x, pp=size)

@@ -335,8 +335,6 @@ def _write(
         raise UnsupportedError(
             f"{name} of tensors of pipeline stages; use mw.GradScaler for torch's, or write to one tensor after the other"
         )
-    if kind_of(func) == "set data":
-        check_data(*args)
     if not all(isinstance(x, stage_tensor.StageValue) for x in written):
         return _exchanged(func, args, kwargs, operands)
     _check_write(func, name, args, written[0])
@@ -367,6 +365,8 @@ def _check_write(func: Function, name: str, args: Args, target: Any) -> None:
         raise RuntimeError(
             f"Can't call {name}() on Variable that requires grad. Use var.detach().{name}() instead."
         )
+    if kind_of(func) == "set data":
+        check_data(*map(stage_tensor.value_of, args))
 
 
 def _write_elsewhere(func: Function, args: Args, kwargs: Kwargs, draws: bool) -> None:

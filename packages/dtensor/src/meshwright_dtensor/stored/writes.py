@@ -27,7 +27,6 @@ from meshwright_dtensor.stored.gather import (
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import local_part_of, permuted_layout, with_order_of
 from meshwright_dtensor.stored.views import Origin
-from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, kind_of
 
 Tensor = torch.Tensor
@@ -299,12 +298,7 @@ def _part_in_layout_of(target: DTensor, value: Any) -> Tensor | None:
 
 
 def check_data(target: Tensor, value: Any) -> None:
-    """Raise UnsupportedError unless `target.data = value` keeps shape and dtype, and the target is on a mesh too."""
-    if not isinstance(target, (DTensor, Staged)):
-        raise UnsupportedError(
-            "plain.data = value gives an ordinary tensor the memory of a value on a mesh, which is a part of it; use "
-            "plain.copy_(value), or plain.data = value.full_tensor()"
-        )
+    """Raise UnsupportedError unless `target.data = value` keeps shape and dtype."""
     with core.stock_call():
         # of a parameter, the stored dtype
         dtype = core.dtensor_local(target).dtype if isinstance(target, DTensor) else target.dtype
