@@ -32,6 +32,11 @@ def _refused(why: str) -> Any:
 class Unheard:
     """Base of tensor classes over a mesh: methods that would otherwise tell of the memory of this rank."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # opt_einsum and its like take the functions of the package that the class of an array is from, else those of NumPy
+        cls.__module__ = torch.__name__
+
     real = _written_by(torch.Tensor.real, torch.real)
     imag = _written_by(torch.Tensor.imag, torch.imag)
 
