@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -70,9 +75,47 @@ def hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
-def remove_hooks(module: nn.Module) -> None:
-    """Remove all forward hooks of a module."""
-    module._forward_hooks.clear()
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The forward hooks and pre-hooks of a module, and which of them take keyword arguments or always run, by their ids."""
+    return (
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+    )
+
+
+def remove_watching_hooks(module: nn.Module) -> None:
+    """Remove the forward hooks of a module whose code returns nothing; others may give another result."""
+    for number, hook in list(module._forward_hooks.items()):
+        if not _returns_a_value(hook):
+            del module._forward_hooks[number]
+
+
+def code_of(hook: Callable[..., Any]) -> CodeType | None:
+    """The code of a hook: of a function, a method, a partial of one, or a callable object."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    for function in (hook, inspect.getattr_static(type(hook), "__call__", None)):
+        function = getattr(function, "__func__", function)
+        if isinstance(code := getattr(function, "__code__", None), CodeType):
+            return code
+    return None
+
+
+def _returns_a_value(hook: Callable[..., Any]) -> bool:
+    code = code_of(hook)
+    if code is None:
+        return True
+    steps = list(dis.get_instructions(code))
+    for before, step in itertools.pairwise(steps):
+        loaded = before if step.opname == "RETURN_VALUE" else step
+        if step.opname.startswith("RETURN_") and not (
+            loaded.opname in ("LOAD_CONST", "RETURN_CONST") and loaded.argval is None
+        ):
+            return step.opname != "RETURN_GENERATOR"
+    return False
 
 
 def pre_hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:

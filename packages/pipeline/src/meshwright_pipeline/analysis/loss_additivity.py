@@ -6,18 +6,15 @@ is additive, the code after the units runs once on the whole batch (see runtime.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import hooks_of, pre_hooks_of
+from meshwright_pipeline._torch import code_of, hooks_of, pre_hooks_of
 from meshwright_pipeline.pytrees import differing_dims, full_value, leaves_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.loss_denominators import Place
@@ -169,21 +166,10 @@ def _hook_in(model: nn.Module, error: BaseException) -> str:
         for name, module in model.named_modules()
         for kind, hooks in (("hook", hooks_of(module)), ("pre-hook", pre_hooks_of(module)))
         for hook in hooks.values()
-        if (code := _code(hook)) is not None
+        if (code := code_of(hook)) is not None
     }
     running = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return next((codes[code] for code in running if code in codes), "")
-
-
-def _code(hook: Callable[..., Any]) -> CodeType | None:
-    """The code of a hook: of a function, a method, a partial of one, or a callable object."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    for function in (hook, inspect.getattr_static(type(hook), "__call__", None)):
-        function = getattr(function, "__func__", function)
-        if isinstance(code := getattr(function, "__code__", None), CodeType):
-            return code
-    return None
 
 
 def _leaf(leaf: Any, before: Any, tracer: RowTracer) -> Leaf | None:

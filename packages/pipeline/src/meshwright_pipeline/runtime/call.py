@@ -20,7 +20,7 @@ from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
-from meshwright_pipeline._torch import hooks_of, pytree
+from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis import loss_additivity
 from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import full_value, leaves_of
@@ -32,6 +32,7 @@ from meshwright_pipeline.runtime.input_grads import InputGradients
 from meshwright_pipeline.runtime.p2p.step import Failure, StepMessages
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
+from meshwright_pipeline.runtime.settings import Settings
 from meshwright_pipeline.runtime.step_end import StepEnd
 from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum
 from meshwright_pipeline.trace.loss import check_loss_path, loss_of, need_loss, with_loss
@@ -141,10 +142,7 @@ class PipelinedCall:
 
     def claim_hooks(self, before: Mapping[nn.Module, frozenset[int]]) -> None:
         """Count the forward hooks that modules have now and did not have `before` as meshwright's own."""
-        self.preparation.own_hooks = {
-            module: frozenset(hooks_of(module)) - before.get(module, frozenset())
-            for module in self.model.modules()
-        }
+        self.preparation.settings = Settings(self.model, before)
 
     @property
     def model(self) -> nn.Module:

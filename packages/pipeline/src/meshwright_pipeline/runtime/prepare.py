@@ -15,7 +15,7 @@ from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis.loss_additivity import NO_LOSS, Additivity, Leaf, Reason, prove_additive
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.boundaries import Cut, cut
-from meshwright_pipeline.partition.units import DROPOUTS, Ownership
+from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import full_value, leaves_of
 from meshwright_pipeline.runtime.agreement import RankContext
 from meshwright_pipeline.runtime.executor import RankStages
@@ -23,6 +23,7 @@ from meshwright_pipeline.runtime.full_batch_tail import Tail, row_dims
 from meshwright_pipeline.runtime.p2p.channels import tensor_groups
 from meshwright_pipeline.runtime.p2p.messages import Transport
 from meshwright_pipeline.runtime.p2p.step import Peers
+from meshwright_pipeline.runtime.settings import Settings
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss import LossPaths, loss_of
 from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
@@ -67,7 +68,7 @@ class Preparation:
 
     Attributes:
         mesh: the mesh of a stage; None where values are ordinary tensors.
-        own_hooks: module -> ids of the forward hooks that meshwright has registered.
+        settings: what the user may change on modules, once the model is installed.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Preparation:
         groups = tensor_groups(context.group, context.device, table)
         self.transport = Transport(context.group, context.device, groups)
         self.mesh, self.dtype = None if context.plain else context.mesh, context.dtype
-        self.own_hooks: Mapping[nn.Module, frozenset[int]] = {}
+        self.settings: Settings | None = None
         self._prepared: dict[Any, Prepared] = {}
         self._row_checks: dict[Any, CannotSplit | None] = {}
 
@@ -85,6 +86,11 @@ class Preparation:
     def microbatches(self) -> int:
         """Microbatches of a step."""
         return self.table.shape.microbatches
+
+    @property
+    def _settings(self) -> Settings:
+        assert self.settings is not None
+        return self.settings
 
     def forget(self) -> None:
         """Prepare everything again from now on: after a failure, ranks may not know the same headers."""
@@ -97,7 +103,7 @@ class Preparation:
     def prepared(self, model: nn.Module, call: Call, whole: Call, full: Call, training: bool) -> Prepared:
         """For a batch `whole`, of which `call` is a microbatch. `full`: the batch with the rows of all microbatches."""
         rows = None if full is whole else rows_of(*whole)
-        key = (signature(call), rows, training, tuple(map(_mode, model.modules())))
+        key = (signature(call), rows, training, self._settings.key())
         prepared = self._prepared.get(key)
         if prepared is None:
             if len(self._prepared) >= MAX_SIGNATURES:
@@ -106,10 +112,7 @@ class Preparation:
         return prepared
 
     def _prepare(self, model: nn.Module, call: Call, whole: Call, full: Call) -> Prepared:
-        for module, meta in zip(model.modules(), self.skeleton.modules(), strict=True):
-            meta.training = module.training
-            if isinstance(module, DROPOUTS):
-                meta.__dict__["p"] = module.p
+        self._settings.copy_to(model, self.skeleton)
         self.check_rows(full)
         profiler = Profiler(self.skeleton, self.owned.units)
         profile = profiler.run(*self._plain(call))
@@ -123,7 +126,9 @@ class Preparation:
             )
         boundaries = cut(profile, self.owned)
         stages = {
-            index: Stage(model, self.owned.units, index, boundaries, profile, self.own_hooks, streams)
+            index: Stage(
+                model, self.owned.units, index, boundaries, profile, self._settings.own_hooks, streams
+            )
             for index in self.table.schedule.own(self.transport.rank, self.table.shape)
         }
         return Prepared(self.rank_stages(stages), profile, streams, profiler, batch_profile, boundaries)
@@ -135,7 +140,7 @@ class Preparation:
         """
         if self.microbatches == 1:
             return
-        key = (tuple(map(_mode, self.skeleton.modules())), outline(whole))
+        key = (self._settings.key(), outline(whole))
         if key not in self._row_checks:
             self._row_checks[key] = find_row_mixing(self.skeleton, self.owned.units, self._plain(whole))
         refusal = self._row_checks[key]
@@ -184,7 +189,9 @@ class Preparation:
             of_all = profile if full is whole else prepared.profiler.run(*self._plain(full))
             dims = row_dims(boundaries.final, prepared.profile, of_all, self.microbatches)
             units, index = self.owned.units, len(self.owned.stages)
-            stage = Stage(model, units, index, boundaries, profile, self.own_hooks, prepared.streams)
+            stage = Stage(
+                model, units, index, boundaries, profile, self._settings.own_hooks, prepared.streams
+            )
             prepared.tail = Tail(stage, dims, self.mesh)
         return prepared.tail
 
@@ -197,8 +204,3 @@ class Preparation:
 
         changed: Call = pytree.tree_map_only(torch.Tensor, plain, call)
         return changed
-
-
-def _mode(module: nn.Module) -> tuple[bool, bool]:
-    """What decides whether a module draws random numbers: its mode, and whether a dropout drops some elements."""
-    return module.training, isinstance(module, DROPOUTS) and 0 < module.p < 1
