@@ -25,6 +25,9 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 WeakTensorKeys = _WeakIdKeyDictionary
 """A dict with tensors as keys, by identity, that keeps none of them alive."""
 
+_RETURN_NOTHING = frozenset({"append", "extend", "insert", "print"})
+"""Functions that a lambda may end with and still return nothing."""
+
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Names of the attributes of every torch module."""
 
@@ -109,12 +112,16 @@ def _returns_a_value(hook: Callable[..., Any]) -> bool:
     if code is None:
         return True
     steps = list(dis.get_instructions(code))
+    called = ""
     for before, step in itertools.pairwise(steps):
-        loaded = before if step.opname == "RETURN_VALUE" else step
-        if step.opname.startswith("RETURN_") and not (
-            loaded.opname in ("LOAD_CONST", "RETURN_CONST") and loaded.argval is None
-        ):
-            return step.opname != "RETURN_GENERATOR"
+        if step.opname.startswith("LOAD_") and isinstance(step.argval, str):
+            called = step.argval if step.opname in ("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL") else called
+        if step.opname == "RETURN_VALUE":
+            nothing = before.opname == "LOAD_CONST" and before.argval is None
+            if not nothing and not (before.opname == "CALL" and called in _RETURN_NOTHING):
+                return True
+        elif step.opname == "RETURN_CONST" and step.argval is not None:
+            return True
     return False
 
 

@@ -146,7 +146,8 @@ def change(rank: int, size: int) -> str:
     model, seen = Chain(), [0]
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        seen[0] += real(output)
+        # the check of rows runs it without gradients
+        seen[0] += real(output) and torch.is_grad_enabled()
         return output[:, 1:] if seen[0] == 3 else output
 
     model.layers[0].register_forward_hook(hook)

@@ -19,7 +19,7 @@ from loss_models import (
 )
 from torch import Tensor, nn
 
-from meshwright_dtensor.errors import StageError, UnsupportedError
+from meshwright_dtensor.errors import PlanError, StageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
 from meshwright_pipeline._torch import pytree
@@ -198,7 +198,7 @@ def refuse(rank: int, size: int, count: int) -> Any:
     single, many = built(), pipeline(built(), plan)
     try:
         got = many(x)[0]
-    except UnsupportedError as error:
+    except PlanError as error:
         return str(error)
     want = single(x)[0]
     for loss in (got, want):
@@ -212,8 +212,8 @@ def refuse(rank: int, size: int, count: int) -> Any:
 def test_numbers_that_units_compute_from_rows_are_refused(rank_pool: RankPool) -> None:
     """A unit has computed them from one microbatch; the value for the batch does not follow."""
     for told in rank_pool.run(2, refuse, 4):
-        assert "module 'gates.0' returns a value without rows of the batch" in told
-        assert "set pipeline.microbatches to 1" in told
+        assert "module 'gates.0' computes a row differently when other rows of the batch are present" in told
+        assert "use one microbatch" in told
     assert max(rank_pool.run(2, refuse, 1)) < LIMIT
 
 
@@ -229,7 +229,7 @@ class Warming(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = judged(ADDING["mean"])
-        self.warm = False
+        self.warm: bool = False
 
     def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         logits = self.inner.chain(ids)["logits"]
@@ -237,24 +237,39 @@ class Warming(nn.Module):
         return loss * logits.square().mean().sqrt() if self.warm else loss
 
 
-def warm_up(rank: int, size: int) -> list[str]:
+def warm_up(rank: int, size: int, kind: type) -> tuple[list[str], list[float]]:
+    """The error of each step, and how far its loss is from that of one device. A number is no flag."""
     plan = judged_plan("1f1b")
     assert plan.pipeline is not None
     stages = tuple(tuple(f"inner.{name}" for name in stage) for stage in plan.pipeline.stages)
-    many = pipeline(Warming(), plan.replace(pipeline=plan.pipeline.model_copy(update={"stages": stages})))
-    told = []
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Warming())
+    single, many = models
+    pipeline(many, plan.replace(pipeline=plan.pipeline.model_copy(update={"stages": stages})))
+    told, off = [], []
     for step in range(4):
-        many.warm = step == 2
+        single.warm = many.warm = kind(step == 2)
         try:
-            many(**judged_batch(step)).backward()
+            loss = many(**judged_batch(step))
+            loss.backward()
             told.append("")
+            off.append(far(loss, single(**judged_batch(step))))
         except StageError as error:
             told.append(str(error))
-    return told
+    return told, off
 
 
 @pytest.mark.slow
 def test_loss_that_changes_later_is_refused(rank_pool: RankPool) -> None:
-    for first, second, third, fourth in rank_pool.run(2, warm_up):
+    for (first, second, third, fourth), _ in rank_pool.run(2, warm_up, int):
         assert not first and not second and not fourth
         assert "runs other operations than in the first step" in third
+
+
+@pytest.mark.slow
+def test_loss_that_changes_with_a_flag_is_that_of_one_device(rank_pool: RankPool) -> None:
+    for told, off in rank_pool.run(2, warm_up, bool):
+        assert told == [""] * 4
+        assert max(off) < LIMIT

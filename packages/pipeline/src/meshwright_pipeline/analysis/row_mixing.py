@@ -229,11 +229,14 @@ class _Trial:
                     "microbatches would change the result",
                     "compute each row independently, combine rows after the last module, or use one microbatch",
                 )
-            if differences != ["", ""]:
+            alike = differences == ["", ""]
+            if not alike:
                 # its arguments depend on more than the rows
                 like = key
-            if like not in self.tried and (reason := self._unit(key, entire, halves, used)) is not None:
-                return reason
+            if like not in self.tried and not (alike and self._independent(key)):
+                reason = self._unit(key, entire, halves, used)
+                if reason is not None:
+                    return reason
             self.tried.add(like)
         return None
 
@@ -247,11 +250,14 @@ class _Trial:
         return module_state(modules_outside(self.between.model, self.units))
 
     # ---- a unit
+    def _independent(self, key: Key) -> bool:
+        """Whether a unit computes each row by itself, of arguments that do."""
+        unit = self.clean.get_submodule(key[0])
+        return type(unit) in _BATCH_INDEPENDENT and not weight_hooks(unit)
+
     def _unit(self, key: Key, entire: Call, halves: Sequence[Call], used: Labels) -> CannotSplit | None:
         """The reason that is found for a unit call."""
         unit = self.clean.get_submodule(key[0])
-        if type(unit) in _BATCH_INDEPENDENT and not weight_hooks(unit):
-            return None
         try:
             stub, generator = copy.deepcopy(unit), torch.Generator().manual_seed(1)
             large: list[Tensor] = []

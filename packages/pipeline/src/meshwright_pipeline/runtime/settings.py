@@ -43,7 +43,9 @@ class Settings:
             known = self._flags[module] = len(attributes), tuple(_values(module, (bool, str)))
         drops = isinstance(module, DROPOUTS) and 0 < module.p < 1
         hooks = tuple(map(tuple, hook_tables(module)))
-        return module.training, drops, *map(attributes.get, known[1]), hooks, id(attributes.get("forward"))
+        parts = tuple(map(id, module._modules.values()))
+        flags = tuple(map(attributes.get, known[1]))
+        return module.training, drops, flags, hooks, parts, id(attributes.get("forward"))
 
     def copy_to(self, model: nn.Module, skeleton: nn.Module) -> None:
         """Change a skeleton as the user has changed the model.

@@ -1,0 +1,87 @@
+"""What a user changes on modules between steps: rows that interact through it are found, and what cannot be followed is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pipe_models import Chain, chain_batch, chain_plan
+from torch import Tensor, nn
+
+from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_pipeline import pipeline
+
+
+class Centred(Chain):
+    """Takes the mean of all rows away where its flag is set."""
+
+    centred = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.centred:
+            kwargs["ids"] = (kwargs["ids"] + kwargs["ids"].sum()) % 7
+        return super().forward(*args, **kwargs)
+
+
+def centre(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output - output.mean(0, keepdim=True)
+
+
+def hook(model: Any) -> None:
+    model.layers[1].register_forward_hook(centre)
+
+
+def pre_hook(model: Any) -> None:
+    model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] - args[0].mean(0, keepdim=True),))
+
+
+def flag(model: Any) -> None:
+    model.centred = True
+
+
+def forward(model: Any) -> None:
+    model.layers[1].forward = lambda x: x
+
+
+def removal(model: Any) -> None:
+    del model.layers[1]
+
+
+def watching(model: Any) -> None:
+    seen: list[Any] = []
+    model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+
+
+ROWS = "rows of the batch"
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "hook": (hook, ROWS),
+    "pre-hook": (pre_hook, ROWS),
+    "flag": (flag, ROWS),
+    "forward": (forward, "forward of module 'layers.1' was replaced after parallelize"),
+    "removal": (removal, "were added, removed or replaced after parallelize"),
+    "watching": (watching, ""),
+}
+
+
+def change(rank: int, size: int, name: str, first: bool) -> str:
+    torch.manual_seed(0)
+    model = Centred()
+    many = pipeline(model, chain_plan(ranks=size))
+    if not first:
+        many(**chain_batch())
+    CHANGES[name][0](model)
+    try:
+        many(**chain_batch())
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_between_steps(rank_pool: RankPool, name: str, first: bool) -> None:
+    for message in rank_pool.run(2, change, name, first):
+        assert (CHANGES[name][1] in message) if CHANGES[name][1] else not message
