@@ -38,13 +38,13 @@ class Settings:
 
     def _key(self, module: nn.Module) -> tuple[Any, ...]:
         attributes = module.__dict__
-        known = self._flags.get(module)
-        if known is None or known[0] != len(attributes):
-            known = self._flags[module] = len(attributes), tuple(_values(module, (bool, str)))
+        flags_of = self._flags.get(module)
+        if flags_of is None or flags_of[0] != len(attributes):
+            flags_of = self._flags[module] = len(attributes), tuple(_values(module, (bool, str)))
         drops = isinstance(module, DROPOUTS) and 0 < module.p < 1
         hooks = tuple(map(tuple, hook_tables(module)))
         parts = tuple(map(id, module._modules.values()))
-        flags = tuple(map(attributes.get, known[1]))
+        flags = tuple(map(attributes.get, flags_of[1]))
         return module.training, drops, flags, hooks, parts, id(attributes.get("forward"))
 
     def copy_to(self, model: nn.Module, skeleton: nn.Module) -> None:
