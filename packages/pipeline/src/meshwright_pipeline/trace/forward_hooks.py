@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from meshwright_pipeline.trace.profile import Key
+from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
 Forward = Callable[..., Any]
 Handler = Callable[[Key, Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -36,6 +40,23 @@ def _without_self(function: Forward) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+def _refuse_inside_function(unit: str) -> None:
+    """Raise CannotBeCut if a unit is called by the forward of a user's autograd.Function (a reversible layer).
+
+    Its result has no graph there, so no gradient would reach an earlier stage; the Function's backward runs the unit again.
+    """
+    apply = torch.autograd.Function.__dict__["apply"].__func__.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is apply and frame.f_locals["cls"] is not CheckpointFunction:
+            raise CannotBeCut(
+                f"{frame.f_locals['cls'].__name__}, an autograd.Function, calls module {unit!r} in its forward, where its "
+                "result has no gradient for earlier stages. Call the modules outside of it (most reversible layers have an "
+                "option for that), or plan without pp"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
 @contextlib.contextmanager
 def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Iterator[None]:
     """Inside, calls of units run `handler((unit, call), original forward, args, kwargs)` instead. Hooks still run around it.
@@ -50,6 +71,7 @@ def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Ite
         def run(*args: Any, **kwargs: Any) -> Any:
             if running:
                 return forward(*args, **kwargs)
+            _refuse_inside_function(unit)
             key = (unit, counts[unit])
             counts[unit] += 1
             running.append(unit)
