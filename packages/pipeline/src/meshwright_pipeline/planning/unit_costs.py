@@ -174,7 +174,8 @@ def work_in_units(work: Sequence[ModuleWork], units: UnitNames) -> tuple[ModuleW
     """
     result, running = list[ModuleWork](), ""
     for part in work:
-        alias = next((n for n in units.module_names.get(part.module, ()) if units.unit(n) == running), None)
+        aliases = units.module_names.get(part.module, ()) if running else ()
+        alias = next((name for name in aliases if units.unit(name) == running), None)
         result.append(part if alias is None else replace(part, module=alias))
         running = units.unit(result[-1].module)
     return tuple(result)
