@@ -23,7 +23,7 @@ def _segmentation(name: str, **options: Any) -> Made:
         classes=2,
         **options,
     )
-    return model, images(64)
+    return model, images(128)
 
 
 def _monai(name: str, *arguments: Any, shape: tuple[int, ...] = (1, 32, 32), **options: Any) -> Made:
@@ -44,7 +44,7 @@ CONVOLUTIONS: Catalogue = {
             _timm, "resnetv2_50", layers=(1, 1, 1, 1), channels=(16, 32, 48, 64), stem_chs=16
         ),
         "regnetx_002": partial(_timm, "regnetx_002"),
-        "efficientnet_lite0": partial(_timm, "efficientnet_lite0", drop_rate=0.2, drop_path_rate=0.1),
+        "efficientnet_lite0": partial(_timm, "efficientnet_lite0", 128, drop_rate=0.2, drop_path_rate=0.1),
         "mobilenetv3_small": partial(_timm, "mobilenetv3_small_050"),
         "convnext_atto": partial(
             _timm, "convnext_atto", dims=(16, 32, 48, 64), depths=(1, 1, 2, 1), drop_path_rate=0.1
@@ -106,7 +106,7 @@ CONVOLUTIONS: Catalogue = {
             depth=2,
             num_heads=2,
         ),
-        "dla46x_c": partial(_timm, "dla46x_c"),
+        "dla46x_c": partial(_timm, "dla46x_c", 128),
         "nfnet": partial(_timm, "nf_resnet26"),
     },
     "efficientnet-pytorch": {
@@ -246,7 +246,7 @@ CONVOLUTIONS: Catalogue = {
     "facenet-pytorch": {
         "InceptionResnetV1": lambda: (
             new("facenet_pytorch:InceptionResnetV1", classify=True, num_classes=10),
-            images(96),
+            images(160),
         ),
     },
     "resnest": {

@@ -65,6 +65,8 @@ class LossChecker:
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self._model, self._units = model, units
         self._profiler: RepeatedUnitProfiler | None = None
+        self.keeping: Mapping[str, str] = {}
+        """See Profile.keeping; of the last check."""
 
     def check(self, example: tuple[Any, Mapping[str, Any]], single: bool = False) -> LossForecast:
         """The forecast for an example batch: positional and keyword arguments, with or without values.
@@ -93,7 +95,7 @@ class LossChecker:
                 # the model may fail on few tokens, or on tensors without values
                 error = raised
                 continue
-            self._profiler = profiler
+            self._profiler, self.keeping = profiler, profile.keeping
             return _forecast(profiler, profile, call)
         if all(_has_values(tensor) for tensor in tensors_of((args, kwargs))):
             self._check_whole((args, dict(kwargs)))

@@ -57,8 +57,17 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
             raise PlanError(f"pipeline.stages[{index}]", names, rule)
         last.append(calls[-1])
     _check_read_parameters(profile, owned)
+    for unit, name in profile.keeping.items():
+        stages = {index for (called, _), index in stage.items() if called == unit}
+        if len(stages) > 1:
+            raise PlanError("pipeline.stages", unit, keeps_state(name) + "; name it in one stage")
     *between, final = crossing(profile, stage, len(owned.stages) + 1)
     return Cut(stage, tuple(last), tuple(between), final)
+
+
+def keeps_state(name: str) -> str:
+    """Why the calls of a unit have to be on one stage."""
+    return f"it writes to its {name.lstrip(':')!r} in each of its calls, and calls on other stages would have another one"
 
 
 def _empty_stage(profile: Profile, owned: Ownership, index: int) -> str:

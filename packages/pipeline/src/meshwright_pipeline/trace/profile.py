@@ -97,11 +97,13 @@ class Result:
         output: what forward returned.
         side: outputs seen by hooks of submodules, by path, and tensors left in attributes (see side_outputs).
         grown: the places in `side` where the unit only added to an existing container.
+        kept: the buffers and attributes that it writes.
     """
 
     output: Any
     side: dict[str, Any] = field(default_factory=dict)
     grown: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ class Profile:
         """(unit, call, place) of the unit attributes that code between units reads."""
         labels = self.final.union(*self.consumes.values())
         return frozenset(label[:3] for label in labels if is_attribute(label[2]))
+
+    @cached_property
+    def keeping(self) -> dict[str, str]:
+        """Unit -> a buffer or attribute that its calls write, which its other calls may read."""
+        return {unit: min(result.kept) for (unit, _), result in self.results.items() if result.kept}
 
     def leaf(self, label: Label) -> Any:
         """The leaf of a result that a label stands for."""

@@ -362,9 +362,18 @@ def _unit_result(
         if use_zeros:
             stack.enter_context(with_zeros(unit, device))
         args, kwargs = map_leaves(argument, call)
-        before = side_outputs.attribute_leaves(unit)
+        before, buffers = side_outputs.attribute_leaves(unit), _versions(unit)
         output = forward(*args, **kwargs)
         side_outputs.check_sendable(name, output, (args, kwargs))
         attributes, grown = side_outputs.new_side_outputs(before, unit)
+        kept = {
+            *attributes,
+            *(name for name, version in _versions(unit).items() if version != buffers.get(name)),
+        }
     side = {path: map_leaves(stand_in, value) for path, value in (hook_outputs | attributes).items()}
-    return Result(map_leaves(stand_in, output), side, grown)
+    return Result(map_leaves(stand_in, output), side, grown, frozenset(kept))
+
+
+def _versions(unit: nn.Module) -> dict[str, tuple[int, int]]:
+    """Buffer -> what changes when it is written or assigned."""
+    return {name: (id(buffer), buffer._version) for name, buffer in unit.named_buffers()}
