@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright_parallel.verification.verify import find_loss
 
+from .attention import ATTENTION
 from .convolutions import CONVOLUTIONS
 from .generative import GENERATIVE
 from .image_transformers import IMAGE_TRANSFORMERS
@@ -26,7 +27,8 @@ FIELDS: dict[str, Catalogue] = {
     "Generative models": GENERATIVE,
     "Graphs, molecules, physics": SCIENCE,
     "Tables, series, audio": SERIES,
-    "Language and sequences": LANGUAGE,
+    "Language models": LANGUAGE,
+    "Attention and other layers of sequences": ATTENTION,
     "Networks of images": CONVOLUTIONS,
     "Transformers and mixers of images": IMAGE_TRANSFORMERS,
 }

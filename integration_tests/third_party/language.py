@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from .making import Called, Catalogue, Inside, Made, floats, images, new, tokens
+from .making import Called, Catalogue, Inside, Made, floats, images, layer, new, text, tokens
 
 
 def _wrapped(options: dict[str, Any], **layers: Any) -> Made:
@@ -17,16 +16,6 @@ def _wrapped(options: dict[str, Any], **layers: Any) -> Made:
         "x_transformers:TransformerWrapper", num_tokens=64, max_seq_len=16, attn_layers=inner, **options
     )
     return model, (tokens(),)
-
-
-def _layer(path: str, *others: Any, **options: Any) -> Made:
-    """A layer over [4, 16, 32] between projections."""
-    return Inside(new(path, **options), 32), (floats(4, 16, 32), *others)
-
-
-def _text(path: str, length: int = 16, **options: Any) -> Made:
-    """A model of 64 tokens, 32 features and two layers."""
-    return new(path, num_tokens=64, dim=32, depth=2, **options), (tokens(length),)
 
 
 def _loss(path: str, length: int = 16, **options: Any) -> Made:
@@ -79,20 +68,6 @@ def _xlstm() -> Made:
         slstm_at=[],
     )
     return new("xlstm:xLSTMBlockStack", config), (floats(4, 16, 32),)
-
-
-class Tagger(nn.Module):
-    """A recurrence with a CRF on it, in training: the negative log likelihood of the tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(64, 32)
-        self.rnn = nn.LSTM(32, 16, bidirectional=True, batch_first=True)
-        self.out = nn.Linear(32, 5)
-        self.crf = new("torchcrf:CRF", 5, batch_first=True)
-
-    def forward(self, tokens: torch.Tensor, tags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return -self.crf(self.out(self.rnn(self.emb(tokens))[0]), tags, mask=mask, reduction="mean")
 
 
 LANGUAGE: Catalogue = {
@@ -151,7 +126,7 @@ LANGUAGE: Catalogue = {
     },
     "performer-pytorch": {
         "PerformerLM": partial(
-            _text,
+            text,
             "performer_pytorch:PerformerLM",
             max_seq_len=16,
             heads=2,
@@ -160,7 +135,7 @@ LANGUAGE: Catalogue = {
             nb_features=8,
         ),
         "PerformerLM causal": partial(
-            _text,
+            text,
             "performer_pytorch:PerformerLM",
             max_seq_len=16,
             heads=2,
@@ -169,12 +144,12 @@ LANGUAGE: Catalogue = {
             nb_features=8,
         ),
         "SelfAttention": partial(
-            _layer, "performer_pytorch:SelfAttention", dim=32, heads=2, dim_head=16, nb_features=8
+            layer, "performer_pytorch:SelfAttention", dim=32, heads=2, dim_head=16, nb_features=8
         ),
     },
     "reformer-pytorch": {
         "ReformerLM": partial(
-            _text,
+            text,
             "reformer_pytorch:ReformerLM",
             max_seq_len=16,
             heads=2,
@@ -185,7 +160,7 @@ LANGUAGE: Catalogue = {
     },
     "linear-attention-transformer": {
         "LinearAttentionTransformerLM": partial(
-            _text,
+            text,
             "linear_attention_transformer:LinearAttentionTransformerLM",
             max_seq_len=16,
             heads=2,
@@ -195,12 +170,12 @@ LANGUAGE: Catalogue = {
             n_local_attn_heads=1,
         ),
         "non-causal": partial(
-            _text, "linear_attention_transformer:LinearAttentionTransformerLM", max_seq_len=16, heads=2
+            text, "linear_attention_transformer:LinearAttentionTransformerLM", max_seq_len=16, heads=2
         ),
     },
     "routing-transformer": {
         "RoutingTransformerLM": partial(
-            _text,
+            text,
             "routing_transformer:RoutingTransformerLM",
             max_seq_len=16,
             heads=2,
@@ -210,7 +185,7 @@ LANGUAGE: Catalogue = {
     },
     "sinkhorn-transformer": {
         "SinkhornTransformerLM": partial(
-            _text,
+            text,
             "sinkhorn_transformer:SinkhornTransformerLM",
             max_seq_len=16,
             heads=2,
@@ -220,7 +195,7 @@ LANGUAGE: Catalogue = {
     },
     "h-transformer-1d": {
         "HTransformer1D": partial(
-            _text,
+            text,
             "h_transformer_1d:HTransformer1D",
             max_seq_len=16,
             heads=2,
@@ -247,7 +222,7 @@ LANGUAGE: Catalogue = {
     },
     "block-recurrent-transformer-pytorch": {
         "BlockRecurrentTransformer": partial(
-            _text,
+            text,
             "block_recurrent_transformer_pytorch:BlockRecurrentTransformer",
             heads=2,
             dim_head=16,
@@ -259,7 +234,7 @@ LANGUAGE: Catalogue = {
     },
     "recurrent-memory-transformer-pytorch": {
         "RecurrentMemoryTransformer": partial(
-            _text,
+            text,
             "recurrent_memory_transformer_pytorch:RecurrentMemoryTransformer",
             num_memory_tokens=4,
             seq_len=16,
@@ -288,7 +263,7 @@ LANGUAGE: Catalogue = {
     },
     "simple-hierarchical-transformer": {
         "HierarchicalTransformer": partial(
-            _text,
+            text,
             "simple_hierarchical_transformer:HierarchicalTransformer",
             seq_len=16,
             hierarchies=(1, 2),
@@ -316,15 +291,15 @@ LANGUAGE: Catalogue = {
     },
     "PEER-pytorch": {
         "PEER": partial(
-            _layer, "PEER_pytorch:PEER", dim=32, heads=2, num_experts=16, num_experts_per_head=4, dim_key=16
+            layer, "PEER_pytorch:PEER", dim=32, heads=2, num_experts=16, num_experts_per_head=4, dim_key=16
         ),
     },
     "product-key-memory": {
-        "PKM": partial(_layer, "product_key_memory:PKM", dim=32, heads=2, num_keys=8, topk=4, dim_head=16),
+        "PKM": partial(layer, "product_key_memory:PKM", dim=32, heads=2, num_keys=8, topk=4, dim_head=16),
     },
     "colt5-attention": {
         "ConditionalRoutedFeedForward": partial(
-            _layer,
+            layer,
             "colt5_attention:ConditionalRoutedFeedForward",
             dim=32,
             light_ff_mult=0.5,
@@ -360,186 +335,6 @@ LANGUAGE: Catalogue = {
         "NeuralMemory": lambda: (
             Inside(new("titans_pytorch:NeuralMemory", dim=32, chunk_size=4), 32),
             (floats(4, 16, 32),),
-        ),
-    },
-    "perceiver-pytorch": {
-        "Perceiver": lambda: (
-            new(
-                "perceiver_pytorch:Perceiver",
-                input_channels=3,
-                input_axis=2,
-                num_freq_bands=2,
-                max_freq=4.0,
-                depth=2,
-                num_latents=8,
-                latent_dim=32,
-                cross_dim_head=16,
-                latent_heads=2,
-                latent_dim_head=16,
-                num_classes=10,
-                attn_dropout=0.1,
-            ),
-            (floats(4, 16, 16, 3),),
-        ),
-        "PerceiverIO": lambda: (
-            new(
-                "perceiver_pytorch:PerceiverIO",
-                dim=32,
-                queries_dim=32,
-                num_latents=8,
-                latent_dim=32,
-                depth=2,
-                latent_heads=2,
-                cross_dim_head=16,
-                latent_dim_head=16,
-            ),
-            {"data": floats(4, 16, 32), "queries": floats(4, 8, 32)},
-        ),
-    },
-    "nystrom-attention": {
-        "Nystromformer": lambda: (
-            new("nystrom_attention:Nystromformer", dim=32, dim_head=8, heads=4, depth=2, num_landmarks=4),
-            (floats(4, 16, 32),),
-        ),
-    },
-    "local-attention": {
-        "LocalTransformer": partial(
-            _text,
-            "local_attention:LocalTransformer",
-            max_seq_len=16,
-            heads=2,
-            dim_head=16,
-            local_attn_window_size=8,
-            causal=True,
-        ),
-    },
-    "mega-pytorch": {
-        "Mega": partial(_text, "mega_pytorch:Mega", ema_heads=2),
-    },
-    "gated-state-spaces-pytorch": {
-        "GatedStateSpacesLM": partial(_text, "gated_state_spaces_pytorch:GatedStateSpacesLM"),
-    },
-    "token-shift-gpt": {
-        "TokenShiftGPT": partial(_text, "token_shift_gpt:TokenShiftGPT", max_seq_len=16),
-    },
-    "rela-transformer": {
-        "ReLATransformer": partial(
-            _text, "rela_transformer:ReLATransformer", max_seq_len=16, heads=2, dim_head=16
-        ),
-    },
-    "charformer-pytorch": {
-        "GBST": lambda: (
-            new("charformer_pytorch:GBST", num_tokens=64, dim=32, max_block_size=4, downsample_factor=4),
-            (tokens(),),
-        ),
-    },
-    "tranception-pytorch": {
-        "Tranception": partial(
-            _text,
-            "tranception_pytorch:Tranception",
-            heads=4,
-            dim_head=8,
-            causal=True,
-        ),
-    },
-    "infini-transformer-pytorch": {
-        "InfiniTransformer": partial(
-            _text, "infini_transformer_pytorch:InfiniTransformer", heads=2, dim_head=16
-        ),
-    },
-    "HTM-pytorch": {
-        "HTMBlock": lambda: (
-            new("htm_pytorch:HTMBlock", dim=32, topk_mems=2, mem_chunk_size=4, heads=2, dim_head=16),
-            (floats(4, 16, 32), floats(4, 16, 32)),
-        ),
-    },
-    "remixer-pytorch": {
-        "RemixerBlock": partial(_layer, "remixer_pytorch:RemixerBlock", dim=32, seq_len=16),
-    },
-    "coca-pytorch": {
-        "CoCa": lambda: (
-            Called(
-                new(
-                    "coca_pytorch:CoCa",
-                    dim=32,
-                    img_encoder=new(
-                        "vit_pytorch.extractor:Extractor",
-                        new(
-                            "vit_pytorch:ViT",
-                            image_size=32,
-                            patch_size=8,
-                            num_classes=10,
-                            dim=32,
-                            depth=1,
-                            heads=2,
-                            mlp_dim=64,
-                        ),
-                        return_embeddings_only=True,
-                        detach=False,
-                    ),
-                    image_dim=32,
-                    num_tokens=64,
-                    unimodal_depth=1,
-                    multimodal_depth=1,
-                    dim_head=16,
-                    heads=2,
-                ),
-                "forward",
-                return_loss=True,
-            ),
-            (tokens(), images()[0]),
-        ),
-    },
-    "flamingo-pytorch": {
-        "PerceiverResampler": lambda: (
-            new("flamingo_pytorch:PerceiverResampler", dim=32, depth=2, dim_head=16, heads=2, num_latents=4),
-            (floats(4, 2, 8, 32),),
-        ),
-    },
-    "bidirectional-cross-attention": {
-        "BidirectionalCrossAttention": lambda: (
-            new("bidirectional_cross_attention:BidirectionalCrossAttention", dim=32, heads=2, dim_head=16),
-            (floats(4, 16, 32), floats(4, 8, 32)),
-        ),
-    },
-    "gateloop-transformer": {
-        "GateLoop Transformer": partial(
-            _text, "gateloop_transformer:Transformer", use_gate_looped_attn=True, dim_gate_looped_attn=16
-        ),
-    },
-    "mogrifier": {
-        "Mogrifier": lambda: (
-            new("mogrifier:Mogrifier", dim=32, iters=3, factorize_k=8),
-            (floats(4, 16, 32), floats(4, 16, 32)),
-        ),
-    },
-    "taylor-series-linear-attention": {
-        "TaylorSeriesLinearAttn": partial(
-            _layer, "taylor_series_linear_attention:TaylorSeriesLinearAttn", dim=32, dim_head=8, heads=2
-        ),
-    },
-    "memory-efficient-attention-pytorch": {
-        "Attention": partial(
-            _layer,
-            "memory_efficient_attention_pytorch:Attention",
-            dim=32,
-            dim_head=16,
-            heads=2,
-            memory_efficient=True,
-            q_bucket_size=8,
-            k_bucket_size=8,
-        ),
-    },
-    "linformer": {
-        "LinformerLM": partial(_text, "linformer:LinformerLM", seq_len=16, heads=2, k=8),
-    },
-    "x-mlps-pytorch": {
-        "MLP": lambda: (new("x_mlps_pytorch:MLP", 32, 64, 64, 16), (floats(8, 32),)),
-    },
-    "pytorch-crf": {
-        "LSTM with CRF": lambda: (
-            Tagger(),
-            {"tokens": tokens(8), "tags": tokens(8, 5), "mask": torch.ones(4, 8, dtype=torch.bool)},
         ),
     },
 }

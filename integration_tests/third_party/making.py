@@ -65,3 +65,13 @@ class Inside(nn.Module):
         output = self.layer(self.before(x), *others)
         result: Tensor = self.after(output[0] if isinstance(output, tuple) else output)
         return result
+
+
+def layer(path: str, *others: Any, **options: Any) -> Made:
+    """A layer over [4, 16, 32] between projections."""
+    return Inside(new(path, **options), 32), (floats(4, 16, 32), *others)
+
+
+def text(path: str, length: int = 16, **options: Any) -> Made:
+    """A model of 64 tokens, 32 features and two layers."""
+    return new(path, num_tokens=64, dim=32, depth=2, **options), (tokens(length),)
