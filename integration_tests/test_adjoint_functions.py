@@ -56,3 +56,22 @@ def compare(rank: int, size: int, pins: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize("pins", [{"dp": 1, "tp": 2}, {"dp": 2, "tp": 1, "zero": 3}], ids=["tp2", "zero3"])
 def test_parameters_of_an_adjoint_get_gradients(rank_pool: RankPool, pins: dict[str, int]) -> None:
     assert rank_pool.run(2, compare, pins) == [[], []]
+
+
+def batched(rank: int, size: int) -> bool:
+    """Whether gradients for a batch of output gradients are those of one device."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    seeds = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(2))
+    results = []
+    for model in one_and_many(lambda: Solver().field, x, dp=1, tp=2):
+        inner = x.clone().requires_grad_()
+        parameters = (inner, next(model.parameters()))
+        results.append(torch.autograd.grad(model(inner), parameters, seeds, is_grads_batched=True))
+    (a, b), (c, d) = results
+    return torch.allclose(
+        a, c.full_tensor() if hasattr(c, "full_tensor") else c, atol=1e-6
+    ) and torch.allclose(b, d.full_tensor(), atol=1e-6)
+
+
+def test_gradients_for_a_batch_of_gradients(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, batched) == [True, True]

@@ -127,8 +127,10 @@ def _register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _autograd_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad`` with respect to global tensors and mesh parameters."""
-    names = "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused".split()
+    names = "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused is_grads_batched".split()
     given = dict(zip(names, args, strict=False)) | kwargs
+    if given.pop("is_grads_batched", False):
+        return _one_by_one(func, given)
     outputs = [given.pop("outputs")] if isinstance(given["outputs"], Tensor) else list(given.pop("outputs"))
     inputs = differentiated(given.pop("inputs"))
     seeds = given.pop("grad_outputs", None)
@@ -147,6 +149,20 @@ def _autograd_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     gradients = torch.autograd.grad(locals_, [_leaf(t) for t in sources], local_seeds, **given)
     results = map(_as_gradient, sources, gradients)
     return tuple(g if s is t else whole(g) for s, t, g in zip(sources, inputs, results, strict=True))
+
+
+def _one_by_one(func: Function, given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """``is_grads_batched``: torch would map over the gradients of the outputs at once, and collectives cannot be mapped."""
+    seeds = given.pop("grad_outputs")
+    seeds = [seeds] if isinstance(seeds, Tensor) else list(seeds)
+    count = next(len(seed) for seed in seeds if seed is not None)
+    rows = []
+    for i in range(count):
+        # the graph is needed for the next one
+        kept = {"retain_graph": True} if i + 1 < count else {}
+        of_row = [None if seed is None else seed[i] for seed in seeds]
+        rows.append(_autograd_grad(func, (), {**given, **kept, "grad_outputs": of_row}))
+    return tuple(None if each[0] is None else torch.stack(each) for each in zip(*rows, strict=True))
 
 
 def _stride(func: Function, args: Args, kwargs: Kwargs) -> Any:
