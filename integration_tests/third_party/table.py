@@ -21,7 +21,7 @@ _HEAD = """# Models of other packages
 {models} models of {packages} packages from PyPI, unmodified, built small, in training mode (dropout and all): planned
 automatically with these pins and run for one step. Compared with one device: initial values (bit for bit), the loss, every
 gradient and every buffer, each to {tolerance:g} of its own largest value in float32, and the state of the generator after the
-step. Written by `python -m integration_tests.third_party`; each model in its own processes.
+step. Written by `python -m integration_tests.third_party`; the models of a package in processes of their own.
 
 {today}; {versions}; Python {python}, CPU, gloo.
 
