@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
-WIDTH = 8
+WIDTH, IDS = 8, 11
 
 
 class Block(nn.Module):
@@ -146,6 +146,78 @@ MODELS = {
     cls.__name__: cls for cls in (ReadsParameters, TwoNames, SharedByBlocks, Diffusion, Drawing, Filling)
 }
 PLANS = [{"pp": 2, "microbatches": 1}, {"pp": 2, "microbatches": 2}, {"tp": 2}, {"dp": 2, "zero": 3}]
+
+
+class Head(nn.Module):
+    """Holds the embedding, which the model calls too."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.bias = embedding, nn.Parameter(torch.zeros(IDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.embedding.weight.t() + self.bias
+
+
+class TiedByModule(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(IDS, WIDTH)
+        self.head = Head(self.embedding)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.chain(self.embedding(ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class Positioned(Block):
+    def __init__(self, positions: nn.Embedding) -> None:
+        super().__init__()
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.positions(torch.arange(x.shape[1]))
+
+
+class PartOfTheFirst(Chain):
+    """A module under a name of its own, which the first block alone calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.embedding = nn.Embedding(5, WIDTH), nn.Embedding(IDS, WIDTH)
+        self.blocks = nn.ModuleList([Positioned(self.positions), *(Block() for _ in range(3))])
+        self.out = nn.Linear(WIDTH, IDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.out(self.chain(self.embedding(ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def of_ids(rank: int, size: int, microbatches: int) -> list[tuple[list[float], list[float]]]:
+    """Losses of three steps, and sums of the parameters, of one device and in a pipeline."""
+    ids = torch.randint(0, IDS, (4, 5), generator=torch.Generator().manual_seed(3))
+    pairs = []
+    for make in (TiedByModule, PartOfTheFirst):
+        pair = []
+        for model in one_and_many(lambda make=make: make().double(), ids, pp=size, microbatches=microbatches):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            numbers = []
+            for _ in range(3):
+                loss = model(ids)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                numbers.append(loss.item())
+            pair.append([*numbers, *(p.detach().sum().item() for p in model.parameters())])
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_parts_of_units_that_have_names_of_their_own(rank_pool: RankPool, microbatches: int) -> None:
+    for pairs in rank_pool.run(2, of_ids, microbatches):
+        for expected, seen in pairs:
+            assert seen == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 def differences(rank: int, size: int, pins: dict[str, Any]) -> dict[str, list[str]]:

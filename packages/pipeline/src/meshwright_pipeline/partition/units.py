@@ -56,7 +56,10 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
             names.append(name)
 
     walk("", model)
-    return Units(tuple(names), tuple(free))
+    # a part of another unit, under another name, runs with that one
+    units = {model.get_submodule(name): name for name in names}
+    inner = {part for unit in units for part in unit.modules() if part is not unit}
+    return Units(tuple(name for unit, name in units.items() if unit not in inner), tuple(free))
 
 
 Calls = Iterable[tuple[str, str]]
@@ -162,7 +165,6 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
     Raises PlanError: a pattern matches nothing, a unit with parameters is named in no stage, or a stage has none.
     """
     units = find_units(model, _named_in_parts(model, rule))
-    _check_apart(model, units.names)
     names = [*units.names, *units.free]
     shared = [unit for unit in units.names if any(_matches(p, unit) for p in rule.shared)]
     for place, pattern in enumerate(rule.shared):
@@ -183,18 +185,6 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
             raise PlanError("pipeline.stages", [list(stage) for stage in rule.stages], text)
     left = [unit for unit in units.names if unit not in placed]
     return Ownership(tuple(stages), (*shared, *left), units.free)
-
-
-def _check_apart(model: nn.Module, units: Iterable[str]) -> None:
-    """Raises PlanError: a unit is a part of another one too, under another name."""
-    modules = {model.get_submodule(unit): unit for unit in units}
-    for outer in modules:
-        for part in outer.modules():
-            if part is not outer and part in modules:
-                text = (
-                    f"it is a part of module {modules[outer]!r} too, under another name; name that one whole"
-                )
-                raise PlanError("pipeline.stages", modules[part], text)
 
 
 def _named_in_parts(model: nn.Module, rule: PipelineRule) -> frozenset[str]:

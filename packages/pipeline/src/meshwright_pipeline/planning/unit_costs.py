@@ -216,7 +216,8 @@ def units_read_outside(work: Sequence[ModuleWork], units: UnitNames) -> list[str
         here = units.unit(part.module)
         for name in part.parameters:
             owners = {units.unit(alias) for alias in units.names.get(name, (name,))}
-            if here not in owners:
+            # between units, a part of a unit may be called by a name of its own
+            if here not in owners or not here:
                 read |= owners - {""}
     return [unit for unit in units.units if unit in read or unit in units.nested]
 
