@@ -11,7 +11,7 @@ from plan_once import one_and_many, plan_once
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright_dtensor.errors import MeshwrightError, UsageError
+from meshwright_dtensor.errors import MeshwrightError, PlanError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 WIDTH, IDS = 8, 11
@@ -191,6 +191,28 @@ class PartOfTheFirst(Chain):
     def forward(self, ids: Tensor) -> Tensor:
         logits = self.out(self.chain(self.embedding(ids)))
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class Normed(Block):
+    def __init__(self, norm: nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+class SharedStatistics(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList(Normed(norm) for _ in range(4))
+
+
+def test_statistics_that_stages_would_share_are_refused_when_planning() -> None:
+    """Each stage would have statistics of its own calls only."""
+    with pytest.raises(PlanError, match="several stages hold it"):
+        mw.plan(SharedStatistics(), torch.randn(4, WIDTH), world_size=2, cluster="laptop-cpu", pp=2)
 
 
 def of_ids(rank: int, size: int, microbatches: int) -> list[tuple[list[float], list[float]]]:

@@ -65,7 +65,7 @@ class LossChecker:
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self._model, self._units = model, units
         self._profiler: RepeatedUnitProfiler | None = None
-        self.keeping: Mapping[str, str] = {}
+        self.keeping: Mapping[str, frozenset[str]] = {}
         """See Profile.keeping; of the last check."""
 
     def check(self, example: tuple[Any, Mapping[str, Any]], single: bool = False) -> LossForecast:

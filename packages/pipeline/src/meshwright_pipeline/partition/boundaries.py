@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright_dtensor.errors import PlanError
@@ -57,17 +57,37 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
             raise PlanError(f"pipeline.stages[{index}]", names, rule)
         last.append(calls[-1])
     _check_read_parameters(profile, owned)
-    for unit, name in profile.keeping.items():
-        stages = {index for (called, _), index in stage.items() if called == unit}
-        if len(stages) > 1:
-            raise PlanError("pipeline.stages", unit, keeps_state(name) + "; name it in one stage")
+    held = [{unit for (unit, _), at in stage.items() if at == index} for index in range(len(owned.stages))]
+    reason = divided_state(profile.keeping, held, owned.everywhere, owned.buffers)
+    if reason is not None:
+        raise PlanError(
+            "pipeline.stages", [list(stage) for stage in owned.stages], f"{reason}; name it in one stage"
+        )
     *between, final = crossing(profile, stage, len(owned.stages) + 1)
     return Cut(stage, tuple(last), tuple(between), final)
 
 
-def keeps_state(name: str) -> str:
-    """Why the calls of a unit have to be on one stage."""
-    return f"it writes to its {name.lstrip(':')!r} in each of its calls, and calls on other stages would have another one"
+def divided_state(
+    keeping: Mapping[str, Collection[str]],
+    stages: Sequence[Collection[str]],
+    everywhere: Collection[str],
+    buffers: Mapping[str, str],
+) -> str | None:
+    """Why units cannot be on these stages: several of them hold state that calls write. None if none do.
+
+    `keeping`: see Profile. `everywhere`, `buffers`: see Ownership.
+    """
+    writers: dict[str, int] = {}
+    for index, units in enumerate((everywhere, *stages)):
+        for unit in sorted(units):
+            for name in sorted(keeping.get(unit, ())):
+                path = f"{unit}.{name}"
+                if not index or writers.setdefault(buffers.get(path, path), index) != index:
+                    return (
+                        f"module {unit!r} writes to its {name.lstrip(':')!r} in each of its calls, and several stages hold it, "
+                        "each with a state of its own"
+                    )
+    return None
 
 
 def _empty_stage(profile: Profile, owned: Ownership, index: int) -> str:

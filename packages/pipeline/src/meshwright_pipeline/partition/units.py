@@ -8,8 +8,8 @@ units (masks, positions, residual sums) belongs to no stage and runs on all of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -143,11 +143,13 @@ class Ownership:
         stages: for each stage the units that it may run, in the order of registration.
         everywhere: units that every stage holds and runs: named in `shared`, or without parameters and named in no stage.
         free: parameters outside of units, which every stage holds too.
+        buffers: further name of a buffer, in a module that has several -> its first name.
     """
 
     stages: tuple[tuple[str, ...], ...]
     everywhere: tuple[str, ...]
     free: tuple[str, ...]
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -184,7 +186,16 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
             text = f"module {unit!r} has parameters and is in no stage; name it in a stage, or in shared"
             raise PlanError("pipeline.stages", [list(stage) for stage in rule.stages], text)
     left = [unit for unit in units.names if unit not in placed]
-    return Ownership(tuple(stages), (*shared, *left), units.free)
+    return Ownership(tuple(stages), (*shared, *left), units.free, buffer_names(model))
+
+
+def buffer_names(model: nn.Module) -> dict[str, str]:
+    """Further name of a buffer, in a module that has several -> its first name."""
+    first: dict[int, str] = {}
+    named = list(model.named_buffers(remove_duplicate=False))
+    for name, buffer in named:
+        first.setdefault(id(buffer), name)
+    return {name: first[id(buffer)] for name, buffer in named if first[id(buffer)] != name}
 
 
 def _named_in_parts(model: nn.Module, rule: PipelineRule) -> frozenset[str]:

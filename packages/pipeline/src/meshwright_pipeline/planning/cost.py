@@ -66,7 +66,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         case, outcome = replace(case, model=model, schedule=schedule, tail=tail_of(case.model)), None
     outcome = outcome or case.run(case.even(), not request.step.recompute)
     outcome, policies = case.fitted(outcome)
-    reason = survey.divided(outcome.parts.stages)
+    reason = survey.divided(outcome.parts.stages, case.model.shared)
     if reason is not None:
         raise PlanError("degrees.pp", degree, f"{reason}. Plan without pp, or return what is kept", "1")
     return _strategy_cost(case, outcome, policies, forecast)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +17,9 @@ from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_dtensor.utils.memo import Memo
 from meshwright_pipeline.analysis.loss_preview import LossChecker, LossForecast
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
-from meshwright_pipeline.partition.boundaries import keeps_state
+from meshwright_pipeline.partition.boundaries import divided_state
 from meshwright_pipeline.partition.units import (
+    buffer_names,
     called_by_units,
     called_in_parts,
     find_units,
@@ -180,14 +180,11 @@ class ModelSurvey:
                 raise
         return self._forecasts[single]
 
-    def divided(self, stages: Iterable[Sequence[str]]) -> str | None:
-        """Why a unit cannot be on several of these stages; None if none is, as far as `loss_forecast` has seen the model."""
-        names = Counter(unit for units in stages for unit in units)
+    def divided(self, stages: Iterable[Sequence[str]], everywhere: Collection[str]) -> str | None:
+        """Why units cannot be on these stages, or on all; None if they can, as far as `loss_forecast` has seen the model."""
         keeping = self._loss_checker.keeping if self.loss_checked else {}
-        kept = ((unit, name) for unit, name in keeping.items() if names[unit] > 1)
-        return next(
-            (f"module {unit!r} is called on several stages: {keeps_state(name)}" for unit, name in kept), None
-        )
+        buffers = {} if self.model is None else buffer_names(self.model)
+        return divided_state(keeping, list(stages), everywhere, buffers) if keeping else None
 
     @property
     def loss_checked(self) -> bool:

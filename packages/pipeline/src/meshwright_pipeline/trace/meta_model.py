@@ -47,7 +47,7 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
                 casts = tensor.dtype == torch.float32 and (trained or id(tensor) in cast)
                 meta = torch.empty_like(tensor, dtype=dtype if casts else tensor.dtype, device="meta")
                 memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if trained else meta
-    for _, _, tensor in _attributes(model):
+    for _, _, tensor in tensor_attributes(model):
         # computed from parameters by a hook before each forward, as torch.nn.utils.weight_norm does
         if not tensor.is_leaf:
             keep.append(tensor)
@@ -120,7 +120,7 @@ def move_to_meta(
                 part.__dict__[name] = replacement(dot + name, tensor.detach().to("meta"))
 
 
-def _attributes(module: nn.Module) -> list[Attribute]:
+def tensor_attributes(module: nn.Module) -> list[Attribute]:
     """The tensors in the attributes of a module and its submodules."""
     held = ((part, name, value) for part in module.modules() for name, value in part.__dict__.items())
     return [attribute for attribute in held if isinstance(attribute[2], Tensor)]
@@ -128,7 +128,7 @@ def _attributes(module: nn.Module) -> list[Attribute]:
 
 def meta_tensors(module: nn.Module) -> list[Attribute]:
     """The meta tensors in a module."""
-    return [attribute for attribute in _attributes(module) if attribute[2].is_meta]
+    return [attribute for attribute in tensor_attributes(module) if attribute[2].is_meta]
 
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
@@ -163,10 +163,10 @@ def put_expanded_zeros(module: nn.Module, device: torch.device) -> None:
 
 def back_on_meta(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, the tensors of `put_expanded_zeros` are on the meta device again."""
-    held = [attribute for attribute in _attributes(module) if not attribute[2].is_meta]
+    held = [attribute for attribute in tensor_attributes(module) if not attribute[2].is_meta]
     return _replaced(held, lambda value: torch.empty(value.shape, dtype=value.dtype, device="meta"))
 
 
 def unit_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors in the attributes of a module and its submodules."""
-    return [tensor for *_, tensor in _attributes(module)]
+    return [tensor for *_, tensor in tensor_attributes(module)]

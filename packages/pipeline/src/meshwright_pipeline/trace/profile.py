@@ -141,9 +141,9 @@ class Profile:
         return frozenset(label[:3] for label in labels if is_attribute(label[2]))
 
     @cached_property
-    def keeping(self) -> dict[str, str]:
-        """Unit -> a buffer or attribute that its calls write, which its other calls may read."""
-        return {unit: min(result.kept) for (unit, _), result in self.results.items() if result.kept}
+    def keeping(self) -> dict[str, frozenset[str]]:
+        """Unit -> the buffers and attributes that its calls write, which other calls may read."""
+        return {unit: result.kept for (unit, _), result in self.results.items() if result.kept}
 
     def leaf(self, label: Label) -> Any:
         """The leaf of a result that a label stands for."""

@@ -24,7 +24,13 @@ from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
+from meshwright_pipeline.trace.meta_model import (
+    back_on_meta,
+    put_expanded_zeros,
+    tensor_attributes,
+    unit_tensors,
+    with_zeros,
+)
 from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
 from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label, Profile, Result
 from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
@@ -375,5 +381,9 @@ def _unit_result(
 
 
 def _versions(unit: nn.Module) -> dict[str, tuple[int, int]]:
-    """Buffer -> what changes when it is written or assigned."""
-    return {name: (id(buffer), buffer._version) for name, buffer in unit.named_buffers()}
+    """Tensor of a module, which in a unit of a skeleton is an attribute -> what changes when it is written or assigned."""
+    versions = {name: (id(buffer), buffer._version) for name, buffer in unit.named_buffers()}
+    paths = {part: path for path, part in unit.named_modules()}
+    for part, name, tensor in tensor_attributes(unit):
+        versions[f"{paths[part]}.{name}" if paths[part] else name] = id(tensor), tensor._version
+    return versions
