@@ -86,8 +86,9 @@ def _changes(search: Search, closest: Candidate) -> Iterator[str]:
         yield from _tried(search, 'precision="bf16"', precision="bf16")
     if setting.optimizer != "sgd":
         yield from _tried(search, 'optimizer="sgd" (no state)', optimizer="sgd")
-    # the closest placement was found for another limit; with a little room the search finds one as small
-    for limit in (closest.total_bytes, math.ceil(1.02 * closest.total_bytes)):
+    # the closest placement was found for another limit, for which a pipeline may be cut elsewhere
+    for room in (1, 1.02, 1.1, 1.25, 1.5):
+        limit = math.ceil(room * closest.total_bytes)
         if not search.variant(limit=limit).evaluate(closest.point).excess_bytes:
             enough = allowing(limit)
             yield f"memory_limit={enough} ({human_bytes(enough)} per rank): {closest.name}"
