@@ -56,10 +56,14 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
             names.append(name)
 
     walk("", model)
-    # a part of another unit, under another name, runs with that one
+    return Units(_apart(model, names), tuple(free))
+
+
+def _apart(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Those that are no part of another one under another name; such a part runs with that one."""
     units = {model.get_submodule(name): name for name in names}
     inner = {part for unit in units for part in unit.modules() if part is not unit}
-    return Units(tuple(name for unit, name in units.items() if unit not in inner), tuple(free))
+    return tuple(name for unit, name in units.items() if unit not in inner)
 
 
 Calls = Iterable[tuple[str, str]]
