@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
-import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
 from typing import Any
 
 import torch
@@ -24,9 +19,6 @@ pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 WeakTensorKeys = _WeakIdKeyDictionary
 """A dict with tensors as keys, by identity, that keeps none of them alive."""
-
-_RETURN_NOTHING = frozenset({"append", "extend", "insert", "print"})
-"""Functions that a lambda may end with and still return nothing."""
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Names of the attributes of every torch module."""
@@ -89,40 +81,11 @@ def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     )
 
 
-def remove_watching_hooks(module: nn.Module) -> None:
-    """Remove the forward hooks of a module whose code returns nothing; others may give another result."""
+def remove_hooks(module: nn.Module, unwanted: Callable[[Callable[..., Any]], bool]) -> None:
+    """Remove the forward hooks of a module that are `unwanted`."""
     for number, hook in list(module._forward_hooks.items()):
-        if not _returns_a_value(hook):
+        if unwanted(hook):
             del module._forward_hooks[number]
-
-
-def code_of(hook: Callable[..., Any]) -> CodeType | None:
-    """The code of a hook: of a function, a method, a partial of one, or a callable object."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    for function in (hook, inspect.getattr_static(type(hook), "__call__", None)):
-        function = getattr(function, "__func__", function)
-        if isinstance(code := getattr(function, "__code__", None), CodeType):
-            return code
-    return None
-
-
-def _returns_a_value(hook: Callable[..., Any]) -> bool:
-    code = code_of(hook)
-    if code is None:
-        return True
-    steps = list(dis.get_instructions(code))
-    called = ""
-    for before, step in itertools.pairwise(steps):
-        if step.opname.startswith("LOAD_") and isinstance(step.argval, str):
-            called = step.argval if step.opname in ("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL") else called
-        if step.opname == "RETURN_VALUE":
-            nothing = before.opname == "LOAD_CONST" and before.argval is None
-            if not nothing and not (before.opname == "CALL" and called in _RETURN_NOTHING):
-                return True
-        elif step.opname == "RETURN_CONST" and step.argval is not None:
-            return True
-    return False
 
 
 def pre_hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:

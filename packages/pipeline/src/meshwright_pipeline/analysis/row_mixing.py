@@ -24,7 +24,8 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.batch_size import BatchSize
-from meshwright_pipeline._torch import pytree, remove_watching_hooks, weight_hooks
+from meshwright_pipeline._torch import pytree, remove_hooks, weight_hooks
+from meshwright_pipeline.analysis.hook_code import returns_nothing
 from meshwright_pipeline.analysis.loss_preview import ROWS, shrink_batch, skeleton_with_values, token_counts
 from meshwright_pipeline.analysis.module_state import LARGE, State, TensorValues, changed_places, module_state
 from meshwright_pipeline.analysis.stub_weights import HALVED, StubMode, stub_tensor, with_stubs
@@ -193,7 +194,7 @@ class _Trial:
         stub, self.large = with_stubs(skeleton_with_values(model, units), units)
         for part in stub.modules():
             # they would count the trial as a step
-            remove_watching_hooks(part)
+            remove_hooks(part, returns_nothing)
         # a run may change attributes of units
         self.clean = copy.deepcopy(stub, {id(tensor): tensor for tensor in self.large})
         self.between = _BetweenUnits(stub, units)

@@ -1,0 +1,44 @@
+"""What the code of a forward hook tells: where it is, and whether it may give another result."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+_RETURN_NOTHING = frozenset({"append", "extend", "insert", "print"})
+"""Functions that a lambda may end with and still return nothing."""
+
+
+def code_of(hook: Callable[..., Any]) -> CodeType | None:
+    """The code of a hook: of a function, a method, a partial of one, or a callable object."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    for function in (hook, inspect.getattr_static(type(hook), "__call__", None)):
+        function = getattr(function, "__func__", function)
+        if isinstance(code := getattr(function, "__code__", None), CodeType):
+            return code
+    return None
+
+
+def returns_nothing(hook: Callable[..., Any]) -> bool:
+    """Whether the code of a hook shows that it never gives another result."""
+    code = code_of(hook)
+    if code is None:
+        return False
+    steps = list(dis.get_instructions(code))
+    called = ""
+    for before, step in itertools.pairwise(steps):
+        if step.opname.startswith("LOAD_") and isinstance(step.argval, str):
+            called = step.argval if step.opname in ("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL") else called
+        if step.opname == "RETURN_VALUE":
+            nothing = before.opname == "LOAD_CONST" and before.argval is None
+            if not nothing and not (before.opname == "CALL" and called in _RETURN_NOTHING):
+                return False
+        elif step.opname == "RETURN_CONST" and step.argval is not None:
+            return False
+    return True
