@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from plan_once import one_and_many
+from test_unusual_modules import WIDTH, Block
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -14,17 +15,8 @@ import meshwright as mw
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
-WIDTH, STEPS = 8, 5
+STEPS = 5
 LENGTHS = ([5, 3, 4, 1], [4, 4, 2, 3], [1, 2, 5, 5])
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
 
 
 class Packed(nn.Module):

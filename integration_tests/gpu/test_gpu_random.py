@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright_dtensor import dropout_noise
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, has_gaps, spread_strides
+from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of GPUs")]
 HALF = (torch.bfloat16, torch.float16)
@@ -32,11 +32,9 @@ def test_dropout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         torch.manual_seed(5)
         expected, ends = F.dropout(like, P), torch.cuda.get_rng_state()
         torch.manual_seed(5)
-        order = dim_order_of(torch.empty_like(like))
-        strides = (spread_strides if has_gaps(like, tuple(like.shape)) else dense_strides)(
-            tuple(like.shape), order
-        )
-        noise = dropout_noise.dropout_noise_(like.new_empty_strided(like.shape, strides), P)
+        of_like, order = tuple(like.shape), dim_order_of(torch.empty_like(like))
+        strides = strides_of(of_like, order, has_gaps(like, of_like))
+        noise = dropout_noise.dropout_noise_(like.new_empty_strided(of_like, strides), P)
         assert torch.equal(noise, expected)
         assert torch.equal(torch.cuda.get_rng_state(), ends)
 

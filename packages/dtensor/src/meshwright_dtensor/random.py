@@ -83,7 +83,7 @@ def draw_full_then_slice(
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
     give the same numbers. With `gaps` the tensor is not dense: torch fills a view of a larger one with other numbers.
     """
-    strides = (boxes.spread_strides if gaps else boxes.dense_strides)(tuple(shape), tuple(dim_order))
+    strides = boxes.strides_of(tuple(shape), tuple(dim_order), gaps)
     if gaps:
         piece_numel = None
     only_box = boxes.single_box(box)
@@ -180,7 +180,7 @@ def _kind(op: OpOverload) -> str | None:
 def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
     """A tensor of the global shape with `local` in its box and zeros, which all of these ops accept, elsewhere."""
     gaps = boxes.has_gaps(local, part.shape, part.dim_order)
-    strides = (boxes.spread_strides if gaps else boxes.dense_strides)(part.shape, part.dim_order)
+    strides = boxes.strides_of(part.shape, part.dim_order, gaps)
     full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
     boxes.write_region(full, part.box, local)
     return full

@@ -175,10 +175,10 @@ def has_gaps(tensor: torch.Tensor, shape: tuple[int, ...], dim_order: tuple[int,
     )
 
 
-@lru_cache(4096)
-def spread_strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
-    """As `dense_strides`, of a tensor with gaps: every second element is its own."""
-    return tuple(2 * stride for stride in dense_strides(shape, dim_order))
+def strides_of(shape: tuple[int, ...], dim_order: tuple[int, ...], gaps: bool) -> tuple[int, ...]:
+    """As `dense_strides`; with `gaps`, every second element is the tensor's own."""
+    strides = dense_strides(shape, dim_order)
+    return tuple(2 * stride for stride in strides) if gaps else strides
 
 
 def region_of(shape: Ints, mesh_sizes: Ints, coords: Ints, states: Sequence[str | int]) -> Region:

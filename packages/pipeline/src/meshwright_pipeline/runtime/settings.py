@@ -72,8 +72,8 @@ class Settings:
             meta.__dict__.update((key, value) for key, value in values.items() if before.get(key) != value)
             tables = zip(hook_tables(module), hook_tables(meta), self._hooks[module], strict=True)
             for table, copied, there in tables:
-                for number in (*there.difference(table), *(set(copied) - there).difference(table)):
-                    copied.pop(number, None)
+                for number in set(copied).difference(table):
+                    del copied[number]
                 copied.update((number, hook) for number, hook in table.items() if number not in there)
 
 

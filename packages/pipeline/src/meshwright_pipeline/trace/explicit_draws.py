@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright_dtensor import dropout_noise
 from meshwright_dtensor._torch.line_by_line import LINE_BY_LINE
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
-from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, spread_strides
+from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Tensor:
     shape = tuple(x.shape)
     noise = torch.empty_like(x.detach())
     if has_gaps(x, shape):
-        noise = noise.new_empty_strided(shape, spread_strides(shape, dim_order_of(noise)))
+        noise = noise.new_empty_strided(shape, strides_of(shape, dim_order_of(noise), True))
     return x * dropout_noise.dropout_noise_(noise, p)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, has_gaps, spread_strides
+from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
 from meshwright_pipeline.pytrees import leaves_of
 from meshwright_pipeline.trace.side_outputs import is_attribute
 from meshwright_pipeline.trace.state_writes import NO_WRITES, WrittenState
@@ -79,9 +79,7 @@ class Draw:
             # zeros that stood for values when the model was profiled had no memory order
             strides = self.stride
             if like is not None and like.dim() == len(self.shape):
-                order = dim_order_of(like)
-                of_order = spread_strides if has_gaps(like, self.shape) else dense_strides
-                strides = of_order(self.shape, order)
+                strides = strides_of(self.shape, dim_order_of(like), has_gaps(like, self.shape))
             dtype = self.dtype if like is None else like.dtype
             target = torch.empty_strided(self.shape, strides, dtype=dtype, device=device)
         with torch.no_grad():
