@@ -30,6 +30,7 @@ class Verdict:
         seconds: for running.
         wrong: what differs too much, and by how much of its largest value.
         float64: `worst` of the run in float64 that decided, where one device does not determine a float32 value.
+        microbatches: of a pipeline; 0 without one.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Verdict:
     seconds: float = 0.0
     wrong: tuple[tuple[str, float], ...] = ()
     float64: float = math.nan
+    microbatches: int = 0
 
     @property
     def passed(self) -> bool:

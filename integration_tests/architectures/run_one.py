@@ -7,6 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -104,14 +105,20 @@ def plan_one(
         return f"does not train on one device: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
     plans: dict[str, str | Verdict] = {}
     for name, layout in layouts.items():
-        try:
-            with failing("planning", refusals=True):
-                plan = mw.plan(model, batch, world_size=layout.ranks, **layout.pins)
-                assert isinstance(plan, ParallelPlan)
-                plans[name] = plan.to_json()
-        except Failed as failed:
-            plans[name] = failed.verdict
+        plans[name] = _plan(model, batch, layout)
     return plans
+
+
+def _plan(model: nn.Module, batch: Any, layout: Layout) -> str | Verdict:
+    try:
+        with failing("planning", refusals=True):
+            plan = mw.plan(model, batch, world_size=layout.ranks, **layout.pins)
+            assert isinstance(plan, ParallelPlan)
+            return plan.to_json()
+    except Failed as failed:
+        if failed.verdict.kind != "refused" or not layout.fallback:
+            return failed.verdict
+    return _plan(model, batch, Layout(layout.ranks, {**layout.pins, **layout.fallback}))
 
 
 def run_one(
@@ -131,8 +138,9 @@ def run_one(
     model = subject.model(dtype)
     after_build = torch.get_rng_state()
     batch = subject.batch(model, dtype)
+    plan = ParallelPlan.from_json(plan_json)
     with failing("parallelize", refusals=True):
-        model = mw.parallelize(model, ParallelPlan.from_json(plan_json), batch=batch)
+        model = mw.parallelize(model, plan, batch=batch)
     with alone():
         single, near = subject.model(dtype), subject.model(dtype)
     _same_start(size, model, single, near)
@@ -165,7 +173,8 @@ def run_one(
     # some reseed the generator from the clock (Reformer): then it is no measure
     if verdict.passed and torch.equal(*states) and not torch.equal(states[0], state):
         verdict = Verdict("wrong", "the step left the generator elsewhere")
-    return Verdict(**{**vars(verdict), "seconds": time.monotonic() - start})
+    microbatches = plan.pipeline.microbatches if plan.pipeline is not None else 0
+    return replace(verdict, seconds=time.monotonic() - start, microbatches=microbatches)
 
 
 @torch.no_grad()

@@ -32,5 +32,6 @@ def sample() -> Iterator[tuple[Architecture, str]]:
     """Architecture and layout; layouts take turns."""
     by_name = {each.name: each for each in architectures()}
     names = " ".join((CAUSAL, MASKED, SEQ2SEQ, IMAGES)).split()
+    layouts = [layout for layout in LAYOUTS if layout != "pp2"]
     for place, name in enumerate(names):
-        yield by_name[name], list(LAYOUTS)[place % len(LAYOUTS)]
+        yield by_name[name], layouts[place % len(layouts)]

@@ -15,7 +15,7 @@ from rich.table import Table
 from .catalogue import MAX_PARAMETERS
 from .judge import TOLERANCES, Verdict
 from .layouts import LAYOUTS
-from .sweep import Row
+from .store import Row
 
 TASKS = {
     "causal-lm": "Causal language models",
@@ -41,12 +41,9 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "meshwright"))
         + f"; Python {platform.python_version()}, CPU, gloo.",
         "",
-        "| layout | passed | of which by float64 | run |",
-        "|---|---|---|---|",
-        *(
-            f"| {layout} | {_passed(ran, layout)} | {_exact(ran, layout)} | {_run(ran, layout)} |"
-            for layout in layouts
-        ),
+        "| layout | passed | of which by float64 | refused | run | last |",
+        "|---|---|---|---|---|---|",
+        *(_count(ran, layout) for layout in layouts),
         "",
         "*Worst*: the largest difference of any gradient in float32, relative to that gradient's largest value, in the worst",
         "layout.",
@@ -56,6 +53,9 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
         "of large numbers is left or a batch norm has few values to go by. The run is repeated in float64 and must agree to",
         f"{TOLERANCES[torch.float64]:g} in all that differed; the number is the largest difference there.",
         "*Sharded*: parameters of which a rank holds only a part at tp2.",
+        "*pp2*: two stages under 1f1b with four microbatches, of one row each; *whole batch*: with one, since several are refused",
+        "(batch normalisation, statistics over rows, random numbers that have no rows).",
+        "*Refused*: by one of our errors, when planning or in `parallelize`.",
         "",
     ]
     for task, title in TASKS.items():
@@ -112,6 +112,13 @@ def _failures(rows: Sequence[Row], layouts: Sequence[str]) -> list[tuple[Row, st
     return [(row, layout, row.verdicts[layout]) for row, layout in pairs if not row.verdicts[layout].passed]
 
 
+def _count(rows: Sequence[Row], layout: str) -> str:
+    refused = sum(row.verdicts[layout].kind == "refused" for row in rows if layout in row.verdicts)
+    day = max((row.days[layout] for row in rows if layout in row.days), default="")
+    counts = _passed(rows, layout), _exact(rows, layout), refused, _run(rows, layout)
+    return f"| {layout} | {' | '.join(map(str, counts))} | {day} |"
+
+
 def _run(rows: Sequence[Row], layout: str) -> int:
     return sum(layout in row.verdicts for row in rows)
 
@@ -143,7 +150,8 @@ def _mark(verdict: Verdict | None) -> str:
     if verdict is None:
         return "not run"
     if verdict.passed:
-        return "ok" if math.isnan(verdict.float64) else f"ok, float64 {verdict.float64:.0e}"
+        whole = ", whole batch" if verdict.microbatches == 1 else ""
+        return f"ok{whole}" + ("" if math.isnan(verdict.float64) else f", float64 {verdict.float64:.0e}")
     return f"**{verdict.kind}**"
 
 

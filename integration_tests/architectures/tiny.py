@@ -15,19 +15,24 @@ from .subject import SEED, in_dtype, seed_all
 
 @dataclass(frozen=True)
 class Tiny:
-    """An architecture of transformers in its smallest form."""
+    """An architecture of transformers in its smallest form, or with `layers`; its batch `times` over."""
 
     architecture: Architecture
+    layers: int | None = None
+    times: int = 1
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         seed_all(SEED)
-        model: Any = build(self.architecture).to(dtype)
+        model: Any = build(self.architecture, self.layers).to(dtype)
         if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # torch's grouped product knows no float64
         return model
 
     def batch(self, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-        return in_dtype(batch_of(self.architecture, model), dtype)
+        batch = batch_of(self.architecture, model)
+        return in_dtype(
+            {k: torch.cat([v, v.flip(0)]) if self.times > 1 else v for k, v in batch.items()}, dtype
+        )
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         return loss_of(output, batch)
