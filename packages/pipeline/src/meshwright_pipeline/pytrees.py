@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -57,9 +58,11 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
     if issubclass(kind, SimpleNamespace):
         fields = vars(leaf)
     elif dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module):
-        names = (field.name for field in dataclasses.fields(leaf))
-        # a field may not be set yet
-        fields = {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+        fields = {}
+        for field in dataclasses.fields(leaf):
+            # a field may not be set yet; getattr() of its class may refuse
+            with contextlib.suppress(AttributeError):
+                fields[field.name] = object.__getattribute__(leaf, field.name)
     else:
         return None
     leaves = pytree.tree_leaves(fields)

@@ -56,6 +56,19 @@ def test_forecast_distinguishes_reasons() -> None:
     assert "has too few rows to split" in why(Chain(), chain_batch(rows=1))
 
 
+def reusing(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """Reads numbers in memory that tensors of as many rows had before, which were written to."""
+    for _ in range(20):
+        torch.zeros_like(mask).add_(1)
+    kept = [torch.ones(mask.shape) for _ in range(200)]
+    assert all(number.sum() > 0 for number in kept)
+    return mean(x, y)
+
+
+def test_memory_of_values_that_are_gone_says_nothing_of_new_ones() -> None:
+    assert not why(judged(reusing), judged_batch(0))
+
+
 def test_neither_model_nor_batch_need_values() -> None:
     with torch.device("meta"):
         model = judged(ADDING["mean"])

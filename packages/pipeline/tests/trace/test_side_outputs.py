@@ -34,6 +34,18 @@ class Unset:
 
 
 @dataclasses.dataclass
+class Guarded:
+    """Refuses to show a field, as configs of transformers do where layers differ."""
+
+    size: int = 1
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "size":
+            raise RuntimeError("differs between layers")
+        return super().__getattribute__(name)
+
+
+@dataclasses.dataclass
 class Linked:
     up: Any = None
 
@@ -68,7 +80,7 @@ def test_old_side_outputs_are_not_kept_alive() -> None:
     assert [leaf() for leaf in before[":losses"][1]] == [None]
 
 
-@pytest.mark.parametrize("other", [Unset, linked, nested])
+@pytest.mark.parametrize("other", [Unset, Guarded, linked, nested])
 def test_unset_fields_and_recursive_objects_are_accepted(other: Any) -> None:
     unit = Leaves(other())
     before = attribute_leaves(unit)

@@ -369,6 +369,8 @@ def _unit_result(
             stack.enter_context(with_zeros(unit, device))
         args, kwargs = map_leaves(argument, call)
         before, buffers = side_outputs.attribute_leaves(unit), _versions(unit)
+        # no new tensor gets the id of one of these
+        held = [*unit.buffers(), *unit_tensors(unit)]
         output = forward(*args, **kwargs)
         side_outputs.check_sendable(name, output, (args, kwargs))
         attributes, grown = side_outputs.new_side_outputs(before, unit)
@@ -376,6 +378,7 @@ def _unit_result(
             *attributes,
             *(name for name, version in _versions(unit).items() if version != buffers.get(name)),
         }
+        del held
     side = {path: map_leaves(stand_in, value) for path, value in (hook_outputs | attributes).items()}
     return Result(map_leaves(stand_in, output), side, grown, frozenset(kept))
 

@@ -62,7 +62,8 @@ class RowTracer(GlueMode):
         self.fixed: list[Place] = []
         self.averaging = 0
         self.function: Any = None
-        self._overwritten: set[int] = set()
+        # the tensors are kept, so that no other tensor gets their memory
+        self._overwritten: dict[int, Tensor] = {}
         self._fixed_results: list[Tensor] = []
 
     # ---- provenance of values
@@ -111,7 +112,7 @@ class RowTracer(GlueMode):
         target = arguments["self"] if written == ["self"] else None
         if not isinstance(target, Tensor):
             for tensor in tensors_of([arguments[name] for name in written]):
-                self._overwritten.add(tensor.untyped_storage().data_ptr())
+                self._overwritten[tensor.untyped_storage().data_ptr()] = tensor
             if live:
                 text = f"an operation writes its results to an out= tensor ({op_name(func)})"
                 raise BatchSizeDependent(text)
@@ -119,7 +120,7 @@ class RowTracer(GlueMode):
         if target.dim() == 0 and id(target) in inputs and inputs[id(target)].power is not None:
             self.known[target] = self._results(func, args, kwargs, inputs, target)[0]
         else:
-            self._overwritten.add(target.untyped_storage().data_ptr())
+            self._overwritten[target.untyped_storage().data_ptr()] = target
         # expanded zeros cannot be written to
         return target if live else func(*args, **kwargs)
 
