@@ -11,8 +11,9 @@ from plan_once import one_and_many, plan_once
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright_dtensor.errors import MeshwrightError, PlanError, UsageError
+from meshwright_dtensor.errors import MeshwrightError, PlanError
 from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_dtensor.trace.one_device import on_one_device
 
 WIDTH, IDS = 8, 11
 
@@ -334,15 +335,13 @@ class Communicates(Chain):
         super().__init__(Communicating)
 
 
-def plans(rank: int, size: int, pins: dict[str, Any]) -> str:
-    try:
-        mw.auto_parallelize(Communicates(), torch.randn(4, WIDTH), cluster="laptop-cpu", **pins)
-    except UsageError as error:
-        return str(error)
-    return ""
+def communicates(rank: int, size: int, pins: dict[str, Any]) -> list[float]:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    single, model = one_and_many(Communicates, x, **pins)
+    return [float(on_one_device(single, x)), float(model(x))]
 
 
 @pytest.mark.parametrize("pins", [{"pp": 2}, {"tp": 2}, {"dp": 2}], ids=str)
-def test_a_collective_of_the_model_is_refused_by_name(rank_pool: RankPool, pins: dict[str, Any]) -> None:
-    for message in rank_pool.run(2, plans, pins, timeout=60):
-        assert "module 'blocks.0' calls torch.distributed (allreduce)" in message
+def test_a_planned_model_communicates_as_on_one_device(rank_pool: RankPool, pins: dict[str, Any]) -> None:
+    for expected, seen in rank_pool.run(2, communicates, pins, timeout=60):
+        assert seen == pytest.approx(expected, rel=1e-5)

@@ -207,7 +207,8 @@ class Averaging(nn.Module):
                 self.late = 0.9 * self.late + x.detach().mean((0, 1))
             x = layer(x)
         logits = self.head(x)
-        self.last.mul_(0.9).add_(logits.detach().mean((0, 1)))
+        # the version of the buffer stays
+        self.last.data.mul_(0.9).add_(logits.detach().mean((0, 1)))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) if self.inside else logits
 
 

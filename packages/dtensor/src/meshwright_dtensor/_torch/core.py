@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+import torch.autograd.graph as _autograd_graph
 import torch.distributed as dist
 import torch.utils._pytree as _pytree
 import torch.utils.checkpoint as _checkpoint
@@ -20,6 +21,8 @@ from torch._prims_common import suggest_memory_format
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.utils import _python_dispatch
+
+from meshwright_dtensor._torch.one_rank import OneRank
 
 # used everywhere, and private only by name
 pytree = _pytree
@@ -205,7 +208,7 @@ def set_default_group(group: dist.ProcessGroup) -> None:
 
 def live_groups() -> list[dist.ProcessGroup]:
     """The process groups of this rank, oldest first."""
-    return list(dist.distributed_c10d._world.pg_map)
+    return [group for group in dist.distributed_c10d._world.pg_map if not isinstance(group, OneRank)]
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage | None]:
@@ -253,6 +256,10 @@ def replace_code(function: Any, donor: Any) -> Any:
     return original
 
 
+ENGINE = _autograd_graph._engine_run_backward.__code__
+"""The code that runs a backward pass; hooks of tensors run in it."""
+
+
 def fake_mode_active() -> bool:
     """Whether a FakeTensorMode is active; it is below every ordinary mode, whichever was entered first."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -281,13 +288,14 @@ def on_checkpointing(resume: Callable[[Callable[..., Any]], Callable[..., Any]])
     ``resume`` is called when the first run begins, in the thread of that run.
     """
     original = _checkpoint._checkpoint_without_reentrant_generator
-    if hasattr(original, "_meshwright_resume"):
+    before = getattr(original, "_meshwright_resume", ())
+    if resume in before:
         return
 
     def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(resume(fn), *args, **kwargs)
 
-    setattr(generator, "_meshwright_resume", resume)  # noqa: B010 - mypy knows no attributes of functions
+    setattr(generator, "_meshwright_resume", (*before, resume))  # noqa: B010 - mypy knows no attributes of functions
     setattr(_checkpoint, "_checkpoint_without_reentrant_generator", generator)  # noqa: B010
 
 

@@ -7,10 +7,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from meshwright_dtensor._torch.core import dtensor_local, pytree, storage_key
+from meshwright_dtensor._torch.core import dtensor_local, pytree, stock_call, storage_key
+from meshwright_dtensor._torch.one_rank import OneRank
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
 from meshwright_dtensor.dispatch.gathered_views import (
@@ -29,6 +31,7 @@ from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, version_of, wrap
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, check_strided
 from meshwright_dtensor.trace.graph import function_name
+from meshwright_dtensor.trace.one_device import OF_A_GROUP, in_model
 
 if TYPE_CHECKING:
     from meshwright_dtensor.mesh.context import MeshContext
@@ -159,8 +162,19 @@ def _own_memory(x: Any) -> Tensor | None:
 def run_collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """A collective of ``torch.distributed`` called by the user: on the whole values, which every rank has alike.
 
-    Raises UnsupportedError: a value is sharded or partial, so this rank has a part of it.
+    Inside of a model it copies, and values may be sharded (see one_device).
+
+    Raises UnsupportedError: a value is sharded or partial, so this rank has a part of it; or, inside of a model, the group.
     """
+    if in_model():
+        group = next((a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)), None)
+        if group is not None and not isinstance(group, OneRank) and group.size() > 1:
+            raise UnsupportedError(OF_A_GROUP.format("the model", function_name(func)))
+        real = pytree.tree_map_only(
+            Tensor, lambda x: torch.view_as_real(x) if x.is_complex() else x, (args, dict(kwargs))
+        )
+        with stock_call():
+            return func(*real[0], **real[1])
 
     def whole_here(x: Any) -> Any:
         if not isinstance(x, (GlobalTensor, DTensor)):
@@ -279,7 +293,7 @@ def _with_plain_results(cls: Any) -> Any:
         with standing_for(ctx.meshwright_copies):
             return pytree.tree_map(whole, cls.backward(ctx, *gradients))
 
-    methods = {"forward": staticmethod(forward)}
+    methods: dict[str, Any] = {"forward": staticmethod(forward), "__module__": cls.__module__}
     if with_setup:
         methods["setup_context"] = staticmethod(setup_context)
     # else it has vjp

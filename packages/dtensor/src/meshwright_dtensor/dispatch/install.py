@@ -24,8 +24,10 @@ from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.tensor.replaced import ReplacedTensor, current
 from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import Args, Kwargs
+from meshwright_dtensor.trace.one_device import mark_function
 
 _ROUTE = "_meshwright_route"
+_NOT_OF_MODELS = ("meshwright_", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._")
 
 # the dispatcher itself, not a method that calls it: one Python frame less per call
 GlobalTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
@@ -59,7 +61,10 @@ def install() -> None:
                 and any(_is_hidden_from(cls, x) for x in pytree.tree_leaves(a))
             ):
                 return fallback.run_function(cls, args, kwargs)
-        return original(cls, *args, **kwargs)
+        result = original(cls, *args, **kwargs)
+        if not cls.__module__.startswith(_NOT_OF_MODELS):
+            mark_function(result)
+        return result
 
     setattr(function, _ROUTE, route)
 

@@ -10,7 +10,6 @@ Every parameter becomes a DTensor of which this rank holds its part; make optimi
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -36,6 +35,7 @@ from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stages.whole_model import show_all_stages
 from meshwright_dtensor.stored.permuted import install_true_order
 from meshwright_dtensor.tensor.replaced import replace_tensor
+from meshwright_dtensor.trace.one_device import show_one_device
 from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.engine.grad_reduction import install_reduction, make_groups
 from meshwright_parallel.engine.unshard import install_compute_copies
@@ -97,8 +97,7 @@ def parallelize(
     division = None if outer is None else outer.divide(model, whole, all_axes)
     plain = division is not None and mesh.size() == 1 and computes_as_stored(inner)
     placed = ModelPlacement(inner, mesh, strategies, plain)
-    replaced = _place_parameters(model, mesh, states, device, blank)
-    undo.replaced = {id(new): weakref.ref(old) for old, new in replaced}
+    undo.replace(_place_parameters(model, mesh, states, device, blank))
     _place_buffers(model, device, inner)
     link_stages(model, mesh)
     install_true_order(model)
@@ -119,6 +118,7 @@ def parallelize(
     else:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
+    show_one_device(model)
     refuse_compiling(model)
     _refuse_pickling(model)
     undo.finish(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,10 @@ class PlanUndo:
         self.after: list[_ModuleSnapshot] = []
         # id of a mesh parameter -> the parameter that it has replaced, which others may refer to
         self.replaced: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def replace(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Note the parameters before and after the plan was applied."""
+        self.replaced = {id(new): weakref.ref(old) for old, new in pairs}
 
     def finish(self, model: nn.Module) -> None:
         """Record the model after the plan was applied."""

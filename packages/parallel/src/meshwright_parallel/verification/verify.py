@@ -30,6 +30,7 @@ from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.model.tied_parameters import tied_names
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.trace.one_device import show_one_device
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.optim.clip_grad import clip_grad_norm_
@@ -97,6 +98,7 @@ def verify(
 
     with forked_random(device):
         reference = seeded_model().to(device)
+        show_one_device(reference)
         parallel = parallelize(seeded_model(), plan, batch=batch, plugins=plugins)
         perturbed = seeded_model().to(device)
         dtype = None if plan.precision is None else DTYPES[plan.precision.parameters]

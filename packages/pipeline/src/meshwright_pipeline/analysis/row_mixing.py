@@ -24,6 +24,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.trace.one_device import on_one_device
 from meshwright_pipeline._torch import pytree, remove_hooks, weight_hooks
 from meshwright_pipeline.analysis.hook_code import returns_nothing
 from meshwright_pipeline.analysis.loss_preview import ROWS, shrink_batch, skeleton_with_values, token_counts
@@ -304,7 +305,7 @@ def _called(unit: nn.Module, call: Call) -> Any:
     args, kwargs = _copied(call)
     for hook in weight_hooks(unit):
         hook(unit, args)
-    return unit.forward(*args, **kwargs)
+    return on_one_device(unit.forward, *args, **kwargs)
 
 
 def _copied(call: Call) -> Call:

@@ -8,6 +8,7 @@ from torch import nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.trace.one_device import show_one_device
 from meshwright_pipeline.install.division import StageDivision, check_division
 
 
@@ -39,5 +40,6 @@ def pipeline(model: nn.Module, plan: ParallelPlan) -> nn.Module:
     assert group is not None
     division = StageDivision(model.to(device), plan.pipeline, group, split=True, predicted=plan.predicted)
     division.install(model, None, device, plain=True)
+    show_one_device(model)
     model.parallel_plan = plan  # type: ignore[assignment]
     return model

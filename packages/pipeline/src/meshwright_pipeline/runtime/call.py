@@ -20,6 +20,7 @@ from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.trace.one_device import on_one_device
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis import loss_additivity
 from meshwright_pipeline.partition.units import Ownership
@@ -169,7 +170,7 @@ class PipelinedCall:
             # a value of one stage, such as the mean of a parameter
             args, kwargs = whole.on_every_rank((args, kwargs))
         with own_stages(self.model):
-            return self._step(args, kwargs)
+            return on_one_device(self._step, args, kwargs)
 
     def _step(self, args: Any, kwargs: Any) -> Any:
         try:

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.model.device import forked_random
+from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of, on_one_device
 from meshwright_pipeline import _torch, pytrees
 from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys, hooks_of
 from meshwright_pipeline.pytrees import expanded_zeros, is_expanded, leaves_of, map_leaves, tensors_of
@@ -38,10 +39,6 @@ from meshwright_pipeline.trace.row_tracer import RowTracer
 from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState
 
 _MISSING = object()
-_COMMUNICATES = (
-    "module {!r} calls torch.distributed ({}). In a pipeline the ranks are at different places of the model, and would wait for "
-    "each other. Leave the call out (a value of a parallel model is that of all rows), or plan without pp"
-)
 _BATCH: Label = ("", PARAMETERS - 1, "", 0)
 """The label of the rows of the batch."""
 
@@ -104,10 +101,8 @@ class _LabelMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise UnsupportedError(
-                _COMMUNICATES.format(self.key[0] or "the model", func.overloadpacket.__name__.strip("_"))
-            )
+        if call := collective_of(func, args):
+            raise UnsupportedError(OF_A_GROUP.format(f"module {self.key[0] or 'the model'!r}", call))
         random = _torch.draws(func, args, kwargs)
         if random:
             check_generator(self.key, func, kwargs)
@@ -119,7 +114,7 @@ class _LabelMode(TorchDispatchMode):
             self.draws.note(self.key, func, args, kwargs, result)
         if not self._depth:
             labels = self.of((args, kwargs))
-            if labels and func._schema.is_mutable:
+            if func._schema.is_mutable:
                 self._write(func, args, kwargs, labels)
             if labels and _torch.op_name(func) not in _SHAPE_ONLY:
                 for tensor in tensors_of(result):
@@ -127,13 +122,17 @@ class _LabelMode(TorchDispatchMode):
         return result
 
     def _write(self, func: Any, args: Any, kwargs: Any, labels: frozenset[Label]) -> None:
-        """Label what shares memory with the arguments that an operation has written to."""
+        """Note which memory an operation has written to, and label what shares it."""
         named = _torch.named_arguments(func, args, kwargs)
         for tensor in tensors_of([named[name] for name in _torch.written_arguments(func)]):
             at = _memory_of(tensor)
             if at is not None:
                 before = self._written.get(at, (tensor, NO_LABELS))[1]
                 self._written[at] = tensor, before | labels
+
+    def wrote_to(self, tensor: torch.Tensor) -> bool:
+        """Whether an operation between units has written to the memory of a tensor, maybe through `.data`."""
+        return _memory_of(tensor) in self._written
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation. A write to expanded zeros is recorded and skipped."""
@@ -249,7 +248,7 @@ class _ProfiledRun:
         try:
             functions = self.tracer or contextlib.nullcontext()
             with intercepted(self.model, self.units, self._unit_call), functions, self.mode:
-                output = self.model(*args, **kwargs)
+                output = on_one_device(self.model, *args, **kwargs)
         finally:
             for part, name, value in reversed(self._old_attributes):
                 part.__dict__.pop(name, None)
@@ -317,7 +316,9 @@ class _ProfiledRun:
     def _profile(self, output: Any, writes: StateWrites) -> Profile:
         mode, consumes = self.mode, self.consumes
         # a buffer that is created once, and does not depend on the batch, is created on each rank
-        buffers = {at: b for at, b in writes.buffers().items() if at not in writes.empty or mode.of([b])}
+        buffers = {
+            at: b for at, b in writes.buffers(mode.wrote_to).items() if at not in writes.empty or mode.of([b])
+        }
         # the loss may be in an object that pytree does not know
         final = mode.of((output, loss_of(output), list(buffers.values()))) - {_BATCH}
         used = final.union(*consumes.values())

@@ -6,7 +6,7 @@ written values to the other ranks. If code after the units runs again on the who
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,15 +81,15 @@ class StateWrites:
         self.empty = frozenset(at for at, (buffer, _) in self._before.items() if buffer is None)
         self._numbers = dict(self._present_numbers())
 
-    def buffers(self) -> dict[Place, Tensor]:
-        """The buffers that have been written since, and their values."""
+    def buffers(self, wrote_to: Callable[[Tensor], bool]) -> dict[Place, Tensor]:
+        """The buffers that have been written since, and their values; versions do not tell of writes through `.data`."""
         return {
             (path, name): buffer
             for path, part in self._parts.items()
             for name, buffer in tensors_in(part)[1].items()
             if buffer is not None
             and (before := self._before.get((path, name))) is not None
-            and (before[0] is not buffer or before[1] != buffer._version)
+            and (before[0] is not buffer or before[1] != buffer._version or wrote_to(buffer))
         }
 
     def numbers(self) -> tuple[Place, ...]:

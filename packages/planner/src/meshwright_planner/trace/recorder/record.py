@@ -27,6 +27,7 @@ from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_dtensor.model.tied_parameters import tied_names
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.trace.graph import Recorder, leaves
+from meshwright_dtensor.trace.one_device import on_one_device
 from meshwright_planner import _torch
 from meshwright_planner.trace.batch import Batch, check_signature
 from meshwright_planner.trace.recorder.borrow_model import borrowed
@@ -207,7 +208,7 @@ def _watch(model: nn.Module, batch: Batch, recorder: StorageRecorder) -> Tape:
     saves = recorder.checkpoints.watched(recorder.pack)
     with torch.enable_grad(), _module_frames(model, recorder, calls), noted, saves, recorder:
         try:
-            out = model(*batch.args, **batch.kwargs)
+            out = on_one_device(model, *batch.args, **batch.kwargs)
         except Exception as error:
             if isinstance(error, (MeshwrightError, BlocksDifferError, *_torch.DATA_DEPENDENT)):
                 raise

@@ -12,6 +12,7 @@ import torch
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.trace.graph import DEVICE, Recorder, is_product, leaves
+from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
 from meshwright_planner.trace.grad_flow import Note, find_function_gradients
@@ -139,13 +140,8 @@ class StorageRecorder(Recorder):
     ) -> Any:
         if func is DEVICE:
             return func(*args)
-        if func.namespace == "c10d":
-            call = func.overloadpacket.__name__.strip("_")
-            raise UsageError(
-                f"module {self.frames[-1].module or 'the model'!r} calls torch.distributed ({call}): on one device there is "
-                "nothing to communicate, and values of a parallel model are those of all rows. Leave the call out where the model "
-                "is planned and parallel"
-            )
+        if call := collective_of(func, args):
+            raise UsageError(OF_A_GROUP.format(f"module {self.frames[-1].module or 'the model'!r}", call))
         kwargs = kwargs or {}
         place = self.checkpoints.place(func)
         if place and self._silent and not is_product(func):
