@@ -33,9 +33,8 @@ def written(rank: int, world: int, stored: Any, wanted: Any) -> None:
     loss = block(alone, by)
     loss.backward()
     x = distribute(values.clone(), mesh, [stored]).detach().requires_grad_()
-    handles = install_frames(
-        nn.ModuleDict({"block": block}), {"block": {"mul_": {0: Target(((("tp", wanted),),))}}}
-    )
+    planned = {0: Target(((("tp", wanted),),))}
+    handles = install_frames(nn.ModuleDict({"block": block}), {"block": {"mul_": planned, "square": planned}})
     there = block(x, distribute(by, mesh, ["I"]))
     there.backward()
     for handle in handles:
@@ -45,6 +44,7 @@ def written(rank: int, world: int, stored: Any, wanted: Any) -> None:
     torch.testing.assert_close(x.grad.full_tensor(), alone.grad)
 
 
-@pytest.mark.parametrize("stored, wanted", [("I", "X"), ("I", 0), (0, 1), (0, "I"), (1, "X")])
+# a dim that the tensor does not have: the plan means another call
+@pytest.mark.parametrize("stored, wanted", [("I", "X"), ("I", 0), (0, 1), (0, "I"), (1, "X"), (0, 2)])
 def test_planned_target_does_not_move_written_tensor(rank_pool: RankPool, stored: Any, wanted: Any) -> None:
     rank_pool.run(2, written, stored, wanted)

@@ -46,6 +46,9 @@ class Target:
             states: States = ()
             for axis, current, n in zip(context.axes, layout.states, context.sizes, strict=True):
                 wanted = planned.get(axis, current)
+                if isinstance(wanted, int) and wanted >= len(layout.shape):
+                    # another call than the planned one: how many calls a forward makes may depend on its data
+                    wanted = current
                 if isinstance(wanted, IntervalShard) and wanted != current:
                     outer = len(states)
                     shape = local_shape_of(tuple(layout.shape), context.sizes[:outer], (0,) * outer, states)
