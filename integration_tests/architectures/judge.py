@@ -96,12 +96,21 @@ def decided(verdict: Verdict, in_float64: Verdict, rounding: Mapping[str, float]
     """The verdict on a run whose float32 values differ, given the same run in float64.
 
     It passes if the float64 run does and if one device is no more certain of its own float32 values than the two runs
-    agree on: each that differs may do so by NOISE_REACH times of what rounding does to it on one device.
+    agree on: each that differs may do so by NOISE_REACH times of what rounding does to it on one device, or as far as it moves
+    any value of its kind there (where a ReLU's sign turns on it, another one turns in another run).
 
     Args:
         rounding: label -> how far rounding moves the value on one device, relative to its largest value.
     """
-    sure = [name for name, relative in verdict.wrong if not relative <= NOISE_REACH * rounding.get(name, 0.0)]
+    largest: dict[str, float] = {}
+    for name, moved in rounding.items():
+        kind = name.split()[0]
+        largest[kind] = max(largest.get(kind, 0.0), moved)
+    sure = [
+        name
+        for name, relative in verdict.wrong
+        if not relative <= max(NOISE_REACH * rounding.get(name, 0.0), largest.get(name.split()[0], 0.0))
+    ]
     if in_float64.passed and not sure:
         return replace(verdict, kind="passed", reason="", float64=in_float64.worst)
     told = f"; rounding alone moves it by {rounding.get(verdict.wrong[0][0], math.nan):.1e} on one device"

@@ -28,7 +28,8 @@ step. Written by `python -m integration_tests.third_party`; the models of a pack
 """
 _LEGEND = """
 *Equal*: as on one device. Of these, *by float64*: some value differs by more in float32, but no further than rounding moves it on
-one device; the run is repeated in float64 and must agree to {tolerance:g} in all that differed. *Refused*: by one of our errors,
+one device (16 times of what one rounding of the weights does to it there, or as far as that moves any value of its kind); the
+run is repeated in float64 and must agree to {tolerance:g} in all that differed. *Refused*: by one of our errors,
 when planning or in `parallelize`. *Wrong*: other values. *Error*: anything else, such as a plan that fails at its first step.
 """
 
