@@ -143,3 +143,23 @@ def train_half(rank: int, size: int, kind: str) -> float:
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_an_optimizer_without_parameters_on_a_frozen_stage(rank_pool: RankPool, kind: str) -> None:
     assert max(rank_pool.run(2, train_half, kind)) < LIMIT
+
+
+def train_nothing(rank: int, size: int) -> list[tuple[bool, str]]:
+    """Of models with frozen parameters, and of one that trains: whether the loss has a gradient, and the error of backward."""
+    model, outcomes = pipeline(Chain(), chain_plan()), []
+    for trains in (False, True):
+        model.requires_grad_(trains)
+        loss = model(**chain_batch())["loss"]
+        try:
+            loss.backward()
+            outcomes.append((loss.requires_grad, ""))
+        except RuntimeError as error:
+            outcomes.append((loss.requires_grad, str(error)))
+    return outcomes
+
+
+def test_a_loss_of_frozen_parameters_has_no_gradient(rank_pool: RankPool) -> None:
+    for (frozen, error), trained in rank_pool.run(2, train_nothing):
+        assert not frozen and "does not require grad" in error
+        assert trained == (True, "")

@@ -35,8 +35,9 @@ from meshwright_pipeline.runtime.prepare import Preparation, Prepared
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.settings import Settings
 from meshwright_pipeline.runtime.step_end import StepEnd
+from meshwright_pipeline.runtime.step_output import with_loss
 from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum
-from meshwright_pipeline.trace.loss import check_loss_path, loss_of, need_loss, with_loss
+from meshwright_pipeline.trace.loss import check_loss_path, loss_of, need_loss
 from meshwright_pipeline.trace.loss_denominators import Denominators
 from meshwright_pipeline.trace.microbatch import Call, microbatches, padded
 from meshwright_pipeline.trace.rng_replay import RngReplay, StepDraws
@@ -86,7 +87,7 @@ class StepResult:
     Attributes:
         run: the step, whose backwards may still have to run.
         failure: the first error on this rank.
-        loss: the loss of the batch, in "per_microbatch".
+        loss: the loss of the batch, in "per_microbatch"; it requires a gradient where it has one.
         outputs: the leaves to return: ordinary tensors, which require a gradient where they have one.
         tail: what the code after the last unit took, once it has run, in "full_batch".
         drawn: the random numbers of the step.
@@ -249,12 +250,16 @@ class PipelinedCall:
         losses: dict[int, Tensor] = {}
         results: dict[int, Any] = {}
 
+        trained = False
+
         def start_backward(microbatch: int, result: Any) -> list[Tensor]:
+            nonlocal trained
             loss = need_loss(result)
             if microbatch == 0 and len(plan.calls) > 1:
                 check_loss_path(plan.prepared.loss_paths, self._trained(messages()), loss)
             weighted: Tensor = full_value(loss) * plan.weight
             losses[microbatch] = weighted.detach()
+            trained = trained or weighted.requires_grad
             if plan.returns == "all":
                 results[microbatch] = result
             return [weighted]
@@ -272,7 +277,8 @@ class PipelinedCall:
             if self._has_last_stage and self.last.failure is None and not run.input_missing:
                 try:
                     if per_microbatch:
-                        step.loss = functools.reduce(torch.add, [losses[m] for m in sorted(losses)])
+                        total = functools.reduce(torch.add, [losses[m] for m in sorted(losses)])
+                        step.loss = total.requires_grad_(trained)
                         if plan.returns == "all":
                             parts = [leaves_of(results[m]) for m in sorted(results)]
                             step.outputs = loss_additivity.join_leaves(plan.leaves, parts)
@@ -340,7 +346,9 @@ class PipelinedCall:
         if per_microbatch:
             backward = functools.partial(_scaled, gradients)
             targets = [sink.leaf for sink in sinks.values()]
-            (loss,) = map(self._shown, connected([loss], [True], targets, backward, self._after_backward))
+            (loss,) = map(
+                self._shown, connected([loss], [loss.requires_grad], targets, backward, self._after_backward)
+            )
             if plan.returns == "loss":
                 return with_loss(plan.output, loss, keep=False)
             pairs = zip(leaves, differentiable, strict=True)

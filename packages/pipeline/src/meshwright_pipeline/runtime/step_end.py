@@ -47,7 +47,7 @@ class StepEnd:
         return self.table.owner(self.table.shape.stages - 1)
 
     def agree(self, failure: Failure | None, loss: Tensor | None = None, batch: str = "") -> Tensor:
-        """The loss, the same on every rank.
+        """The loss, the same on every rank, and whether it requires a gradient.
 
         `failure`: of this rank. `loss`: on a rank of the last stage; None where there is none. `batch`: what this rank was given.
 
@@ -62,7 +62,8 @@ class StepEnd:
             when = self.table.ends[failure.action]
             report = Report(failure.action, rank, reason, int(failure.lost), when)
         elif loss is not None and self.context.reports_loss:
-            value = float(loss.double()), float(_DTYPES.index(loss.dtype))
+            kind = _DTYPES.index(loss.dtype) + len(_DTYPES) * loss.requires_grad
+            value = float(loss.detach().double()), float(kind)
         verdict = self.agreement.settle(Vote(value, report, batch))
         if isinstance(verdict, Report):
             for forget in self.forget:
@@ -70,7 +71,9 @@ class StepEnd:
             action, cause = verdict.action, None if failure is None else failure.error
             place = (action.stage, action.microbatch, NAMES[action.kind])
             raise StageError(*place, verdict.rank, verdict.reason) from cause
-        return torch.tensor(verdict[0], dtype=_DTYPES[int(verdict[1])], device=self.context.device)
+        differentiable, kind = divmod(int(verdict[1]), len(_DTYPES))
+        agreed = torch.tensor(verdict[0], dtype=_DTYPES[kind], device=self.context.device)
+        return agreed.requires_grad_(bool(differentiable))
 
     def share(
         self,

@@ -1,4 +1,4 @@
-"""The loss in what a model returns: finds it, replaces it, and checks that every step computes it alike.
+"""The loss in what a model returns: finds it, and checks that every step computes it alike.
 
 A model may change between steps, for example add an auxiliary loss after some of them. The proof that the loss is additive
 then no longer holds. The autograd graph between the loss and the units shows the change.
@@ -6,14 +6,12 @@ then no longer holds. The autograd graph between the loss and the units shows th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.pytrees import tensors_of
 
 _MARK = "meshwright_pipeline: of a unit"
@@ -50,24 +48,6 @@ def need_loss(result: Any) -> torch.Tensor:
 def plain_or_none(leaf: Any) -> Any:
     """The leaf if it is a plain value; None for tensors, and for objects such as a cache, whose parts are on all stages."""
     return leaf if isinstance(leaf, (bool, int, float, str)) else None
-
-
-def with_loss(result: Any, loss: torch.Tensor, keep: bool) -> Any:
-    """The result with another loss. Other tensors are kept with `keep`, otherwise replaced by None."""
-    old = loss_of(result)
-    leaves, spec = pytree.tree_flatten(result)
-    # an object that pytree does not know
-    if not any(leaf is old for leaf in leaves):
-        changed = copy.copy(result)
-        changed.loss = loss
-        return changed
-
-    def replaced(leaf: Any) -> Any:
-        if leaf is old:
-            return loss
-        return plain_or_none(leaf) if not keep or not isinstance(leaf, torch.Tensor) else leaf
-
-    return pytree.tree_unflatten([replaced(leaf) for leaf in leaves], spec)
 
 
 # ---- how it is computed
