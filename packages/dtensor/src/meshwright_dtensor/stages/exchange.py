@@ -83,7 +83,8 @@ def _shared(model: Any, sources: Sequence[int], wholes: Sequence[Tensor]) -> lis
     parts = buffer.split(sizes)
     for part, x, source in zip(parts, wholes, sources, strict=True):
         if source == model.rank:
-            flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+            # bytes of a conjugated view are those before the conjugation
+            flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             part[: flat.numel()] = flat
     kind = "broadcast" if len(set(sources)) == 1 else "all_reduce"
     record(kind, "pp", buffer.numel(), function="values of stages")
