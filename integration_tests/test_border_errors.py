@@ -10,6 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -100,7 +105,7 @@ def compiled(rank: int, size: int, name: str) -> list[tuple[str, str]]:
     """Expected words and errors of compiled models, and of parallel models that are compiled."""
     errors = [(words, told(functools.partial(parallel, model, name))) for words, model in compiled_models()]
     model: Any = parallel(small(), name)
-    x = ids()
+    x, weight = ids(), model.a.weight.detach()
     for call in (
         lambda: torch.compile(model, backend="eager")(x),
         lambda: torch.compile(model.b, backend="eager"),
@@ -109,6 +114,8 @@ def compiled(rank: int, size: int, name: str) -> list[tuple[str, str]]:
         lambda: torch.compile(lambda x: model(x), backend="eager")(x),
         lambda: torch.jit.script(model),
         lambda: torch.jit.trace(model, x),
+        lambda: torch.jit.trace(model.b, torch.ones(2, 12)),
+        lambda: torch.jit.trace(lambda y: y @ weight, torch.ones(2, 12)),
     ):
         errors.append(("was given a parallel model", told(call)))
     # the model still runs
@@ -123,6 +130,47 @@ def test_compiled_and_scripted_modules_are_refused_in_one_line(rank_pool: RankPo
         for words, error in errors:
             assert error.startswith("UnsupportedError: ") and words in error and "\n" not in error
             assert "use the ordinary module, without torch.compile and torch.jit" in error
+
+
+def wrapped(rank: int, size: int, name: str) -> list[str]:
+    """Errors of tools that would distribute a parallel model, or a part of it, again."""
+    model: Any = parallel(small(), name)
+    mesh = init_device_mesh("cpu", (size,))
+    errors = [
+        told(lambda: nn.parallel.DistributedDataParallel(model)),
+        told(lambda: nn.parallel.DistributedDataParallel(model.b)),
+        told(lambda: FullyShardedDataParallel(model, device_id=torch.device("cpu"))),
+        told(lambda: fully_shard(model)),
+        told(lambda: fully_shard(model.b)),
+        told(lambda: fully_shard([model.a, model.b])),
+        told(lambda: replicate(model)),
+        told(lambda: parallelize_module(model, mesh, {"b": ColwiseParallel()})),
+    ]
+    torch.testing.assert_close(model(ids()).full_tensor(), small()(ids()))
+    return errors
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_tools_that_would_distribute_it_again_are_refused(rank_pool: RankPool, name: str) -> None:
+    for errors in rank_pool.run(2, wrapped, name):
+        for error in errors:
+            assert error.startswith("UnsupportedError: ") and "leave that call out" in error
+
+
+def transformed(rank: int, size: int, name: str) -> str:
+    """The error of a transform of the parameters of a model."""
+    model: Any = parallel(small(), name)
+
+    def loss(parameters: dict[str, Any]) -> Tensor:
+        return functional_call(model, parameters, (ids(),)).square().mean()
+
+    return told(lambda: torch.func.grad(loss)(dict(model.named_parameters())))
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_transforms_of_parameters_are_refused_in_one_line(rank_pool: RankPool, name: str) -> None:
+    for error in rank_pool.run(2, transformed, name):
+        assert error.startswith("UnsupportedError: ") and "\n" not in error
 
 
 class Bag(Small):

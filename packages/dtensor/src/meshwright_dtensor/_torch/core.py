@@ -75,6 +75,13 @@ def functorch_active() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def outside_functorch(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that functorch transforms have wrapped; any other tensor itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 # bound, not wrapped: these run on every torch call of a model
 # (class, data): a tensor of the class with the metadata of the data, 1 us
 make_subclass = torch.Tensor._make_subclass
@@ -325,6 +332,17 @@ COMPILED_ATTRIBUTES = tuple(
     "compile _torchdynamo_orig_callable _torchdynamo_wrapper_id __prepare_scriptable__".split()
 )
 """Attributes of a module that `module.compile()`, `torch.compile(module)` and `torch.jit.script(module)` look up."""
+
+
+def wrapped_attributes() -> tuple[str, ...]:
+    """Attributes of a module that fully_shard and replicate, DistributedDataParallel, and parallelize_module read first of all."""
+    from torch.distributed._composable.contract import STATE_KEY
+
+    return str(STATE_KEY), "_ddp_params_and_buffers_to_ignore", "_distribute_module_applied"
+
+
+FSDP_ATTRIBUTE = "_fsdp_flattened"
+"""The attribute of a parameter that FullyShardedDataParallel reads first of all."""
 
 
 def compiled_by(module: torch.nn.Module) -> str | None:

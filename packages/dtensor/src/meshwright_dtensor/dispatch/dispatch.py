@@ -30,6 +30,7 @@ from meshwright_dtensor.dispatch.value_readers import READERS
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, replicated_layout
+from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.propagate.choose import Underivable
 from meshwright_dtensor.sharding.states import States
@@ -156,6 +157,7 @@ def _run_special(func: Function, args: Args, kwargs: Kwargs) -> Any:
     handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(getattr(func, "__name__", ""))
     if handler is not None:
         return handler(func, args, kwargs)
+    refuse_traced_call()
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         return fallback.run_collective(func, args, kwargs)
     if functorch_active():

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from meshwright_dtensor._torch.core import dtensor_local, pytree, stock_call, storage_key
+from meshwright_dtensor._torch.core import (
+    dtensor_local,
+    outside_functorch,
+    pytree,
+    stock_call,
+    storage_key,
+)
 from meshwright_dtensor._torch.one_rank import OneRank
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
@@ -199,9 +205,15 @@ def run_collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def run_on_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run on gathered plain values and return plain results: a functorch transform would lose the labels.
 
-    Raises UnsupportedError: a sharded tensor that needs a gradient would have to be gathered inside the transform.
+    Raises UnsupportedError: a sharded tensor that needs a gradient would have to be gathered inside the transform, or the
+        transform is of a parameter over a mesh.
     """
     for x in pytree.tree_leaves((args, kwargs)):
+        if isinstance(x, Tensor) and isinstance(outside_functorch(x), DTensor) and not isinstance(x, DTensor):
+            raise UnsupportedError(
+                f"{function_name(func)} inside a functorch transform (torch.func, vmap) of a parameter or gradient over a mesh; "
+                "transform its whole value instead, x.full_tensor()"
+            )
         if isinstance(x, GlobalTensor) and x.requires_grad and not x._layout.replicated:
             raise UnsupportedError(
                 f"{function_name(func)} inside a functorch transform needs the whole of a sharded tensor ({x._layout!r}) whose "

@@ -29,7 +29,7 @@ def refuse_compiling(model: nn.Module) -> None:
 
 
 def refuse_traced_call(*_: Any) -> None:
-    """Raise UnsupportedError if the call of a parallel model is being compiled or traced."""
+    """Raise UnsupportedError if what runs is being compiled or traced: the call of a parallel model, a function of its tensors."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         _refuse()
 
@@ -46,6 +46,11 @@ class _Refusal:
     """An attribute of a module that raises where torch uses it to compile the module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse()
+
+    @property
+    def _torchscript_modifier(self) -> NoReturn:
+        # torch.jit.trace asks all attributes of a module
         _refuse()
 
     def __eq__(self, other: object) -> bool:

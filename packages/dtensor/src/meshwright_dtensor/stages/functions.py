@@ -15,6 +15,7 @@ import torch
 
 from meshwright_dtensor._torch.core import TorchDispatchMode, any_autocast, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.stages import stage_tensor
 from meshwright_dtensor.stages.exchange import exchanged_by_id, refuse_inside
 from meshwright_dtensor.stored.writes import check_data
@@ -58,6 +59,7 @@ def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: K
     special = _special(func, name, args, kwargs, operands)
     if special is not NotImplemented:
         return special
+    refuse_traced_call()
     refuse_inside(operands)
     if "device" in kwargs and kwargs["device"] == operands[0].device:
         kwargs = {key: value for key, value in kwargs.items() if key != "device"}

@@ -27,6 +27,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.mesh.mesh import build_mesh, init, live_process_groups
 from meshwright_dtensor.model.compiled import refuse_compiling
+from meshwright_dtensor.model.wrapped import refuse_wrapping
 from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
@@ -120,6 +121,7 @@ def parallelize(
     model.parallel_plan = plan  # type: ignore[assignment]
     show_one_device(model)
     refuse_compiling(model)
+    refuse_wrapping(model)
     _refuse_pickling(model)
     undo.finish(model)
     LIVE.add(placed)

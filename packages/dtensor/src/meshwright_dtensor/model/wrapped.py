@@ -1,0 +1,43 @@
+"""Refuses that another tool makes a parallel model parallel: it would take this rank's parts for whole parameters."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from meshwright_dtensor._torch.core import FSDP_ATTRIBUTE, wrapped_attributes
+from meshwright_dtensor.errors import UnsupportedError
+
+
+def refuse_wrapping(model: nn.Module) -> None:
+    """Make DistributedDataParallel, FSDP, fully_shard, replicate and parallelize_module raise UnsupportedError for the model
+    and its modules."""
+    refusal = _Refusal()
+    for module in model.modules():
+        module.__dict__.update(dict.fromkeys(wrapped_attributes(), refusal))
+    for parameter in model.parameters():
+        setattr(parameter, FSDP_ATTRIBUTE, refusal)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise UnsupportedError(
+        "DistributedDataParallel, FSDP, fully_shard, parallelize_module or a framework that calls one of them was given a "
+        "parallel model, which its plan has distributed already: leave that call out, and write the loop as for one device "
+        "(mw.plan(model, batch, dp=2, zero=3), for example, chooses data parallel with ZeRO)"
+    )
+
+
+class _Refusal(dict[Any, Any]):
+    """What raises where these tools read it; some of them want a dict."""
+
+    def __contains__(self, tool: object) -> bool:
+        # composable activation checkpointing works
+        if getattr(tool, "__name__", "") != "checkpoint":
+            _refuse()
+        return False
+
+    __iter__ = __bool__ = _refuse  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
+        return self
