@@ -46,9 +46,10 @@ _QUERIES = frozenset(
 """Functions that ask about a tensor, not for its value."""
 _READS = (DATA_DEPENDENT - VIEWS) | frozenset(
     "backward bernoulli multinomial poisson binomial normal _make_dual cholesky cholesky_inverse inverse pinverse svd lu "
-    "lu_solve matrix_power new_empty".split()
+    "lu_solve matrix_power new_empty logaddexp logaddexp2".split()
 )
-"""Functions that take the value on every rank; what is drawn, or whether they raise, may depend on it. Those of linalg too."""
+"""Functions that take the value on every rank: what is drawn, or whether they or their backward raise, may depend on it. Those
+of linalg too."""
 
 
 def stage_call(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
