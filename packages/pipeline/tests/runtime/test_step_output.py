@@ -39,7 +39,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_reading_raises(read: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(UnsupportedError, match='Set pipeline[.]outputs to "all"'):
+    with pytest.raises(UnsupportedError, match=r'Set pipeline\.outputs to "all"'):
         read(DroppedOutput.of(torch.ones(4, 3)))
 
 
