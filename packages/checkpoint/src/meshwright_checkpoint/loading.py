@@ -75,7 +75,7 @@ def load(
             "load() needs a path, and path is None (latest() returns None before the first save). Test it first: "
             "`if (path := latest(directory)): load(path, ...)`"
         )
-    collect.check_model("load", model)
+    collect.check_call("load", model)
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     options = _Options(patterns, bool(strict), bool(cast), bool(random))
     ranks, inner = Ranks(), unwrapped(model)

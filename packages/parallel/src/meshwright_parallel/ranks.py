@@ -1,7 +1,8 @@
-"""Check that all ranks start with the same plugins, plan, parameters, buffers and random state, and get the same batches."""
+"""Check that all ranks start with the same plugins, plan, parameters, buffers and random state, and make the same calls."""
 
 from __future__ import annotations
 
+import uuid
 import warnings
 import zlib
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.deferred.materialize import is_deferred
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.model.batch_text import SAME_BATCH, BatchTexts, first_difference
 from meshwright_dtensor.plan import ParallelPlan
@@ -118,6 +120,26 @@ def install_batch_check(model: nn.Module, mesh: DeviceMesh) -> None:
                 _check_same_batch(text)
 
     model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+
+
+def install_call_order(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Compare the calls of `model`, and of collectives outside of it, between ranks (see `CallOrder`). All ranks must call it."""
+    if mesh.size() == 1 or dist.get_backend() == "fake":
+        return
+    calls = MeshContext.of(mesh).calls
+    ((_, name),) = extremes([0 if dist.get_rank() else uuid.uuid4().int >> 66], None)
+    calls.compare_as(str(name))
+
+    def enter(model: nn.Module, args: tuple[Any, ...]) -> None:
+        kind = "training" if model.training else "evaluation"
+        calls.follow(f"call of {type(model).__name__}, {kind}, gradients {torch.is_grad_enabled()}")
+        calls.inside += 1
+
+    def leave(*_: Any) -> None:
+        calls.inside -= 1
+
+    model.register_forward_pre_hook(enter, prepend=True)
+    model.register_forward_hook(leave, always_call=True)
 
 
 def _check_same_batch(text: str) -> None:

@@ -22,7 +22,7 @@ from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read.wanted import Source
 from meshwright_checkpoint.saving.saving import save
 from meshwright_checkpoint.shards.write_shares import Piece
-from meshwright_checkpoint.state.collect import MODEL
+from meshwright_checkpoint.state.collect import MODEL, check_call
 from meshwright_checkpoint.storage.backend import StrPath, complete_file, storage_of
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_checkpoint.storage.filesystem import DirectoryStorage, staged_directory
@@ -46,6 +46,7 @@ def export(path: StrPath, *, model: nn.Module) -> None:
         CheckpointError: the path exists, or cannot be written.
         UsageError: the path is a URL.
     """
+    check_call("export", model)
     ranks = Ranks()
     target = _directory(path)
     token = ranks.gather(uuid.uuid4().hex)[0]

@@ -70,7 +70,7 @@ def save(
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
     retention = Retention(keep_last, keep_every)
-    collect.check_model("save", model)
+    collect.check_call("save", model)
     if step is not None and (type(step) is not int or step < 0):
         raise UsageError(f"step={step!r} is not a training step; pass an int of at least 0")
     storage = any_storage_of(path, backend)
@@ -111,7 +111,7 @@ def prepare_save(model: nn.Module, *, optimizer: Optimizer | None = None, wait: 
         CheckpointError: an earlier asynchronous save failed.
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
-    collect.check_model("prepare_save", model)
+    collect.check_call("prepare_save", model)
     with own_state(unwrapped(model), optimizer):
         _saver().prepare(model, optimizer)
     if wait:

@@ -21,6 +21,7 @@ from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.model.stage_info import stages_of
 
 MODEL, OPTIMIZER, EXTRA = "model/", "optimizer/", "extra/"
@@ -32,6 +33,12 @@ def check_model(what: str, model: object) -> None:
         raise UsageError(
             f"{what}(model=...) must be an nn.Module, and is of type {type(model).__name__}; pass the model itself"
         )
+
+
+def check_call(what: str, model: nn.Module) -> None:
+    """Raise UsageError for anything that is not a module, or if another rank makes another call."""
+    check_model(what, model)
+    follow_call(next(model.parameters(), None), what)
 
 
 def optimizer_given(model: nn.Module, optimizer: Optimizer | None) -> bool | None:

@@ -75,6 +75,11 @@ def functorch_active() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def outside_functorch(x: torch.Tensor) -> torch.Tensor:
     """The tensor that functorch transforms have wrapped; any other tensor itself."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):

@@ -72,11 +72,14 @@ class Step:
         name = self.collective
         if run is None or name is None:
             return None if run is None else (lambda t, site: run(t))
-        axis = self.context.axes[self.axis]
+        axis, calls = self.context.axes[self.axis], self.context.calls
         why = f"{format_state(self.source)}->{format_state(self.target)}"
         dim = int(self.source) if isinstance(self.source, int) else None
 
+        call = f"{name} over {axis}, {why}"
+
         def logged(t: Tensor, site: Site) -> Tensor:
+            calls.follow(call)
             if CommLog.listening():
                 # the value before it is split over this axis, of which t is the local part
                 rows = 1 if dim is None else self.total

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.mesh.call_order import CallOrder
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.utils.names import listing, suggestion
 
@@ -48,6 +49,7 @@ class MeshContext:
         replicated: the states of a value that every rank holds whole.
         report: how calls were mapped to local programs.
         strict: whether a call that has to run replicated is an error.
+        calls: those of the user that need every rank.
         attention: mesh axis -> how attention is computed where the sequence is sharded over it.
         programs: local programs of calls, oldest first (see dispatch.program).
         cache: the results of :meth:`cached`, by (make, key).
@@ -66,6 +68,7 @@ class MeshContext:
         self.replicated: States = ("I",) * mesh.ndim
         self.report = Report()
         self.strict = False
+        self.calls = CallOrder()
         self.attention: dict[str, AttentionForm] = {}
         self.programs: OrderedDict[Any, Any] = OrderedDict()
         self.cache: dict[Any, Any] = {}
@@ -92,7 +95,7 @@ class MeshContext:
             return value
 
     def inner(self, axes: tuple[str, ...]) -> MeshContext:
-        """The context of the ranks that differ from this rank on ``axes`` only, in mesh order; it shares this report."""
+        """The context of the ranks that differ from this rank on ``axes`` only, in mesh order; it shares report and calls."""
         context = self.cached(_inner, axes)
         context.strict = self.strict
         return context
@@ -102,9 +105,16 @@ class MeshContext:
         return self.mesh.get_group(axis)
 
 
+def follow_call(of: Any, call: str) -> None:
+    """Note a call that needs every rank (see `CallOrder`). `of`: a mesh or a tensor over one; nothing is noted for others."""
+    context = getattr(getattr(of, "device_mesh", of), _ATTRIBUTE, None)
+    if context is not None:
+        context.calls.follow(call)
+
+
 def _inner(outer: MeshContext, axes: tuple[str, ...]) -> MeshContext:
     context = MeshContext.of(outer.mesh[axes])
-    context.report, context.attention = outer.report, outer.attention
+    context.report, context.attention, context.calls = outer.report, outer.attention, outer.calls
     return context
 
 

@@ -36,6 +36,7 @@ IDLE_SECONDS, IDLE_BYTES = 5e-3, 1 << 14
 
 _IO = Path("/proc/self/io")
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INNERMOST = 4
 """Frames among which a function of torch.distributed or of this framework is looked for."""
 _KEY, _NAME = "meshwright/waits/", "meshwright deadlocks"
@@ -67,7 +68,7 @@ def _watch(seconds: float) -> None:
         if time.monotonic() - since < seconds:
             continue
         polls += 1
-        store.set(_KEY + str(rank), json.dumps([polls, *_place(frame)]))
+        store.set(_KEY + str(rank), json.dumps([polls, *users_line(frame)]))
         waits = _all_waits(store, world)
         if waits and min(count for count, *_ in waits) > 2 and len({tuple(place) for _, *place in waits}) > 1:
             _end(rank, [(where, line) for _, where, line in waits])
@@ -96,10 +97,12 @@ def _file(frame: FrameType) -> str:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0].startswith("meshwright")
+    name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    # torch.autograd.Function.apply runs code of ours under the name of torch
+    return name.startswith("meshwright") or _file(frame).startswith(_PACKAGE)
 
 
-def _place(frame: FrameType) -> tuple[str, str]:
+def users_line(frame: FrameType) -> tuple[str, str]:
     """The innermost line that is neither torch's nor ours: file, number and function, and its text."""
     for f in _outwards(frame):
         if not (_is_ours(f) or _file(f).startswith((_TORCH, "<"))):
@@ -135,6 +138,8 @@ def _end(rank: int, waits: list[tuple[str, str]]) -> None:
     if not rank:
         print(f"[rank0]: {text}", file=sys.stderr, flush=True)
     record_error(UsageError(text))
+    # the end of another rank is no second cause
+    sys.excepthook = lambda *_: os._exit(1)
     sys.stdout.flush()
     # the others read this rank's wait once more
     time.sleep(4 * POLL_SECONDS)

@@ -15,6 +15,7 @@ from meshwright_dtensor._torch.core import dtensor_local, pytree, settled
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.mesh.layout import Layout, stock_layout
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.sharding.states import complete
@@ -71,6 +72,7 @@ def complete_value(x: DTensor) -> DTensor:
     """``x`` with partial values reduced, one axis after the other, as norms of norms."""
     if not any(p.is_partial() for p in x.placements):
         return x
+    follow_call(x, "sum over ranks")
     return settled(x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements]))
 
 

@@ -27,8 +27,8 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.mesh.mesh import build_mesh, init, live_process_groups
 from meshwright_dtensor.model.compiled import refuse_compiling
-from meshwright_dtensor.model.wrapped import refuse_wrapping
 from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
+from meshwright_dtensor.model.wrapped import refuse_wrapping
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
@@ -47,7 +47,7 @@ from meshwright_parallel.placement.inputs import LIVE, ModelPlacement, install_i
 from meshwright_parallel.placement.nested_padding import install_padding
 from meshwright_parallel.placement.stage_plan import link_stages
 from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
-from meshwright_parallel.ranks import check_ranks_agree, install_batch_check, same_plugins
+from meshwright_parallel.ranks import check_ranks_agree, install_batch_check, install_call_order, same_plugins
 from meshwright_parallel.recompute.checkpoint import install_recompute
 from meshwright_parallel.strategies.data import BUCKET_BYTES
 from meshwright_parallel.validation.checks import check_fit, check_model, check_optimizers
@@ -116,6 +116,7 @@ def parallelize(
     install_reduction(model, mesh, BucketSizes(BUCKET_BYTES, reuse=division is None))
     if division is None:
         install_batch_check(model, mesh)
+        install_call_order(model, mesh)
     else:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]

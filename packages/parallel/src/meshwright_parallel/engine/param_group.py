@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
@@ -245,6 +246,7 @@ class ParamGroup:
         self.state = UnshardState.IN_FLIGHT
 
     def _all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
+        follow_call(self.engine.mesh, "unshard")
         record("all_gather", self.axis, rows.nbytes, self.engine.phase, self.name, "zero", "S->X")
         group = self.engine.mesh.get_group(self.axis)
         self._works.append(dist.all_gather_single(rows, row, group=group, async_op=True))

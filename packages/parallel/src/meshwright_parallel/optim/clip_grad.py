@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.model.stage_info import StageInfo, is_repeated, stage_link
 from meshwright_dtensor.stages.whole_model import own_tensors
 from meshwright_parallel._torch.core import local_of, scale_in_place
@@ -174,6 +175,7 @@ def _reduce(values: torch.Tensor, mesh: DeviceMesh, axis: int, p: float) -> torc
         sign = 1.0 if p > 0 else -1.0
         flags = values.isnan().to(values.dtype)
         values = torch.cat([sign * values.nan_to_num(nan=0.0, posinf=math.inf), flags])
+    follow_call(mesh, "clip_grad_norm_")
     record("all_reduce", name, values.numel() * values.element_size(), "backward", function="clip_grad_norm_")
     dist.all_reduce(values, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     if not infinite:

@@ -23,6 +23,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon,
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.parameter import MeshParameter, state_like
 from meshwright_dtensor.stages.optimizers import show_states, states_changed, steps_each_parameter
 from meshwright_dtensor.stages.stage_tensor import StageTensor, value_of
@@ -56,6 +57,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(isinstance(p, (MeshParameter, StageTensor)) for p in parameters):
         return None
+    follow_call(parameters[0], f"step of {type(optimizer).__name__}")
     model = whole_model_among(parameters)
     with nullcontext() if model is None else model.entered():
         _distribute_states(optimizer)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.context import MeshContext, follow_call
 from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.sharding.boxes import Box, Interval, Region, chunk_box, region_of
 from meshwright_dtensor.sharding.states import States
@@ -97,6 +97,7 @@ class LocalContext:
     ) -> torch.Tensor:
         """All-reduce ``tensor`` in place over these mesh axes, and record it."""
         for axis in axes:
+            follow_call(self.mesh, f"all_reduce over axis {axis}")
             dist.all_reduce(tensor, op=op, group=self.group(axis))
             self.record("all_reduce", axis, tensor.nbytes, phase)
         return tensor
