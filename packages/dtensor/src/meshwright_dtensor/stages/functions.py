@@ -7,17 +7,27 @@ ordinary global tensor, the same on every rank.  All ranks decide alike, from sh
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import TorchDispatchMode, any_autocast, pytree, stock_call
+from meshwright_dtensor._torch.core import any_autocast, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.stages import stage_tensor
 from meshwright_dtensor.stages.exchange import exchanged_by_id, refuse_inside
+from meshwright_dtensor.stages.on_meta import (
+    Values,
+    draw,
+    form_of,
+    map_arguments,
+    meta_alone,
+    on_metas,
+    rehearsed,
+    remember,
+    tried,
+)
 from meshwright_dtensor.stored.writes import check_data
 from meshwright_dtensor.tensor.foreach import writes_lists
 from meshwright_dtensor.tensor.global_tensor import version_of
@@ -28,14 +38,12 @@ from meshwright_dtensor.trace.function_kinds import (
     Args,
     Function,
     Kwargs,
-    check_strided,
     differentiated,
     is_in_place,
     kind_of,
 )
 
 Tensor = torch.Tensor
-Values = Sequence[stage_tensor.StageValue]
 
 _DEVICE = frozenset({torch.Tensor.device, torch.Tensor.is_cpu, torch.Tensor.is_cuda, torch.Tensor.is_meta})
 _QUERIES = frozenset(
@@ -114,7 +122,9 @@ def install() -> None:
 
 def _operands(args: Any, kwargs: Any) -> list[stage_tensor.StageValue]:
     values: list[stage_tensor.StageValue] = []
-    _map(lambda x: values.append(x) if isinstance(x, stage_tensor.StageValue) else None, (args, kwargs))
+    map_arguments(
+        lambda x: values.append(x) if isinstance(x, stage_tensor.StageValue) else None, (args, kwargs)
+    )
     return values
 
 
@@ -143,22 +153,6 @@ def _refuse_recording(name: str, args: Args, kwargs: Kwargs) -> None:
 
 
 # ---- one set of ranks holds the operands
-class _Draws(TorchDispatchMode):
-    """Sees whether random numbers are drawn, or indices are checked: a rank without the value does that too."""
-
-    any = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        indexed = func.__name__.startswith(("index", "gather", "scatter", "take", "put", "embedding"))
-        self.any = self.any or indexed or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-def _remember(results: dict[Any, Any], key: Any, outcome: tuple[Any, bool]) -> None:
-    """Keep what a call gives; indices that count up would fill the memory."""
-    if len(results) >= _MOST_RESULTS:
-        results.clear()
-    results[key] = outcome
 
 
 def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, common: frozenset[int]) -> Any:
@@ -167,13 +161,13 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
     here = model.rank in common
     with stock_call():
         recorded = torch.is_grad_enabled() and any(stage_tensor.value_of(x).requires_grad for x in operands)
-    key = None if recorded or kwargs.get("requires_grad") else _form(func, args, kwargs)
+    key = None if recorded or kwargs.get("requires_grad") else form_of(func, args, kwargs)
     outcome = model.results_on_meta.get(key)
     if outcome is None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not here):
-            outcome = _tried(func, args, kwargs, operands)
+            outcome = tried(func, args, kwargs, operands)
         if key is not None and outcome is not None:
-            _remember(model.results_on_meta, key, outcome)
+            remember(model.results_on_meta, key, outcome)
     if outcome is None:
         return _exchanged(func, args, kwargs, operands)
     if type(outcome[0]) is int:
@@ -182,118 +176,21 @@ def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, co
     if here:
         result = _on_values(func, args, kwargs)
     elif outcome[1]:
-        _draw(func, args, kwargs)
+        draw(func, args, kwargs)
     return stage_tensor.staged(result, model, common, model.device)
-
-
-def _tried(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> tuple[Any, bool] | None:
-    """What a call gives on meta tensors, and whether it draws; None if it reads values, or is wrong, as every rank sees.
-
-    An operand that it gives is an operand on every rank: then it is its place among the operands.
-    """
-    metas = {id(x): _on_meta(x) for x in operands}
-    try:
-        with _Draws() as draws:
-            result = _on_metas(func, args, kwargs, metas)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
-        return None
-    leaves = pytree.tree_leaves(result)
-    if not all(x is None or (isinstance(x, Tensor) and x.is_meta) for x in leaves):
-        return None
-    check_strided(func, *leaves)
-    return next((i for i, x in enumerate(operands) if metas[id(x)] is result), result), draws.any
-
-
-_MOST_RESULTS = 1 << 12
-"""Calls of which a model remembers the result on meta tensors."""
-
-_PLAIN = frozenset(
-    (
-        int,
-        bool,
-        float,
-        complex,
-        str,
-        type(None),
-        type(...),
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-    )
-)
-"""Types of arguments that tell what they are by their value."""
-
-
-def _form(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """What the result on meta tensors follows from, to look it up the next time; None where that cannot be said."""
-
-    def form(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            x = stage_tensor.value_of(x)
-            return (x.shape, x.stride(), x.dtype, x.requires_grad)
-        if isinstance(x, (list, tuple)):
-            return (type(x), *map(form, x))
-        # such as a learning rate, which changes in every step; not a probability
-        if type(x) is float and not draws:
-            return float
-        if type(x) not in _PLAIN:
-            # a function would be kept, and all that it refers to
-            raise TypeError
-        return type(x), x
-
-    draws = kind_of(func) in ("draw", "fill", "init")
-    try:
-        with stock_call():
-            named = tuple((name, form(x)) for name, x in kwargs.items())
-            key = (func, torch.is_inference_mode_enabled(), form(args), named)
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def _on_values(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``func`` on the values themselves, or on the meta tensors in their place; an operand that it returns is itself again."""
     operands = _operands(args, kwargs)
     with stage_tensor.held(operands):
-        result = func(*_map(stage_tensor.value_of, args), **_map(stage_tensor.value_of, kwargs))
+        result = func(
+            *map_arguments(stage_tensor.value_of, args), **map_arguments(stage_tensor.value_of, kwargs)
+        )
     for x in operands:
         if result is stage_tensor.value_of(x):
             return x
     return result
-
-
-def _on_meta(x: Any) -> Any:
-    """A meta tensor of the same shape; that in place of a value itself, with its history."""
-    if isinstance(x, stage_tensor.StageTensor) and x._value.is_meta:
-        return x._value
-    if not isinstance(x, Tensor) or x.is_meta or _is_number(x):
-        return x
-    return stage_tensor.meta_like(x)
-
-
-def _on_metas(func: Function, args: Args, kwargs: Kwargs, metas: dict[int, Tensor]) -> Any:
-    """``func`` on meta tensors; `metas`: those in place of values of stages, by their ids."""
-    args, kwargs = _map(lambda x: metas[id(x)] if id(x) in metas else _on_meta(x), (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _draw(func: Function, args: Args, kwargs: Kwargs) -> None:
-    """Draw the random numbers that ``func`` draws where the value is held: the generators of all ranks stay equal."""
-
-    def zeros(x: Any) -> Any:
-        if isinstance(x, stage_tensor.StageValue):
-            # numbers that are indices
-            return torch.zeros(tuple(x.size()), dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
-        return x
-
-    # how many elements a mask chooses is known where its values are
-    by_mask = getattr(func, "__name__", "") in ("__setitem__", "index_put_")
-    if by_mask and any(x.dtype == torch.bool for x in pytree.tree_leaves(args[1:]) if isinstance(x, Tensor)):
-        return
-    with torch.no_grad():
-        func(*_map(zeros, args), **_map(zeros, kwargs))
 
 
 def _moved(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -310,13 +207,6 @@ def _moved(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
         return _where_held(torch.Tensor.to, (x, dtype, False, *flags[1:]), options, [x], x.holders)
     moved = _on_values(func, args, kwargs) if x.here else stage_tensor.value_of(x).to(dtype)
     return stage_tensor.staged(moved, x.whole_model, x.holders, devices[0])
-
-
-def _map(change: Callable[[Any], Any], tree: Any) -> Any:
-    """``change`` of everything in the arguments of a call; a tenth of the time of pytree's."""
-    if type(tree) in (tuple, list):
-        return type(tree)([_map(change, x) for x in tree])
-    return {key: _map(change, x) for key, x in tree.items()} if type(tree) is dict else change(tree)
 
 
 # ---- writes
@@ -351,7 +241,7 @@ def _write(
         )
     if others:
         args, kwargs, _ = _substituted(args, kwargs, others)
-    result, draws = _rehearsed(func, args, kwargs, operands)
+    result, draws = rehearsed(func, args, kwargs, operands)
     if result is NotImplemented:
         return result
     if written[0].whole_model.rank in needed:
@@ -375,59 +265,17 @@ def _check_write(func: Function, name: str, args: Args, target: Any) -> None:
 def _write_elsewhere(func: Function, args: Args, kwargs: Kwargs, draws: bool) -> None:
     """The write on a rank that does not hold its target: what autograd records of it, and the random numbers of the holders."""
     if torch.is_grad_enabled():
-        with _meta_alone():
-            _on_metas(func, args, kwargs, {})
+        with meta_alone():
+            on_metas(func, args, kwargs, {})
     if draws:
-        _draw(func, args, kwargs)
-
-
-def _rehearsed(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> tuple[Any, bool]:
-    """What a write gives on new meta tensors, on every rank, so that all raise alike; and whether it draws random numbers.
-
-    Raises UnsupportedError: it changes a shape in place. Raises the errors of one device.
-    """
-    # data that is set is checked by itself, and may have another memory order
-    if getattr(func, "__name__", "") in PYTHON_WRITES or kind_of(func) == "set data":
-        return None, False
-    results, key = operands[0].whole_model.results_on_meta, _form(func, args, kwargs)
-    if key in results:
-        return results[key]  # type: ignore[no-any-return]
-    result: Any = None
-    metas = {id(x): stage_tensor.meta_like(x) for x in operands}  # type: ignore[arg-type]
-    forms = [(x.size(), x.stride()) for x in metas.values()]
-    with torch.no_grad(), _Draws() as draws, _meta_alone():
-        result = _on_metas(func, args, kwargs, metas)
-    if [(x.size(), x.stride()) for x in metas.values()] != forms:
-        raise UnsupportedError(
-            f"{getattr(func, '__name__', func)} would change the shape of a value of a pipeline stage in place; use the form "
-            "that gives a new tensor"
-        )
-    outcome = (NotImplemented if result is NotImplemented else None, draws.any)
-    if key is not None:
-        _remember(results, key, outcome)
-    return outcome
-
-
-@contextlib.contextmanager
-def _meta_alone() -> Iterator[None]:
-    """Inside, a call on meta tensors may read values, which they do not have; other errors are raised on every rank."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        if not isinstance(error, NotImplementedError) and "meta" not in str(error):
-            raise
-
-
-def _is_number(x: Tensor) -> bool:
-    """Whether it is one number that every rank has, and that a call may read, such as a learning rate."""
-    return type(x) is torch.Tensor and x.dim() == 0 and x.device.type == "cpu"
+        draw(func, args, kwargs)
 
 
 # ---- on every rank
 def _substituted(args: Args, kwargs: Kwargs, values: Values) -> tuple[Args, Kwargs, list[Any]]:
     """The arguments with these values exchanged, and the exchanged values."""
     by_id = exchanged_by_id(values)
-    return *_map(lambda x: by_id.get(id(x), x), (args, kwargs)), list(by_id.values())
+    return *map_arguments(lambda x: by_id.get(id(x), x), (args, kwargs)), list(by_id.values())
 
 
 def _exchanged(func: Function, args: Args, kwargs: Kwargs, operands: Values) -> Any:
