@@ -113,8 +113,7 @@ def verify(
             perturbed=_Run(perturbed, optimizer, dtype),
             tolerance=tolerance,
         )
-        if adaptive is None:
-            adaptive = isinstance(runs.one_device.optimizer, ADAPTIVE)
+        adaptive = isinstance(runs.one_device.optimizer, ADAPTIVE) if adaptive is None else adaptive
         runs.compare_initial()
         for step in range(steps):
             runs.step(step, seed + 1 + step, call, max_norm, adaptive)

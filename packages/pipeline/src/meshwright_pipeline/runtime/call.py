@@ -250,16 +250,12 @@ class PipelinedCall:
         losses: dict[int, Tensor] = {}
         results: dict[int, Any] = {}
 
-        trained = False
-
         def start_backward(microbatch: int, result: Any) -> list[Tensor]:
-            nonlocal trained
             loss = need_loss(result)
             if microbatch == 0 and len(plan.calls) > 1:
                 check_loss_path(plan.prepared.loss_paths, self._trained(messages()), loss)
             weighted: Tensor = full_value(loss) * plan.weight
-            losses[microbatch] = weighted.detach()
-            trained = trained or weighted.requires_grad
+            losses[microbatch] = weighted.detach().requires_grad_(weighted.requires_grad)
             if plan.returns == "all":
                 results[microbatch] = result
             return [weighted]
@@ -273,29 +269,38 @@ class PipelinedCall:
         before = [] if per_microbatch else [x if x is None else x.clone() for x in state.held(self.model)]
         sinks = self.sinks.active() if plan.training else contextlib.nullcontext()
         with sinks, self._random_numbers(plan.prepared.streams) as step.drawn:
-            self.last = run.run()
-            if self._has_last_stage and self.last.failure is None and not run.input_missing:
+            self.last = outcome = run.run()
+            if self._has_last_stage and outcome.failure is None and not run.input_missing:
                 try:
                     if per_microbatch:
-                        total = functools.reduce(torch.add, [losses[m] for m in sorted(losses)])
-                        step.loss = total.requires_grad_(trained)
-                        if plan.returns == "all":
-                            parts = [leaves_of(results[m]) for m in sorted(results)]
-                            step.outputs = loss_additivity.join_leaves(plan.leaves, parts)
+                        self._add_up(step, losses, results)
                     else:
                         # the tail writes again what the forwards wrote
                         state.put(self.model, before)
-                        # made when the step was prepared
-                        tail = self.preparation.tail(self.model, plan.prepared, plan.whole, plan.whole)
-                        step.tail, result = tail.run(plan.whole, self.last)
-                        returned = need_loss(result) if plan.returns == "loss" else result
-                        step.outputs = [full_value(leaf) for leaf in leaves_of(returned)]
+                        self._run_tail(step, outcome)
                 except Exception as error:
                     # of any kind: the other ranks must come to the end of the step
-                    self.last.failure = Failure(self._last_stage_action("F"), error)
-        self.last.unit_outputs.clear()
-        step.failure = self.last.failure
+                    outcome.failure = Failure(self._last_stage_action("F"), error)
+        outcome.unit_outputs.clear()
+        step.failure = outcome.failure
         return step
+
+    def _add_up(self, step: StepResult, losses: Mapping[int, Tensor], results: Mapping[int, Any]) -> None:
+        """The loss and the outputs of the batch, from those of microbatches."""
+        total = functools.reduce(torch.add, [losses[m].detach() for m in sorted(losses)])
+        step.loss = total.requires_grad_(any(loss.requires_grad for loss in losses.values()))
+        if step.plan.returns == "all":
+            parts = [leaves_of(results[m]) for m in sorted(results)]
+            step.outputs = loss_additivity.join_leaves(step.plan.leaves, parts)
+
+    def _run_tail(self, step: StepResult, outcome: StepOutcome) -> None:
+        """Run the code after the last unit on the whole batch."""
+        plan = step.plan
+        # made when the step was prepared
+        tail = self.preparation.tail(self.model, plan.prepared, plan.whole, plan.whole)
+        step.tail, result = tail.run(plan.whole, outcome)
+        returned = need_loss(result) if plan.returns == "loss" else result
+        step.outputs = [full_value(leaf) for leaf in leaves_of(returned)]
 
     def _trained(self, messages: StepMessages | None) -> list[bool]:
         """Which values that the last stage received, and which of its parameters, require a gradient."""
