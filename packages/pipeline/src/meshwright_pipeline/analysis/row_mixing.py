@@ -151,6 +151,8 @@ class _BetweenUnits(RepeatedUnitProfiler):
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         super().__init__(model, units)
+        # by the profile before
+        self.settled = True
         self.given: list[tuple[Hashable, Call]] = []
         self.half: int | None = None
         self._shapes: dict[Label, torch.Size] = {}

@@ -19,10 +19,11 @@ from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.utils.names import count_of
 from meshwright_pipeline._torch import hooks_of, ordinary_call
 from meshwright_pipeline.partition.boundaries import Cut
-from meshwright_pipeline.pytrees import leaves_of, map_leaves
+from meshwright_pipeline.pytrees import leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import mark_unit_output
 from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
+from meshwright_pipeline.trace.meta_model import others_as_zeros
 from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Key, Label, Profile
 from meshwright_pipeline.trace.profiler import call_hooks
@@ -67,9 +68,17 @@ class Stage:
             return self.skip(key, {})
 
         counter = DenominatorCounter(wanted)
-        with torch.random.fork_rng([]), torch.no_grad(), intercepted(self.model, self.units, skip), counter:
+        intercepting = intercepted(self.model, self.units, skip)
+        with torch.random.fork_rng([]), torch.no_grad(), self._others((args, kwargs)), intercepting, counter:
             ordinary_call(self.model, args, kwargs)
         return Denominators(tuple(counter.counts), counter.sums)
+
+    def _others(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Inside, code between units finds the parameters of other stages, where it looks for them."""
+        if not self.profile.reads:
+            return contextlib.nullcontext()
+        device = next((tensor.device for tensor in tensors_of(call)), torch.device("cpu"))
+        return others_as_zeros(self.model, self.units, device)
 
     def run(
         self, call: Call, received: Values, number: int = 0, stop: bool = False, glue: GlueMode | None = None
@@ -90,7 +99,11 @@ class Stage:
         result, ended = None, False
         if self.streams is not None:
             self.streams.forward(number, self.index)
-        with intercepted(self.model, self.units, forward.call_unit), glue or contextlib.nullcontext():
+        with (
+            self._others(call),
+            intercepted(self.model, self.units, forward.call_unit),
+            glue or contextlib.nullcontext(),
+        ):
             try:
                 result = ordinary_call(self.model, *call)
                 ended = forward.is_end

@@ -38,10 +38,13 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
     memo: dict[int, Any] = {}
     # keeps the ids in memo valid
     keep: list[Tensor] = []
+    inside = {part for unit in units for part in model.get_submodule(unit).modules()}
+    # a weight that modules outside of units have too has its values there
+    outside = {id(t) for part in model.modules() if part not in inside for t in _own_tensors(part)}
     for unit in units:
         module = model.get_submodule(unit)
         for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in memo:
+            if id(tensor) not in memo and id(tensor) not in outside:
                 keep.append(tensor)
                 trained = isinstance(tensor, nn.Parameter)
                 casts = tensor.dtype == torch.float32 and (trained or id(tensor) in cast)
@@ -68,6 +71,10 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
     return copied
 
 
+def _own_tensors(module: nn.Module) -> tuple[Tensor, ...]:
+    return (*module.parameters(recurse=False), *module.buffers(recurse=False))
+
+
 def _named_parameters(
     module: nn.Module,
     inside: bool,
@@ -83,7 +90,7 @@ def _named_parameters(
     seen: set[Tensor] = set()
     of_units = False
     for path, part in module.named_modules(prefix=prefix) if recurse else ((prefix, module),):
-        for name in part.__dict__[_NAMES]:
+        for name in part.__dict__.get(_NAMES, part._parameters):
             tensor = getattr(part, name)
             if tensor is None or (remove_duplicate and tensor in seen):
                 continue
@@ -113,6 +120,7 @@ def move_to_meta(
     for path, part in module.named_modules():
         if part in kept:
             continue
+        part.__dict__.setdefault(_NAMES, tuple(part._parameters))
         dot = f"{path}." if path else ""
         for named in (part.named_parameters, part.named_buffers):
             for name, tensor in list(named(recurse=False, remove_duplicate=False)):
@@ -165,6 +173,24 @@ def back_on_meta(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, the tensors of `put_expanded_zeros` are on the meta device again."""
     held = [attribute for attribute in tensor_attributes(module) if not attribute[2].is_meta]
     return _replaced(held, lambda value: torch.empty(value.shape, dtype=value.dtype, device="meta"))
+
+
+@contextlib.contextmanager
+def others_as_zeros(model: nn.Module, units: Iterable[str], device: torch.device) -> Iterator[None]:
+    """Inside, code between units sees the parameters of other stages as zeros of the right dtype on `device`.
+
+    For code whose results nothing that follows depends on (see Profile.read), and for the dtype and device of a module.
+    """
+    empty = [module for module in model.modules() if next(module.parameters(), None) is None]
+    held = [attribute for unit in units for attribute in meta_tensors(model.get_submodule(unit))]
+    with _replaced(held, lambda meta: expanded_zeros(meta, device)):
+        for module in empty:
+            module.__dict__[SHOWN] = partial(_named_parameters, module, True)
+        try:
+            yield
+        finally:
+            for module in empty:
+                del module.__dict__[SHOWN]
 
 
 def unit_tensors(module: nn.Module) -> list[Tensor]:

@@ -60,7 +60,9 @@ def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> l
     def part(leaf: Any, index: int) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
             return leaf
-        return leaf[index * step : (index + 1) * step]
+        rows_of_part = leaf[index * step : (index + 1) * step]
+        # .data: a write to one of them (labels of which -100 are replaced, say) is none to what others have saved
+        return rows_of_part if leaf.requires_grad else rows_of_part.data
 
     return [pytree.tree_unflatten([part(leaf, i) for leaf in leaves], spec) for i in range(count)]
 

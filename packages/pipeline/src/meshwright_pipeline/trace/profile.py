@@ -119,6 +119,7 @@ class Profile:
         of_batch: the unit calls that depend on the rows of the batch.
         written: unit results that code between units writes to in place.
         kept: buffers and numbers outside of units that the forward writes.
+        reads: code between units uses parameters of units, be it for nothing that is needed.
     """
 
     order: tuple[Key, ...]
@@ -131,6 +132,7 @@ class Profile:
     of_batch: frozenset[Key] = frozenset()
     written: Labels = NO_LABELS
     kept: WrittenState = NO_WRITES
+    reads: bool = False
 
     @cached_property
     def attributes(self) -> frozenset[tuple[str, int, str]]:

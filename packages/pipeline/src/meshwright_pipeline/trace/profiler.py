@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -54,6 +55,15 @@ _READS = (
     "see which modules depend on which: do not read values of those results outside of the modules, or plan without pp"
 )
 
+_CHANCE = (
+    "module {!r} runs or not by a random number (LayerDrop, say). In a pipeline the same modules run in every step: set that "
+    "probability to 0, or plan without pp"
+)
+_REPLACES = (
+    "module {!r} replaces modules in it while it runs, and a pipeline has those for which it was planned: call the model once on "
+    "one device before it is planned, set the option that is the cause, or plan without pp"
+)
+
 _SHAPE_ONLY = frozenset(
     "empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full rand_like randn_like".split()
 )
@@ -63,9 +73,10 @@ _SHAPE_ONLY = frozenset(
 class _LabelMode(TorchDispatchMode):
     """Propagates labels through operations between units. Operations inside units are not followed."""
 
-    def __init__(self, tracer: RowTracer | None) -> None:
+    def __init__(self, tracer: RowTracer | None, meta: bool = True, chance: float | None = None) -> None:
+        """`meta`: code between units may use meta tensors. `chance`: what it draws where it draws one number."""
         super().__init__()
-        self.tracer = tracer
+        self.tracer, self.meta, self.chance = tracer, meta, chance
         self.labels = WeakTensorKeys()
         self.key = BETWEEN
         self.draws = DrawLog()
@@ -103,6 +114,8 @@ class _LabelMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if call := collective_of(func, args):
             raise UnsupportedError(OF_A_GROUP.format(f"module {self.key[0] or 'the model'!r}", call))
+        if not (self.meta or self._depth) and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
+            raise RuntimeError("parameters of units are read between units")
         random = _torch.draws(func, args, kwargs)
         if random:
             check_generator(self.key, func, kwargs)
@@ -112,6 +125,8 @@ class _LabelMode(TorchDispatchMode):
             result = self.tracer.run(func, args, kwargs)
         if random:
             self.draws.note(self.key, func, args, kwargs, result)
+            if self.chance is not None and not self._depth and result.numel() == 1:
+                result.fill_(self.chance)
         if not self._depth:
             labels = self.of((args, kwargs))
             if func._schema.is_mutable:
@@ -158,6 +173,8 @@ class Profiler:
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self.model, self.units = model, units
         self.reads = False
+        self.settled = False
+        """Whether random numbers are known not to decide which modules run."""
         self._no_meta: set[Hashable] = set()
         """Kinds of units that do not run on the meta device."""
 
@@ -175,7 +192,7 @@ class Profiler:
         ):
             warnings.simplefilter("ignore")
             try:
-                return self._run((args, kwargs), device, tracer)
+                return self._settled((args, kwargs), device, tracer)
             except MeshwrightError:
                 raise
             except Exception as error:
@@ -188,11 +205,32 @@ class Profiler:
             for unit in self.units:
                 put_expanded_zeros(self.model.get_submodule(unit), device)
             try:
-                return self._run((args, kwargs), device, tracer)
+                return self._settled((args, kwargs), device, tracer)
             except MeshwrightError:
                 raise
             except Exception as error:
                 raise self._refusal(error) from error
+
+    def _settled(self, call: Call, device: torch.device, tracer: RowTracer | None) -> Profile:
+        """Run once; and, where code between units draws single numbers, with the least and the largest ones.
+
+        Raises CannotBeCut: which modules run depends on them.
+        """
+        profile = self._run(call, device, tracer)
+        single = [
+            d for d in profile.draws if d.key == BETWEEN and d.dtype.is_floating_point and not any(d.shape)
+        ]
+        for chance in () if self.settled or not single else (0.0, 1 - 2**-24):
+            try:
+                order = _ProfiledRun(self, device, None, chance).run(*call).order
+            except UnsupportedError:
+                # without any module
+                order = ()
+            changed = next((a or b for a, b in zip_longest(profile.order, order) if a != b), None)
+            if changed is not None:
+                raise side_outputs.CannotBeCut(_CHANCE.format(changed[0]))
+        self.settled = True
+        return profile
 
     def _refusal(self, error: Exception) -> UnsupportedError:
         """What the failure of a run, in which zeros stood for all values of units, says of the model."""
@@ -231,10 +269,16 @@ class Profiler:
 class _ProfiledRun:
     """One run of a profiler."""
 
-    def __init__(self, profiler: Profiler, device: torch.device, tracer: RowTracer | None) -> None:
+    def __init__(
+        self,
+        profiler: Profiler,
+        device: torch.device,
+        tracer: RowTracer | None,
+        chance: float | None = None,
+    ) -> None:
         self.profiler, self.device, self.tracer = profiler, device, tracer
         self.model, self.units = profiler.model, profiler.units
-        self.mode = _LabelMode(tracer)
+        self.mode = _LabelMode(tracer, profiler.reads or device.type == "meta", chance)
         # in the order of the calls
         self.consumes: dict[Key, frozenset[Label]] = {}
         self.results: dict[Key, Result] = {}
@@ -245,6 +289,7 @@ class _ProfiledRun:
         """Run the model, and return what was recorded."""
         self._label_inputs(args, kwargs)
         writes = StateWrites(self.model, self.units)
+        children = {module: dict(module._modules) for module in self.model.modules()}
         try:
             functions = self.tracer or contextlib.nullcontext()
             with intercepted(self.model, self.units, self._unit_call), functions, self.mode:
@@ -254,6 +299,12 @@ class _ProfiledRun:
                 part.__dict__.pop(name, None)
                 if value is not _MISSING:
                     part.__dict__[name] = value
+            replaced = [m for m, before in children.items() if m._modules != before]
+            for module in replaced:
+                module._modules = children[module]
+        if replaced:
+            name = next(path for path, module in self.model.named_modules() if module is replaced[0])
+            raise side_outputs.CannotBeCut(_REPLACES.format(name))
         if not self.consumes:
             raise UnsupportedError(
                 f"no module of this {type(self.model).__name__} that can be placed on a stage was called. "
@@ -326,7 +377,8 @@ class _ProfiledRun:
         read = tuple(sorted({unit for unit, call, _, _ in used if call == PARAMETERS}))
         draws, of_batch, written = tuple(mode.draws.draws), frozenset(self.of_batch), frozenset(mode.written)
         state, order, results = WrittenState(tuple(buffers), writes.numbers()), tuple(consumes), self.results
-        return Profile(order, consumes, final, results, output, read, draws, of_batch, written, state)
+        reads = self.profiler.reads
+        return Profile(order, consumes, final, results, output, read, draws, of_batch, written, state, reads)
 
 
 def call_hooks(module: nn.Module, hooks: Any, output: Any) -> None:
