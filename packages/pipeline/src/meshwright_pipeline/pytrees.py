@@ -7,13 +7,17 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
+
+_NO_STATE = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, partial)
+"""Types whose objects have attributes that no call is given to write to."""
 
 
 def map_leaves(change: Callable[[int, torch.Tensor], Any], tree: Any) -> Any:
@@ -75,6 +79,46 @@ def attribute_tensors(leaf: Any) -> list[torch.Tensor]:
     if issubclass(type(leaf), (torch.Tensor, torch.nn.Module, type)):
         return []
     return tensors_of(dict(getattr(leaf, "__dict__", {})))
+
+
+Containers = dict[tuple[Any, ...], Any]
+"""Lists and dicts by their path in a tree."""
+
+
+def containers_of(tree: Any) -> Containers:
+    """The lists and dicts in a tree, also those in attributes of objects; attributes are a dict."""
+    found: Containers = {}
+    seen: set[int] = set()
+
+    def walk(value: Any, path: tuple[Any, ...], attributes: bool) -> None:
+        kind = type(value)
+        if issubclass(kind, (list, dict)):
+            if id(value) in seen:
+                return
+            seen.add(id(value))
+            found[path] = value
+        elif not issubclass(kind, tuple):
+            held = (
+                getattr(value, "__dict__", None) if attributes and not issubclass(kind, _NO_STATE) else None
+            )
+            if type(held) is dict:
+                walk(held, (*path, "."), False)
+            return
+        for key, item in entries_of(value).items():
+            walk(item, (*path, key), attributes)
+
+    walk(tree, (), True)
+    return found
+
+
+def entries_of(container: Any) -> dict[Any, Any]:
+    """The entries of a list, tuple or dict by index or key."""
+    return dict(container if isinstance(container, dict) else enumerate(container))
+
+
+def contents_of(tree: Any) -> list[list[Any]]:
+    """What is in the lists and dicts of a tree."""
+    return [list(entries_of(container).values()) for container in containers_of(tree).values()]
 
 
 def full_value(value: Any) -> Any:

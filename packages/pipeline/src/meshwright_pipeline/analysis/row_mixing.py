@@ -31,7 +31,7 @@ from meshwright_pipeline.analysis.loss_preview import ROWS, shrink_batch, skelet
 from meshwright_pipeline.analysis.module_state import LARGE, State, TensorValues, changed_places, module_state
 from meshwright_pipeline.analysis.stub_weights import HALVED, StubMode, stub_tensor, with_stubs
 from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
-from meshwright_pipeline.pytrees import differing_dims, leaves_of, map_leaves, tensors_of
+from meshwright_pipeline.pytrees import contents_of, differing_dims, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.meta_model import meta_tensors
 from meshwright_pipeline.trace.microbatch import Call, microbatches, signature, snapshot
@@ -151,7 +151,6 @@ class _BetweenUnits(RepeatedUnitProfiler):
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         super().__init__(model, units)
-        # by the profile before
         self.settled = True
         self.given: list[tuple[Hashable, Call]] = []
         self.half: int | None = None
@@ -307,7 +306,7 @@ def _called(unit: nn.Module, call: Call) -> Any:
     args, kwargs = _copied(call)
     for hook in weight_hooks(unit):
         hook(unit, args)
-    return on_one_device(unit.forward, *args, **kwargs)
+    return on_one_device(unit.forward, *args, **kwargs), contents_of((args, kwargs))
 
 
 def _copied(call: Call) -> Call:

@@ -19,7 +19,7 @@ from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.utils.names import count_of
 from meshwright_pipeline._torch import hooks_of, ordinary_call
 from meshwright_pipeline.partition.boundaries import Cut
-from meshwright_pipeline.pytrees import leaves_of, map_leaves, tensors_of
+from meshwright_pipeline.pytrees import containers_of, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import mark_unit_output
 from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
@@ -64,8 +64,8 @@ class Stage:
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Collection[Place]) -> Denominators:
         """The loss denominators of one microbatch that inputs alone decide. No module runs, and nothing is drawn."""
 
-        def skip(key: Key, *_: Any) -> Any:
-            return self.skip(key, {})
+        def skip(key: Key, _: Forward, *arguments: Any) -> Any:
+            return self.skip(key, {}, arguments)
 
         counter = DenominatorCounter(wanted)
         intercepting = intercepted(self.model, self.units, skip)
@@ -114,7 +114,7 @@ class Stage:
                     self.streams.forward(None)
         return forward.checked_values(ended), result
 
-    def skip(self, key: Key, received: Values) -> Any:
+    def skip(self, key: Key, received: Values, arguments: Any) -> Any:
         """The result of a unit of an earlier stage, without running it; its side outputs are set."""
         unit, result = self.model.get_submodule(key[0]), self.profile.results[key]
 
@@ -128,7 +128,10 @@ class Stage:
 
             return value
 
-        for path, output in result.side.items():
+        containers = containers_of(arguments) if result.put else {}
+        for path, entry in result.put.items():
+            entry.put(containers, map_leaves(values(path), result.side[path]))
+        for path, output in result.inside.items():
             if is_attribute(path):
                 module, name = part_of(unit, path)
                 if (*key, path) in self.profile.attributes or not hasattr(module, name):
@@ -168,14 +171,18 @@ class _StageForward:
         if index > stage.index:
             raise _EndOfStage
         if index < stage.index:
-            return stage.skip(key, self.received)
+            return stage.skip(key, self.received, (args, kwargs))
         glue_paused = contextlib.nullcontext() if self.glue is None else self.glue.paused()
         numbers = contextlib.nullcontext() if stage.streams is None else stage.streams.unit(key)
+        put = stage.profile.results[key].put
+        containers = containers_of((args, kwargs)) if put else {}
         with glue_paused, self._collect_inside(key), numbers:
             output = forward(*args, **kwargs)
         if self.is_end:
             mark_unit_output(output)
         self._collect_outputs(key, "", output)
+        for path in put.keys() & {label[2] for label in self.wanted if label[:2] == key}:
+            self._collect_outputs(key, path, put[path].of(containers))
         for label in self.wanted:
             if label[:2] == key:
                 if is_attribute(label[2]):
@@ -225,7 +232,7 @@ class _StageForward:
 
         with contextlib.ExitStack() as handles:
             for path in paths:
-                if path and not is_attribute(path):
+                if path in self.stage.profile.results[key].inside and not is_attribute(path):
                     handles.enter_context(unit.get_submodule(path).register_forward_hook(collect(path)))
             yield
 

@@ -10,7 +10,7 @@ import torch
 
 from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
 from meshwright_pipeline.pytrees import leaves_of
-from meshwright_pipeline.trace.side_outputs import is_attribute
+from meshwright_pipeline.trace.side_outputs import Entry, is_attribute
 from meshwright_pipeline.trace.state_writes import NO_WRITES, WrittenState
 
 Key = tuple[str, int]
@@ -96,12 +96,19 @@ class Result:
         side: outputs seen by hooks of submodules, by path, and tensors left in attributes (see side_outputs).
         grown: the places in `side` where the unit only added to an existing container.
         kept: the buffers and attributes that it writes.
+        put: the paths in `side` of what it puts in lists, dicts and objects that it is given, and where.
     """
 
     output: Any
     side: dict[str, Any] = field(default_factory=dict)
     grown: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
+    put: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> dict[str, Any]:
+        """Those of `side` that are in the unit."""
+        return {path: value for path, value in self.side.items() if path not in self.put}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -26,18 +26,13 @@ from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.meta_model import (
-    back_on_meta,
-    put_expanded_zeros,
-    tensor_attributes,
-    unit_tensors,
-    with_zeros,
-)
+from meshwright_pipeline.trace.meta_model import put_expanded_zeros, unit_tensors
 from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
 from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label, Profile, Result
 from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
 from meshwright_pipeline.trace.row_tracer import RowTracer
 from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState
+from meshwright_pipeline.trace.unit_result import unit_result
 
 _MISSING = object()
 _BATCH: Label = ("", PARAMETERS - 1, "", 0)
@@ -243,14 +238,14 @@ class Profiler:
         """The result of a unit call, as zeros. `drawn` records its random operations."""
         module, kind = self.model.get_submodule(unit), self.kind(unit)
         if kind in self._no_meta:
-            return _unit_result(unit, module, forward, call, device, use_zeros=True)
+            return unit_result(unit, module, forward, call, device, use_zeros=True)
         before, unchanged = drawn.mark(), snapshot(*call)
         try:
-            return _unit_result(unit, module, forward, call, device)
+            return unit_result(unit, module, forward, call, device)
         except Exception:
             # no meta kernel, or values are read: try again with zeros
             drawn.back_to(before)
-        result = _unit_result(unit, module, forward, unchanged, device, use_zeros=True)
+        result = unit_result(unit, module, forward, unchanged, device, use_zeros=True)
         self._no_meta.add(kind)
         return result
 
@@ -333,16 +328,19 @@ class _ProfiledRun:
         if _BATCH in labels or any(label[:2] in self.of_batch for label in labels):
             self.of_batch.add(key)
         paused = contextlib.nullcontext() if self.tracer is None else self.tracer.paused()
+        containers = pytrees.containers_of((args, kwargs))
         with self.mode.unit(key), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
         self.results[key] = result
         self._put_side_outputs(key, result)
+        for path, entry in result.put.items():
+            entry.put(containers, self._labelled(key, path, result.side[path]))
         return self._labelled(key, "", result.output)
 
     def _put_side_outputs(self, key: Key, result: Result) -> None:
         """Set the attributes that the unit sets, and call the hooks of its submodules."""
         unit = self.model.get_submodule(key[0])
-        for path, value in result.side.items():
+        for path, value in result.inside.items():
             if side_outputs.is_attribute(path):
                 part, name = side_outputs.part_of(unit, path)
                 self._old_attributes.append((part, name, part.__dict__.get(name, _MISSING)))
@@ -385,61 +383,3 @@ def call_hooks(module: nn.Module, hooks: Any, output: Any) -> None:
     """Call forward hooks with an output that the module did not compute."""
     for hook in list(hooks.values()):
         hook(module, (), output)
-
-
-def _unit_result(
-    name: str, unit: nn.Module, forward: Forward, call: Call, device: torch.device, use_zeros: bool = False
-) -> Result:
-    """Run a unit for the shapes of its results: on the meta device, or with zeros for values."""
-    hook_outputs: dict[str, Any] = {}
-    # integers of the batch that the unit returns as they are, such as the lengths of a packed sequence
-    integers: list[torch.Tensor] = []
-
-    def record(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _module, _args, output: hook_outputs.__setitem__(path, output)
-
-    def argument(_: int, tensor: torch.Tensor) -> torch.Tensor:
-        if not use_zeros:
-            return tensor.to("meta")
-        # what comes from the batch has values, and code may read them (lengths, masks)
-        if tensor.is_meta or is_expanded(tensor):
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        value = tensor.detach().clone()
-        if not (value.is_floating_point() or value.is_complex()):
-            integers.append(value)
-        return value
-
-    def stand_in(_: int, tensor: torch.Tensor) -> torch.Tensor:
-        given = any(tensor is value for value in integers)
-        return tensor if given else expanded_zeros(tensor, device)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(back_on_meta(unit))
-        for path, part in unit.named_modules():
-            if path and hooks_of(part):
-                stack.enter_context(_torch.forward_hooks(part, {-1: record(path)}))
-        if use_zeros:
-            stack.enter_context(with_zeros(unit, device))
-        args, kwargs = map_leaves(argument, call)
-        before, buffers = side_outputs.attribute_leaves(unit), _versions(unit)
-        # no new tensor gets the id of one of these
-        held = [*unit.buffers(), *unit_tensors(unit)]
-        output = forward(*args, **kwargs)
-        side_outputs.check_sendable(name, output, (args, kwargs))
-        attributes, grown = side_outputs.new_side_outputs(before, unit)
-        kept = {
-            *attributes,
-            *(name for name, version in _versions(unit).items() if version != buffers.get(name)),
-        }
-        del held
-    side = {path: map_leaves(stand_in, value) for path, value in (hook_outputs | attributes).items()}
-    return Result(map_leaves(stand_in, output), side, grown, frozenset(kept))
-
-
-def _versions(unit: nn.Module) -> dict[str, tuple[int, int]]:
-    """Tensor of a module, which in a unit of a skeleton is an attribute -> what changes when it is written or assigned."""
-    versions = {name: (id(buffer), buffer._version) for name, buffer in unit.named_buffers()}
-    paths = {part: path for path, part in unit.named_modules()}
-    for part, name, tensor in tensor_attributes(unit):
-        versions[f"{paths[part]}.{name}" if paths[part] else name] = id(tensor), tensor._version
-    return versions

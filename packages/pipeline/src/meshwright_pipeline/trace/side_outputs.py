@@ -1,7 +1,7 @@
 """Tensors that a unit stores in attributes while it runs (a load-balancing loss, for example), for code outside to read.
 
 The label path of such an attribute is submodule and name, "router:loss". The label path of an output that a forward hook
-sees is the submodule alone.
+sees is the submodule alone. What a unit puts in a list, dict or object that it is given has a path as "=0".
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES
-from meshwright_pipeline.pytrees import attribute_tensors, leaves_of
+from meshwright_pipeline.pytrees import Containers, attribute_tensors, entries_of, leaves_of, tensors_of
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
 """Path -> the value, and a function for each of its leaves (tensors are referenced weakly)."""
+_GIVEN = "="
+"""Begins the label paths of entries of lists and dicts that a unit is given."""
+_PLAIN = (torch.Tensor, bool, int, float, str)
 _KINDS = (torch.Tensor, list, tuple, dict, SimpleNamespace)
 """Attributes of these types, and dataclasses, are searched for tensors."""
 
@@ -75,6 +78,56 @@ def new_side_outputs(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any
             if old is not None and old[0] is value:
                 grown.add(place)
     return changed, frozenset(grown)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A place in a list or dict that a call is given. `container`: its path in the arguments."""
+
+    container: tuple[Any, ...]
+    key: Any
+
+    def of(self, containers: Containers) -> Any:
+        """What is there."""
+        return containers[self.container][self.key]
+
+    def put(self, containers: Containers, value: Any) -> None:
+        """Put a value there."""
+        container = containers[self.container]
+        if isinstance(container, list) and self.key == len(container):
+            container.append(value)
+        else:
+            container[self.key] = value
+
+
+class Entries:
+    """The entries of lists and dicts that a call is given, as they are before it."""
+
+    def __init__(self, containers: Containers) -> None:
+        self.containers = containers
+        self._before = {path: entries_of(container) for path, container in containers.items()}
+
+    def changed(self, unit: str) -> dict[str, Entry]:
+        """Label path -> entry that the call has put there: tensors and plain values, alone or in lists, tuples and dicts.
+
+        Raises CannotBeCut: it has removed some.
+        """
+        places: list[Entry] = []
+        for path, before in self._before.items():
+            after = entries_of(self.containers[path])
+            if any(key not in after and tensors_of(value) for key, value in before.items()):
+                raise CannotBeCut(
+                    f"module {unit!r} removes tensors from a list, dict or object that it is given, and other stages would still "
+                    "have them. Return what is left, or plan without pp"
+                )
+            for key, value in after.items():
+                if (key not in before or before[key] is not value) and _plain(value):
+                    places.append(Entry(path, key))
+        return {f"{_GIVEN}{number}": entry for number, entry in enumerate(places)}
+
+
+def _plain(value: Any) -> bool:
+    return all(leaf is None or issubclass(type(leaf), _PLAIN) for leaf in leaves_of(value))
 
 
 def check_sendable(unit: str, output: Any, given: Any) -> None:
