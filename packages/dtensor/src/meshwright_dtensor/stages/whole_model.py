@@ -25,6 +25,7 @@ from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.stages import stage_tensor
 from meshwright_dtensor.stages.exchange import exchange, exchanged_by_id
 from meshwright_dtensor.stages.functions import install
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor
 _ATTRIBUTE = "_meshwright_whole_model"
@@ -129,6 +130,8 @@ class WholeModel:
         # what calls without autograd give on meta tensors, and whether they draw random numbers
         self.results_on_meta: dict[Any, tuple[Any, bool]] = {}
         self._held: list[Any] = []
+        # where this rank's modules hold buffers that other stages do not have
+        self._buffers: list[tuple[dict[str, Any], str, Any]] = []
         self._absent: list[_Absent] = []
         self.parameters: dict[str, Any] = {}
         self._shown: list[tuple[dict[str, Any], str, Any]] = []
@@ -165,7 +168,8 @@ class WholeModel:
                 if at is not None and name not in own_buffers:
                     shown[name] = self._foreign(entry.module.__dict__[name], at, None)
                 elif at is not None and own_buffers[name] is not None:
-                    self._claimed(own_buffers[name], at)
+                    if hasattr(self._claimed(own_buffers[name], at), "whole_model"):
+                        self._buffers.append((own_buffers, name, own_buffers[name]))
             self._absent.append(_Absent(entry.module, own_buffers, entry.buffers, shown, {}))
         self._absent = [absent for absent in self._absent if absent.tensors]
         model.__dict__[_ATTRIBUTE] = self
@@ -225,12 +229,27 @@ class WholeModel:
         self._depth -= 1
         if self._depth:
             return
+        self._claim_assigned()
         for tensor in self._held:
             tensor.__class__ = (
                 stage_tensor.StageParameter if isinstance(tensor, MeshParameter) else stage_tensor.StageBuffer
             )
         for absent in self._absent:
             absent.show()
+
+    def _claim_assigned(self) -> None:
+        """Take over the buffers that a step has assigned (``self.mean = 0.9 * self.mean + x``) for those of before."""
+        for place, (part, name, old) in enumerate(self._buffers):
+            new = part.get(name)
+            if not isinstance(new, Tensor) or new is old or (new.shape, new.dtype) != (old.shape, old.dtype):
+                continue
+            if isinstance(new, GlobalTensor):
+                if any(state not in "IX" for state in new.global_layout.states):
+                    continue
+                new = new.to_local()
+            part[name] = self._claimed(new.detach(), old.holders)
+            self._held = [tensor for tensor in self._held if tensor is not old]
+            self._buffers[place] = part, name, part[name]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
