@@ -19,7 +19,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline.runtime.p2p.messages import Specs, TensorSpec
-from meshwright_pipeline.runtime.p2p.step import Failure, Peers, StepMessages
+from meshwright_pipeline.runtime.p2p.step import Failure, Peers, StepMessages, Tensors
 from meshwright_pipeline.runtime.split_backward import SplitBackward
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss_denominators import BatchDenominatorMode, Denominators
@@ -151,12 +151,12 @@ class StepRun:
         inputs = self.messages.inputs_of(action)
         ready = time.perf_counter()
         self.messages.prefetch(following)
-        outputs: list[Tensor] | None = None
+        outputs: Tensors | None = None
         self.input_missing = self.input_missing or inputs is None
         if inputs is not None and not self.input_missing and self.outcome.failure is None:
             try:
                 if action.kind == "F":
-                    outputs = self._forward(action, inputs)
+                    outputs = [*self._forward(action, inputs)]
                 elif action.kind == "W":
                     split = self.saved.pop((action.stage, action.microbatch)).split
                     if split is not None:
@@ -172,7 +172,7 @@ class StepRun:
         self.outcome.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
 
     # ---- compute
-    def _forward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
+    def _forward(self, action: Action, received: Tensors) -> list[Tensor]:
         stage, index, microbatch = self.stages.stages[action.stage], action.stage, action.microbatch
         values, leaves = self._inputs(stage, received)
         stop = self.start_backward is None and stage.is_last
@@ -202,7 +202,7 @@ class StepRun:
         self.outcome.unit_outputs[microbatch], self.outcome.specs = detached, specs
         return []
 
-    def _inputs(self, stage: Stage, received: list[Tensor]) -> tuple[dict[Label, Tensor], list[Tensor]]:
+    def _inputs(self, stage: Stage, received: Tensors) -> tuple[dict[Label, Tensor], list[Tensor]]:
         """The values of what was received, by label, and the leaves among them that get a gradient."""
         values: dict[Label, Tensor] = {}
         leaves: list[Tensor] = []
@@ -210,26 +210,26 @@ class StepRun:
             return values, leaves
         specs = self.messages.specs[stage.index - 1]
         for label, spec, local in zip(stage.cut.received(stage.index), specs, received, strict=True):
+            assert local is not None
             leaf = local.detach()
             if spec.differentiable and torch.is_grad_enabled():
                 leaves.append(leaf.requires_grad_())
             values[label] = spec.value(writable(leaf) if leaf.requires_grad else leaf, self.stages.mesh)
         return values, leaves
 
-    def _backward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
+    def _backward(self, action: Action, received: Tensors) -> Tensors:
         key = (action.stage, action.microbatch)
         saved = self.saved.pop(key) if action.kind == "B" else self.saved[key]
-        last, gradients = action.stage == self.stages.peers.shape.stages - 1, None
-        if not last:
-            gradients = [
-                gradient if gradient.shape == output.shape else gradient.view(output.shape)
-                for gradient, output in zip(received, saved.outputs, strict=True)
-            ]
-        elif self.gradients is not None:
+        last = action.stage == self.stages.peers.shape.stages - 1
+        given: Sequence[Tensor | None] | None = None if last else received
+        if last and self.gradients is not None:
             # popped, so that a gradient is freed as soon as it has been used
-            pairs = list(zip(saved.outputs, self.gradients.pop(action.microbatch), strict=True))
+            given = self.gradients.pop(action.microbatch)
+        gradients = None
+        if given is not None:
+            pairs = list(zip(saved.outputs, given, strict=True))
             saved.outputs = [output for output, gradient in pairs if gradient is not None]
-            gradients = [gradient for _, gradient in pairs if gradient is not None]
+            gradients = [gradient.view(output.shape) for output, gradient in pairs if gradient is not None]
         # a loss may have no gradient
         if saved.outputs and saved.outputs[0].requires_grad:
             if action.kind == "I" and self.stages.split:
@@ -237,7 +237,7 @@ class StepRun:
                 saved.split.input_gradients(gradients)
             else:
                 torch.autograd.backward(saved.outputs, gradients)
-        return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in saved.inputs]
+        return [leaf.grad for leaf in saved.inputs]
 
 
 def _fail(outcome: StepOutcome, saved: dict[tuple[int, int], _Saved], failure: Failure) -> None:

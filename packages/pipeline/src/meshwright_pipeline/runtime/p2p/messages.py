@@ -25,6 +25,9 @@ from meshwright_pipeline.runtime.p2p.channels import Channel
 
 Tensor = torch.Tensor
 _HEADERS = 1 << 30
+_MOST = 1 << 16
+"""More microbatches than any step has."""
+_GRADIENT_HEADERS = _HEADERS + 2 * _MOST
 _PACKET = 1024
 """Bytes of the first packet of a byte message: its length, and as much of it as fits."""
 
@@ -138,6 +141,11 @@ def send_to_each(
     return lost
 
 
+def _header_tag(channel: Channel, microbatch: int) -> int:
+    cut, backward = channel
+    return _HEADERS + 2 * cut if not backward else _GRADIENT_HEADERS + 2 * (cut * _MOST + microbatch)
+
+
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
 
@@ -159,14 +167,17 @@ class Transport:
         self.rank = dist.get_rank(group)
         self._sent: list[Sent] = []
 
-    def send_header(self, content: bytes | None, peer: int, cut: int, place: int) -> None:
+    def send_header(
+        self, content: bytes | None, peer: int, channel: Channel, place: int, microbatch: int = 0
+    ) -> None:
         """Send the header of a cut; None: nothing will come over it. `place`: see `send`."""
-        for tag, packet in packets(content or b"", _HEADERS + 2 * cut, message_device(self.group)):
+        first = _header_tag(channel, microbatch)
+        for tag, packet in packets(content or b"", first, message_device(self.group)):
             self._isend(packet, self.group, peer, tag, place)
 
-    def receive_header(self, peer: int, cut: int) -> bytes:
+    def receive_header(self, peer: int, channel: Channel, microbatch: int = 0) -> bytes:
         """The header of a cut. Raises NothingComes: nothing will come over it."""
-        content = receive_bytes(self.group, peer, _HEADERS + 2 * cut)()
+        content = receive_bytes(self.group, peer, _header_tag(channel, microbatch))()
         if not content:
             raise NothingComes
         return content

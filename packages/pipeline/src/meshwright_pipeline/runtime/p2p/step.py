@@ -1,7 +1,8 @@
 """Point-to-point communication of one pipeline step: inputs of this rank's actions in, their outputs out.
 
 In each step the first message over a cut is a header: it describes the tensors, says whether gradients come
-back, and which batch the sender was given. Both ends follow the header, whatever they expected. A rank that
+back, and which batch the sender was given. Both ends follow the header, whatever they expected. So it is with
+gradients: a header says which of them there are. A rank that
 has failed still sends what its headers promise, or says once that nothing will come. So no rank hangs, and
 the end of the step reports the failure to all.
 """
@@ -21,6 +22,9 @@ from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_pipeline.runtime.p2p.messages import NothingComes, Specs, Transport
 
 Tensor = torch.Tensor
+Tensors = list[Tensor | None]
+_COMPLETE, _PARTS = b"complete", b"g"
+"""Headers of gradients: all of them come for all microbatches (zeros, where there is none); or, for each, one that says which."""
 _MAX_TENSORS = 1024
 """Tags reserved for one message: the most tensors that may cross a cut together."""
 
@@ -87,12 +91,16 @@ class StepMessages:
         self.sent_specs: dict[int, Specs] = {}
         # cuts over which gradients come back
         self.gradient_cuts: set[int] = set()
+        # cut -> whether these gradients are all there, once known; if not, (cut, microbatch) -> which of them are: one device
+        # has none of what nothing uses
+        self.complete: dict[int, bool] = {}
+        self.present: dict[tuple[int, int], tuple[bool, ...]] = {}
         # cuts over which nothing comes
         self.failed_cuts: set[int] = set()
         self.lost_ranks: set[int] = set()
         # (cut, microbatch, backward) -> tensors from another rank; tensors for another stage of this rank
         self._pending: dict[tuple[int, int, bool], Callable[[], list[Tensor]]] = {}
-        self._local: dict[tuple[int, int, bool], list[Tensor]] = {}
+        self._local: dict[tuple[int, int, bool], Tensors] = {}
 
     def begin_backward(self) -> None:
         """From now on backward passes run, of a step whose forwards have been run separately."""
@@ -100,8 +108,10 @@ class StepMessages:
         self.gradient_cuts |= set(self.specs)
 
     # ---- receiving
-    def inputs_of(self, action: Action) -> list[Tensor] | None:
-        """The local tensors that an action needs from the neighbouring stage; None where they will not come."""
+    def inputs_of(self, action: Action) -> Tensors | None:
+        """The local tensors that an action needs from the neighbouring stage (None for gradients that there are none of); None
+        where they will not come.
+        """
         try:
             return self._receive(action)
         except NothingComes:
@@ -128,7 +138,7 @@ class StepMessages:
         """Whether the previous stage waits for the gradients that this action makes."""
         return action.kind in ("B", "I") and action.stage - 1 in self.gradient_cuts
 
-    def _receive(self, action: Action) -> list[Tensor]:
+    def _receive(self, action: Action) -> Tensors:
         source = self._source(action)
         if source is None:
             return []
@@ -145,14 +155,28 @@ class StepMessages:
             self._receive_header(action, peer, cut)
         elif action.kind != "F" and cut not in self.gradient_cuts:
             raise NothingComes
+        if action.kind != "F":
+            self._receive_present(cut, action.microbatch, peer)
         self._start_receive(action)
-        received = self._pending.pop(key)()
+        received: Tensors = [*self._pending.pop(key)()]
         self.peers.transport.release_sent(peer, self.peers.places[self._counterpart(action, sends=False)])
+        if action.kind != "F":
+            present = self.present.get((cut, action.microbatch))
+            given = iter(received)
+            return received if present is None else [next(given) if here else None for here in present]
         return received
+
+    def _receive_present(self, cut: int, microbatch: int, peer: int) -> None:
+        """Learn which gradients there are."""
+        receive = self.peers.transport.receive_header
+        if cut not in self.complete:
+            self.complete[cut] = receive(peer, (cut, True)) == _COMPLETE
+        if not self.complete[cut]:
+            self.present[cut, microbatch] = tuple(map(bool, receive(peer, (cut, True), microbatch + 1)[1:]))
 
     def _receive_header(self, action: Action, peer: int, cut: int) -> None:
         try:
-            content = self.peers.transport.receive_header(peer, cut)
+            content = self.peers.transport.receive_header(peer, (cut, False))
         except NothingComes:
             self.failed_cuts.add(cut)
             raise
@@ -180,7 +204,8 @@ class StepMessages:
         if source is None or peer is None:
             return False
         cut, backward = source[0], action.kind != "F"
-        key, specs = (cut, action.microbatch, backward), self._specs(cut, backward)
+        key = (cut, action.microbatch, backward)
+        specs = self._specs(*key)
         nothing_comes = cut in self.failed_cuts or (backward and cut not in self.gradient_cuts)
         nothing_comes = nothing_comes or peer in self.lost_ranks or key in self._pending
         if specs is not None and not nothing_comes:
@@ -188,7 +213,7 @@ class StepMessages:
         return True
 
     # ---- sending
-    def send_outputs(self, action: Action, outputs: list[Tensor] | None) -> None:
+    def send_outputs(self, action: Action, outputs: Tensors | None) -> None:
         """Send the outputs of an action; None: it has failed, and only what was promised is sent."""
         try:
             self._send(action, outputs)
@@ -202,7 +227,7 @@ class StepMessages:
             sent, error = lost
             self._lose(self.peers.table.ranks[sent.peer][sent.place], error)
 
-    def _send(self, action: Action, outputs: list[Tensor] | None) -> None:
+    def _send(self, action: Action, outputs: Tensors | None) -> None:
         if action.kind == "W":
             return
         backward = action.kind != "F"
@@ -221,12 +246,33 @@ class StepMessages:
             return
         if peer in self.lost_ranks:
             return
-        specs = self._specs(cut, backward)
-        assert specs is not None
-        if outputs is None:
-            outputs = [spec.empty(self.peers.transport.device) for spec in specs]
         place = self.peers.places[self._counterpart(action, sends=True)]
-        self.peers.transport.send(outputs, specs, peer, (cut, backward), self._tag(*key), place)
+        if backward:
+            outputs = self._present(cut, action.microbatch, peer, outputs, place)
+        specs = self._specs(*key)
+        assert specs is not None
+        sent = [None] * len(specs) if outputs is None else outputs
+        device = self.peers.transport.device
+        tensors = [
+            spec.empty(device).zero_() if x is None else x for spec, x in zip(specs, sent, strict=True)
+        ]
+        self.peers.transport.send(tensors, specs, peer, (cut, backward), self._tag(*key), place)
+
+    def _present(
+        self, cut: int, microbatch: int, peer: int, gradients: Tensors | None, place: int
+    ) -> Tensors | None:
+        """Those of the gradients that are sent, after a header that says which."""
+        send = self.peers.transport.send_header
+        if cut not in self.complete:
+            self.complete[cut] = gradients is None or all(gradient is not None for gradient in gradients)
+            send(_COMPLETE if self.complete[cut] else _PARTS, peer, (cut, True), place)
+        if self.complete[cut]:
+            return gradients
+        count = sum(spec.differentiable for spec in self.specs[cut])
+        present = [True] * count if gradients is None else [gradient is not None for gradient in gradients]
+        self.present[cut, microbatch] = tuple(present)
+        send(_PARTS + bytes(present), peer, (cut, True), place, microbatch + 1)
+        return gradients and [gradient for gradient in gradients if gradient is not None]
 
     def _send_header(self, action: Action, cut: int, peer: int | None, succeeded: bool) -> None:
         """Send the header of a cut, or that nothing will come over it."""
@@ -246,14 +292,18 @@ class StepMessages:
                 cached = self.peers.sent_headers[cut] = (header, pickle.dumps(header))
             content = cached[1]
         place = self.peers.places[self._counterpart(action, sends=True)]
-        self.peers.transport.send_header(content, peer, cut, place)
+        self.peers.transport.send_header(content, peer, (cut, False), place)
 
     # ----
-    def _specs(self, cut: int, backward: bool) -> Specs | None:
+    def _specs(self, cut: int, microbatch: int, backward: bool) -> Specs | None:
         specs = self.specs.get(cut)
         if specs is None or not backward:
             return specs
-        return tuple(spec for spec in specs if spec.differentiable)
+        trained = tuple(spec for spec in specs if spec.differentiable)
+        if self.complete.get(cut):
+            return trained
+        present = self.present.get((cut, microbatch))
+        return None if present is None else tuple(s for s, here in zip(trained, present, strict=True) if here)
 
     def _tag(self, cut: int, microbatch: int, backward: bool) -> int:
         """A distinct tag for every message of a step."""
