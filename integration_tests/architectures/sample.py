@@ -1,4 +1,4 @@
-"""Forty architectures for every change: spread over tasks and families, each in one layout."""
+"""Some forty architectures for every change: spread over tasks and families, each in one layout."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ SEQ2SEQ = (
     "BartForConditionalGeneration LEDForConditionalGeneration ProphetNetForConditionalGeneration "
     "SwitchTransformersForConditionalGeneration M2M100ForConditionalGeneration"
 )
+PIPELINES = "EncoderDecoderModel"
 IMAGES = (
     "BeitForImageClassification BitForImageClassification ConvNextForImageClassification FocalNetForImageClassification "
     "PoolFormerForImageClassification RegNetForImageClassification ResNetForImageClassification "
@@ -35,3 +36,5 @@ def sample() -> Iterator[tuple[Architecture, str]]:
     layouts = [layout for layout in LAYOUTS if layout != "pp2"]
     for place, name in enumerate(names):
         yield by_name[name], layouts[place % len(layouts)]
+    for name in PIPELINES.split():
+        yield by_name[name], "pp2"

@@ -68,8 +68,15 @@ def step(rank: int, size: int, schedule: str, used: list[int]) -> tuple[bool, fl
     return single["memory.weight"].grad is not None, far, alike
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
-@pytest.mark.parametrize("used", [[0, 0, 0, 0], [0, 0, 1, 0], [1, 1, 0, 0]])
+@pytest.mark.parametrize(
+    ("schedule", "used"),
+    [
+        ("1f1b", [0, 0, 0, 0]),
+        ("1f1b", [0, 0, 1, 0]),
+        ("zero-bubble", [0, 0, 1, 0]),
+        ("interleaved", [1, 1, 0, 0]),
+    ],
+)
 def test_gradients_are_there_where_one_device_has_them(
     rank_pool: RankPool, schedule: str, used: list[int]
 ) -> None:

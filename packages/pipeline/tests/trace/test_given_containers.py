@@ -65,11 +65,12 @@ class Sharing(nn.Module):
 
 def step(rank: int, size: int, way: str) -> float:
     """The largest distance of a gradient to that of one device."""
-    rule = PipelineRule(stages=(["embed", "layers.0"], ["layers.1"], ["layers.[23]", "head"]), microbatches=4)
+    stages = (["embed", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3", "head"])
+    rule = PipelineRule(stages=stages, microbatches=4, schedule="interleaved")
     models = []
     for parallel in (False, True):
         torch.manual_seed(0)
-        plan = ParallelPlan(world_size=3, degrees={"pp": 3}, pipeline=rule)
+        plan = ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=rule)
         models.append(pipeline(Sharing(way), plan) if parallel else Sharing(way))
         models[-1](**chain_batch()).backward()
     grads: dict[str, Any] = {name: p.grad for name, p in models[0].named_parameters()}
@@ -80,7 +81,7 @@ def step(rank: int, size: int, way: str) -> float:
 
 @pytest.mark.parametrize("way", ["list", "dict", "object", "user"])
 def test_what_a_unit_leaves_in_a_container_reaches_later_stages(rank_pool: RankPool, way: str) -> None:
-    assert max(rank_pool.run(3, step, way)) < 1e-5
+    assert max(rank_pool.run(2, step, way)) < 1e-5
 
 
 def test_a_unit_that_removes_what_others_left_is_refused_when_planning() -> None:

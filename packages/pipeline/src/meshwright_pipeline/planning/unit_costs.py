@@ -170,12 +170,18 @@ def model_costs(work: tuple[ModuleWork, ...], units: UnitNames) -> ModelCosts:
 def work_in_units(work: Sequence[ModuleWork], units: UnitNames) -> tuple[ModuleWork, ...]:
     """The same work, where a module of several units (one activation object in all blocks, say) belongs to the one that runs.
 
-    A module is recorded by its first name, so that its other calls would look like calls of the first unit.
+    A module is recorded by its first name, so that its other calls would look like calls of the first unit, or of none. It
+    belongs to the unit that ran before it, or else to the one that runs after it.
     """
-    result, running = list[ModuleWork](), ""
-    for part in work:
-        aliases = units.module_names.get(part.module, ()) if running else ()
-        alias = next((name for name in aliases if units.unit(name) == running), None)
+    result, running, following = list[ModuleWork](), "", ""
+    after: list[str] = []
+    for part in reversed(work):
+        after.append(following)
+        following = following if part.module in units.module_names else units.unit(part.module)
+    for part, following in zip(work, reversed(after), strict=True):
+        aliases = units.module_names.get(part.module, ())
+        names = {unit: alias for alias in reversed(aliases) if (unit := units.unit(alias))}
+        alias = names.get(running, names.get(following))
         result.append(part if alias is None else replace(part, module=alias))
         running = units.unit(result[-1].module)
     return tuple(result)
