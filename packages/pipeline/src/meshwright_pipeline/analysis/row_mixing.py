@@ -150,8 +150,7 @@ class _BetweenUnits(RepeatedUnitProfiler):
     """
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
-        super().__init__(model, units)
-        self.settled = True
+        super().__init__(model, units, settled=True)
         self.given: list[tuple[Hashable, Call]] = []
         self.half: int | None = None
         self._shapes: dict[Label, torch.Size] = {}

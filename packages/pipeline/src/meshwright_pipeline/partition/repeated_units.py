@@ -49,8 +49,8 @@ Place = tuple[str, str]
 class RepeatedUnitProfiler(Profiler):
     """A profiler that runs only one of several repeated units with equal call signatures."""
 
-    def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
-        super().__init__(model, units)
+    def __init__(self, model: nn.Module, units: tuple[str, ...], settled: bool = False) -> None:
+        super().__init__(model, units, settled)
         self._different: set[int] = set()
         """Groups of units that use the integers in which they differ."""
         self._results: dict[Hashable, Result] = {}

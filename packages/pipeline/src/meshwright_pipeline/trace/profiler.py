@@ -163,13 +163,12 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 class Profiler:
-    """Profiles runs of a skeleton with these units."""
+    """Profiles runs of a skeleton with these units. `settled`: random numbers are known not to decide which of them run."""
 
-    def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, units: tuple[str, ...], settled: bool = False) -> None:
         self.model, self.units = model, units
         self.reads = False
-        self.settled = False
-        """Whether random numbers are known not to decide which modules run."""
+        self.settled = settled
         self._no_meta: set[Hashable] = set()
         """Kinds of units that do not run on the meta device."""
 
