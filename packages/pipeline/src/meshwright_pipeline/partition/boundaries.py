@@ -56,7 +56,7 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
             names, rule = listing(owned.stages[index], 4), _empty_stage(profile, owned, index)
             raise PlanError(f"pipeline.stages[{index}]", names, rule)
         last.append(calls[-1])
-    _check_read_parameters(profile, owned)
+    _check_read_parameters(profile, owned, stage)
     held = [{unit for (unit, _), at in stage.items() if at == index} for index in range(len(owned.stages))]
     reason = divided_state(profile.keeping, held, owned.everywhere, owned.buffers)
     if reason is not None:
@@ -103,11 +103,14 @@ def _empty_stage(profile: Profile, owned: Ownership, index: int) -> str:
     return text
 
 
-def _check_read_parameters(profile: Profile, owned: Ownership) -> None:
-    """Check that every stage holds the units whose parameters are read outside of them."""
+def _check_read_parameters(profile: Profile, owned: Ownership, stage: Mapping[Key, int]) -> None:
+    """Check that stages hold the units whose parameters are read outside of them, for what they run."""
     called = {unit for unit, _ in profile.order}
+    uses = [(stage[key], labels) for key, labels in profile.consumes.items()]
+    uses.append((len(owned.stages) - 1, profile.final))
     for unit in profile.read:
-        if unit in owned.everywhere:
+        at = {index for index, labels in uses if any(label[:2] == (unit, PARAMETERS) for label in labels)}
+        if unit in owned.everywhere or at.issubset(owned.allowed(unit)):
             continue
         text = f"code outside of module {unit!r} uses its parameters; add it to pipeline.shared"
         if unit not in called:
