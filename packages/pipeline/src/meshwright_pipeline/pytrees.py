@@ -87,7 +87,7 @@ Containers = dict[tuple[Any, ...], Any]
 
 def containers_of(tree: Any) -> Containers:
     """The lists and dicts in a tree, also those in attributes of objects; attributes are a dict."""
-    found: Containers = {}
+    containers: Containers = {}
     seen: set[int] = set()
 
     def walk(value: Any, path: tuple[Any, ...], attributes: bool) -> None:
@@ -96,7 +96,7 @@ def containers_of(tree: Any) -> Containers:
             if id(value) in seen:
                 return
             seen.add(id(value))
-            found[path] = value
+            containers[path] = value
         elif not issubclass(kind, tuple):
             held = (
                 getattr(value, "__dict__", None) if attributes and not issubclass(kind, _NO_STATE) else None
@@ -108,7 +108,7 @@ def containers_of(tree: Any) -> Containers:
             walk(item, (*path, key), attributes)
 
     walk(tree, (), True)
-    return found
+    return containers
 
 
 def entries_of(container: Any) -> dict[Any, Any]:

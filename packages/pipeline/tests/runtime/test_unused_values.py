@@ -1,4 +1,4 @@
-"""Values that a later stage is given and does not use: parameters behind them have no gradient, as on one device."""
+"""Values that a later stage is given and does not use: the parameters that they come from have no gradient, as on one device."""
 
 from __future__ import annotations
 

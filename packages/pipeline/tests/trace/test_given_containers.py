@@ -92,5 +92,5 @@ def test_a_unit_that_removes_what_others_left_is_refused_when_planning() -> None
 
 def test_rows_that_interact_in_what_a_unit_leaves_are_seen() -> None:
     model = Sharing("mixed")
-    found = find_row_mixing(model, find_units(model).names, ((), chain_batch()))
-    assert found is not None and "'layers.0' computes a row differently" in str(found)
+    mixing = find_row_mixing(model, find_units(model).names, ((), chain_batch()))
+    assert mixing is not None and "'layers.0' computes a row differently" in str(mixing)

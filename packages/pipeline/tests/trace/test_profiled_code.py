@@ -1,4 +1,4 @@
-"""Code between units that looks at modules of other stages, changes its inputs, or decides what runs."""
+"""Code between units that reads modules of other stages, changes its inputs, or decides what runs."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Result:
         side: outputs seen by hooks of submodules, by path, and tensors left in attributes (see side_outputs).
         grown: the places in `side` where the unit only added to an existing container.
         kept: the buffers and attributes that it writes.
-        put: the paths in `side` of what it puts in lists, dicts and objects that it is given, and where.
+        put: the paths in `side` of its entries in lists, dicts and objects of its arguments, and where they are.
     """
 
     output: Any

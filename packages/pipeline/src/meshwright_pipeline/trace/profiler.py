@@ -69,7 +69,7 @@ class _LabelMode(TorchDispatchMode):
     """Propagates labels through operations between units. Operations inside units are not followed."""
 
     def __init__(self, tracer: RowTracer | None, meta: bool = True, chance: float | None = None) -> None:
-        """`meta`: code between units may use meta tensors. `chance`: what it draws where it draws one number."""
+        """`meta`: code between units may use meta tensors. `chance`: the number that it gets where it draws one."""
         super().__init__()
         self.tracer, self.meta, self.chance = tracer, meta, chance
         self.labels = WeakTensorKeys()

@@ -1,5 +1,5 @@
-"""The result of one unit call as zeros, from a run on the meta device, or on zeros: output, attributes, and what it puts in
-lists, dicts and objects that it is given.
+"""The result of one unit call as zeros, from a run on the meta device, or on zeros: output, attributes, and its
+entries in lists, dicts and objects of the arguments.
 """
 
 from __future__ import annotations
