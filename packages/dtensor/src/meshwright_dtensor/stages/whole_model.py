@@ -22,6 +22,7 @@ from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.model.stage_info import StageInfo
 from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.sharding.states import I, X
 from meshwright_dtensor.stages import stage_tensor
 from meshwright_dtensor.stages.exchange import exchange, exchanged_by_id
 from meshwright_dtensor.stages.functions import install
@@ -244,7 +245,7 @@ class WholeModel:
             if not isinstance(new, Tensor) or new is old or (new.shape, new.dtype) != (old.shape, old.dtype):
                 continue
             if isinstance(new, GlobalTensor):
-                if any(state not in "IX" for state in new.global_layout.states):
+                if any(state not in (I, X) for state in new.global_layout.states):
                     continue
                 new = new.to_local()
             part[name] = self._claimed(new.detach(), old.holders)
