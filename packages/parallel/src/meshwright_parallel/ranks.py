@@ -44,9 +44,9 @@ def same_plugins(plugins: PluginHost | None) -> PluginHost:
 def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device, *, values: bool) -> None:
     """Raise on every rank unless all ranks have the same plan, parameters, buffers and random state.
 
-    Values are compared bit for bit, by checksum. Those that differ by rounding become those of rank 0, with a warning. Of a
-    deferred tensor 64 elements are compared, so that its file is not read.
-    Without `values` only names, shapes and plans are compared.
+    Values are compared bit for bit, by checksum. Those that differ by rounding become those of rank 0, with a warning, and so do
+    floating-point buffers where parameters and random state are alike. Of a deferred tensor 64 elements are compared, so that its
+    file is not read. Without `values` only names, shapes and plans are compared.
 
     Raises UsageError: naming the first tensor that differs, and the fix.
     """
@@ -71,11 +71,15 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
             "ranks hold different models (names, shapes or dtypes of parameters or buffers, or deferred ones on some ranks only); "
             "build the same model from the same configuration on every rank"
         )
-    for index in differing(sums) if values else ():
-        if index < len(named) and _take_first(named[index][2]):
+    different = differing(sums) if values else []
+    alike = not different or different[-1] < len(named)
+    for index in different:
+        # where seeds and parameters are alike: memory that nothing has filled, or statistics of each rank
+        near = not (alike and index < len(named) and named[index][0] == "buffer")
+        if index < len(named) and _take_first(named[index][2], near):
             warnings.warn(
-                f"{labels[index]} differs between ranks by rounding: its initialisation is not reproducible, and all ranks "
-                "take the values of rank 0",
+                f"{labels[index]} differs between ranks{' by rounding' if near else ', while all parameters are alike'}: its "
+                "initialisation is not reproducible, and all ranks take the values of rank 0",
                 stacklevel=2,
             )
             continue
@@ -86,8 +90,9 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
 
 
 @torch.no_grad()
-def _take_first(tensor: torch.Tensor) -> bool:
-    """Give a tensor the values of rank 0 if they differ by rounding only, on all ranks; whether they do (a collective call)."""
+def _take_first(tensor: torch.Tensor, near: bool) -> bool:
+    """Give a floating-point tensor the values of rank 0, with `near` if they differ by rounding only, on all ranks; whether it
+    has them (a collective call)."""
     if is_deferred(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     first = tensor.detach().contiguous().clone()
@@ -95,8 +100,7 @@ def _take_first(tensor: torch.Tensor) -> bool:
     far = (first - tensor).abs().max()
     # in half precision a rounding is far: nothing but equal values is near
     rounding = min(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
-    near = bool(far <= _ROUNDINGS * rounding * first.abs().max())
-    if extremes([int(near)], None) != [(1, 1)]:
+    if near and extremes([int(far <= _ROUNDINGS * rounding * first.abs().max())], None) != [(1, 1)]:
         return False
     tensor.copy_(first)
     return True

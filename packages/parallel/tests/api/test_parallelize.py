@@ -156,7 +156,7 @@ def unlike(rank: int, world_size: int, what: str) -> None:
             with torch.no_grad():
                 model.blocks[1].up.bias[3] += rank * 1e-6
         elif what == "buffer":
-            model.positions[1] += rank
+            model.register_buffer("order", torch.arange(4) + rank)
         elif what == "generator":
             torch.manual_seed(rank)
         elif what == "shape" and rank:
@@ -173,7 +173,7 @@ def unlike(rank: int, world_size: int, what: str) -> None:
     [
         ("weights", "parameter 'embed.weight'.*seed every rank alike"),
         ("one", "parameter 'blocks.1.up.bias'"),
-        ("buffer", "buffer 'positions'"),
+        ("buffer", "buffer 'order'"),
         ("generator", "random generator"),
         ("shape", "different models"),
         ("plan", "different plans"),
@@ -209,6 +209,19 @@ def test_ranks_that_differ_by_rounding_take_the_values_of_the_first(rank_pool: R
         assert "'embed.weight'" in message and "rank 0" in message
     with pytest.raises(UsageError, match="seed every rank alike"):
         rank_pool.run(2, rounded, 1e4)
+
+
+def unfilled(rank: int, world_size: int) -> Any:
+    model = make()
+    # as torch.empty may leave it
+    model.register_buffer("scratch", torch.full((3,), float(rank)))
+    with pytest.warns(UserWarning, match="buffer 'scratch'.*while all parameters are alike.*rank 0"):
+        parallelize(model, plan_of(degrees={"dp": 2}))
+    return model.scratch.tolist()
+
+
+def test_floating_point_buffers_that_alone_differ_are_those_of_the_first(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, unfilled) == [[0.0] * 3] * 2
 
 
 def test_plans_that_differ_in_notes_only_are_the_same(rank_pool: RankPool) -> None:
