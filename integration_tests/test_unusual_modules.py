@@ -50,6 +50,73 @@ class ReadsParameters(Chain):
         return self.chain(x.to(first.device, first.dtype)).square().mean() * len(name)
 
 
+class AsksOthers(nn.Module):
+    """Its last stage asks a list of modules that are all on the first one, as helpers for positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.ModuleList(Block() for _ in range(2))
+        self.late = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.early, *self.late):
+            first = next(self.early.parameters())
+            x = block(x.to(first.device, first.dtype))
+        return x.square().mean()
+
+
+class Takes(Block):
+    """Reads its values, and takes what code outside has left for the call."""
+
+    left: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.left is not None
+        by, self.left = self.left, None
+        y: Tensor = super().forward(x)
+        return y * by if float(y.detach().sum()) < 1e6 else y
+
+
+class Initialised(Block):
+    """Draws where its codes are not initialised, as quantisers do; they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ready", torch.tensor(True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y if self.ready else y[:, torch.randperm(WIDTH)]
+
+
+class Ready(Chain):
+    def __init__(self) -> None:
+        super().__init__(Initialised)
+
+
+class Leaves(Chain):
+    def __init__(self) -> None:
+        super().__init__(Takes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.left = 0.5
+            x = block(x)
+        return x.square().mean()
+
+
+class Inner(nn.Module):
+    """The only module of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(torch.tanh(self.wide(x)))
+        return y.square().mean()
+
+
 class Counts(Chain):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / sum(p.numel() for p in self.parameters())
@@ -143,8 +210,25 @@ class Filling(Chain):
         return states.square().mean()
 
 
+class OnlyUnit(Helper):
+    def __init__(self) -> None:
+        super().__init__(Inner())
+
+
 MODELS = {
-    cls.__name__: cls for cls in (ReadsParameters, TwoNames, SharedByBlocks, Diffusion, Drawing, Filling)
+    cls.__name__: cls
+    for cls in (
+        ReadsParameters,
+        AsksOthers,
+        Leaves,
+        Ready,
+        OnlyUnit,
+        TwoNames,
+        SharedByBlocks,
+        Diffusion,
+        Drawing,
+        Filling,
+    )
 }
 PLANS = [{"pp": 2, "microbatches": 1}, {"pp": 2, "microbatches": 2}, {"tp": 2}, {"dp": 2, "zero": 3}]
 
@@ -333,6 +417,17 @@ class Communicating(Block):
 class Communicates(Chain):
     def __init__(self) -> None:
         super().__init__(Communicating)
+
+
+def hooked() -> nn.Module:
+    model = Chain()
+    model.register_full_backward_hook(lambda *_: None)
+    return model
+
+
+def test_hooks_that_stages_would_call_each_are_refused_when_planning() -> None:
+    with pytest.raises(PlanError, match="module 'Chain' has a backward hook"):
+        mw.plan(hooked(), torch.randn(4, WIDTH), world_size=2, cluster="laptop-cpu", pp=2, dp=1)
 
 
 def communicates(rank: int, size: int, pins: dict[str, Any]) -> list[float]:

@@ -30,7 +30,7 @@ from meshwright_pipeline.runtime.agreement import RankContext
 from meshwright_pipeline.runtime.call import PipelinedCall
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum, ties
-from meshwright_pipeline.trace.meta_model import skeleton
+from meshwright_pipeline.trace.meta_model import show_first_parameters, skeleton
 
 _ATTRIBUTE = "_meshwright_pipeline"
 
@@ -111,6 +111,7 @@ class StageDivision(Division):
         """See Division."""
         world = dist.group.WORLD
         assert world is not None
+        show_first_parameters(model, self.skeleton, self.owned.units, device)
         reports_loss = mesh is None or not any(mesh.get_coordinate() or ())
         call = PipelinedCall(
             model,

@@ -10,7 +10,7 @@ from meshwright_dtensor.plugins import ScheduleSpec, discover
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_dtensor.strategy import SearchRequest, divisors
-from meshwright_dtensor.utils.names import count_of, listing
+from meshwright_dtensor.utils.names import count_of
 from meshwright_pipeline.analysis.row_mixing import CannotSplit
 from meshwright_pipeline.planning.survey import survey_of
 
@@ -33,7 +33,7 @@ def pipeline_choices(request: SearchRequest, degree: int) -> Iterator[dict[str, 
                 raise
             continue
         stages = degree * (schedule.stages_each if survey is None else survey.stages_each(schedule, degree))
-        if survey is not None and stages > len(survey.holding):
+        if survey is not None and stages > survey.most:
             continue
         pinned = "microbatches" in options
         for count in [int(options["microbatches"])] if pinned else _counts(request, degree):
@@ -94,7 +94,7 @@ def single_microbatch_note(request: SearchRequest) -> str | None:
 def possible_degrees(request: SearchRequest) -> list[int]:
     """Degrees for which there are enough ranks, rows and modules."""
     survey = survey_of(request)
-    most = request.batch_size if survey is None else min(request.batch_size, len(survey.holding))
+    most = request.batch_size if survey is None else min(request.batch_size, survey.most)
     return [degree for degree in divisors(request.world_size) if degree <= max(1, most)]
 
 
@@ -103,13 +103,8 @@ def degree_refusal(request: SearchRequest, degree: int) -> str | None:
     survey = survey_of(request)
     if request.world_size % degree:
         return None
-    if survey is not None and degree > len(survey.holding):
-        names = [unit for unit in survey.units if unit in survey.holding]
-        return (
-            f"each stage needs a module with parameters, and this model has {len(names)} that can be placed on a stage "
-            f"({listing(names, 4)}): the members of a ModuleList or Sequential of modules of one class, and every other module "
-            "with parameters that contains no such list. Keep layers in such lists, or use a smaller degree"
-        )
+    if survey is not None and degree > survey.most:
+        return survey.too_few(survey.holding)
     if degree > request.batch_size:
         return (
             f"each stage needs a microbatch, and the batch of a pipeline has {count_of(request.batch_size, 'row')}. Use more rows, "

@@ -71,12 +71,10 @@ class StageDivision:
 def even_cuts(model: ModelCosts, survey: ModelSurvey, ranks: int, stages: int) -> tuple[int, ...]:
     """The cuts for which the slowest stage is fastest. Raises PlanError: there are fewer modules than stages."""
     blocks = model.blocks
-    units = len({run.unit for block in blocks for run in block} & survey.holding)
-    if units < stages:
-        text = (
-            f"{stages} stages need as many modules that can be placed on a stage, and the model has {units}"
-        )
-        raise PlanError("degrees.pp", ranks, text, str(max(1, units // (stages // ranks))))
+    units = {run.unit for block in blocks for run in block} & survey.holding
+    if len(units) < stages:
+        nearest = str(max(1, len(units) // (stages // ranks)))
+        raise PlanError("degrees.pp", ranks, survey.too_few(units), nearest)
     seconds = [sum(run.seconds for run in block) for block in blocks]
     seconds[-1] += model.tail.seconds
     return tuple(sum(map(len, blocks[:place])) for place in linear_partition(seconds, stages))

@@ -15,6 +15,7 @@ from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule
 from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_dtensor.utils.memo import Memo
+from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline.analysis.loss_preview import LossChecker, LossForecast
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.boundaries import divided_state
@@ -65,6 +66,7 @@ class ModelSurvey:
             while more := called_in_parts(self.model, survey.units, calls):
                 opened = survey.opened | more
                 survey = replace(survey, units=find_units(self.model, opened).names, opened=opened)
+            survey = _with_several(survey, self.model, frozenset(called for _, called in calls))
             nested = called_by_units(self.model, survey.units, calls)
             survey = replace(survey, nested=nested) if nested else survey
             survey = next((cached for _, cached in self._at.values() if cached == survey), survey)
@@ -87,6 +89,23 @@ class ModelSurvey:
     def holding(self) -> frozenset[str]:
         """The units with parameters. Each stage needs at least one."""
         return frozenset(self.unit(alias) for aliases in self.names.values() for alias in aliases) - {""}
+
+    @cached_property
+    def most(self) -> int:
+        """The most stages that units can fill. Which parts of an only unit are called, and may be units instead, is seen later."""
+        if len(self.holding) != 1 or self.model is None:
+            return len(self.holding)
+        direct = (next(part.parameters(recurse=False), None) for part in self.model.modules())
+        return sum(parameter is not None for parameter in direct)
+
+    def too_few(self, units: Collection[str]) -> str:
+        """Why stages cannot be filled with these units."""
+        names = [unit for unit in self.units if unit in units]
+        return (
+            f"each stage needs a module with parameters, and this model has {len(names)} that can be placed on a stage "
+            f"({listing(names, 4)}): the members of a ModuleList or Sequential of modules of one class, and every other module "
+            "with parameters that contains no such list. Keep layers in such lists, or use a smaller degree"
+        )
 
     def unnamed(self, named: Iterable[Sequence[str]]) -> list[str]:
         """Opened modules without a `named` child. In a plan they are shared: every stage holds their direct parameters."""
@@ -214,6 +233,17 @@ class ModelSurvey:
     def costs(self, work: tuple[ModuleWork, ...]) -> ModelCosts:
         """The costs of the model by unit, cached for the same work."""
         return self._memo.once(("costs", id(work)), lambda: model_costs(work, self))
+
+
+def _with_several(survey: ModelSurvey, model: nn.Module, called: frozenset[str]) -> ModelSurvey:
+    """With the children of the only unit with parameters as units instead, and so on, where all of them are called."""
+    while len(survey.holding) == 1:
+        opened = survey.opened | survey.holding
+        finer = replace(survey, units=find_units(model, opened).names, opened=opened)
+        if not finer.holding or not finer.holding <= called:
+            break
+        survey = finer
+    return survey
 
 
 def survey_of(request: SearchRequest) -> ModelSurvey | None:

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_pipeline.pytrees import expanded_zeros
+from meshwright_pipeline.trace.state_writes import modules_outside
 
 Attribute = tuple[nn.Module, str, Tensor]
 """(submodule, attribute, tensor)."""
@@ -23,7 +25,7 @@ Attribute = tuple[nn.Module, str, Tensor]
 SHOWN = "named_parameters"
 """The attribute of the modules of a skeleton that lists the parameters of units too."""
 
-_NAMES = "_meshwright_parameter_names"
+_NAMES, _FLAGS = "_meshwright_parameter_names", "_meshwright_flags"
 
 LARGE = 1 << 20
 """Tensors of at least this many bytes are allocated as untouched zero pages."""
@@ -65,6 +67,12 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
     for module in copied.modules():
         module.__dict__[_NAMES] = tuple(module._parameters)
     for unit in units:
+        for path, part in model.get_submodule(unit).named_modules(prefix=unit):
+            copied.get_submodule(path).__dict__[_FLAGS] = {
+                name: buffer.to("cpu", copy=True)
+                for name, buffer in part.named_buffers(recurse=False)
+                if buffer.dtype == torch.bool and buffer.numel() == 1 and has_values(buffer)
+            }
         move_to_meta(copied.get_submodule(unit))
     for module in copied.modules():
         module.__dict__[SHOWN] = partial(_named_parameters, module, module in inside)
@@ -105,6 +113,28 @@ def _named_parameters(
             "has those of its stages only: do it once, before the model is made parallel. Reading the first one, for its device or "
             "its dtype, works"
         )
+
+
+def show_first_parameters(
+    model: nn.Module, copied: nn.Module, units: Sequence[str], device: torch.device
+) -> None:
+    """Let modules of `model` outside of `units` that have no parameters on this rank name their first one: zeros, which code
+    between units may ask for its dtype and device. `copied`: the skeleton, whose profile tells whether it reads the value."""
+    for path, module in modules_outside(model, units):
+        shown = copied.get_submodule(path)
+        named = ((part, name) for part in shown.modules() for name in part.__dict__[_NAMES])
+        tensors = ((name, getattr(part, name)) for part, name in named)
+        first = next(((name, tensor) for name, tensor in tensors if tensor is not None), None)
+        if first is not None and next(module.parameters(), None) is None:
+            module.__dict__[SHOWN] = partial(_or_first, module, first[0], expanded_zeros(first[1], device))
+
+
+def _or_first(
+    module: nn.Module, name: str, zeros: Tensor, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, Tensor]]:
+    held: list[tuple[str, Tensor]] = list(nn.Module.named_parameters(module, *args, **kwargs))
+    # not where only its direct parameters are wanted
+    return iter(held if len(args) > 1 or not kwargs.get("recurse", True) else held or [(name, zeros)])
 
 
 def move_to_meta(
@@ -159,8 +189,19 @@ def _replaced(held: Sequence[Attribute], change: Callable[[Tensor], Tensor]) -> 
 
 
 def with_zeros(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
-    """Inside, the meta tensors of a module are zeros on `device`, for code that does not run on the meta device."""
-    return _replaced(meta_tensors(module), lambda meta: _zeros(meta, device))
+    """Inside, the meta tensors of a module are zeros on `device`, for code that does not run on the meta device. Flags, buffers
+    of one truth value (whether a codebook has been initialised), have their values."""
+    flags = {
+        id(part.__dict__[name]): value
+        for part in module.modules()
+        for name, value in part.__dict__.get(_FLAGS, {}).items()
+    }
+
+    def stand_in(meta: Tensor) -> Tensor:
+        flag = flags.get(id(meta))
+        return _zeros(meta, device) if flag is None else flag.to(device, copy=True)
+
+    return _replaced(meta_tensors(module), stand_in)
 
 
 def put_expanded_zeros(module: nn.Module, device: torch.device) -> None:

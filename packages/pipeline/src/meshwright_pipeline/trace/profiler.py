@@ -239,11 +239,16 @@ class Profiler:
         if kind in self._no_meta:
             return unit_result(unit, module, forward, call, device, use_zeros=True)
         before, unchanged = drawn.mark(), snapshot(*call)
+        attributes = [(part.__dict__, dict(part.__dict__)) for part in module.modules()]
         try:
             return unit_result(unit, module, forward, call, device)
         except Exception:
             # no meta kernel, or values are read: try again with zeros
             drawn.back_to(before)
+            for now, earlier in attributes:
+                # it may have taken what code outside has set
+                now.clear()
+                now.update(earlier)
         result = unit_result(unit, module, forward, unchanged, device, use_zeros=True)
         self._no_meta.add(kind)
         return result
@@ -282,6 +287,7 @@ class _ProfiledRun:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
         """Run the model, and return what was recorded."""
         self._label_inputs(args, kwargs)
+        side_outputs.check_backward_hooks(self.model, self.units)
         writes = StateWrites(self.model, self.units)
         children = {module: dict(module._modules) for module in self.model.modules()}
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES
 from meshwright_pipeline.pytrees import Containers, attribute_tensors, entries_of, leaves_of, tensors_of
+from meshwright_pipeline.trace.state_writes import modules_outside
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
 """Path -> the value, and a function for each of its leaves (tensors are referenced weakly)."""
@@ -142,6 +143,19 @@ def check_sendable(unit: str, output: Any, given: Any) -> None:
                 f"module {unit!r} returns a {type(leaf).__name__} that holds tensors. It cannot be sent to another stage. "
                 "Return tensors in tuples, lists, dicts or dataclasses, register the class with torch.utils._pytree, or plan "
                 "without pp"
+            )
+
+
+def check_backward_hooks(model: nn.Module, units: Sequence[str]) -> None:
+    """Refuse (CannotBeCut) backward hooks of modules around units: a stage would call them for its part of the module."""
+    for path, module in modules_outside(model, units):
+        hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+        if hooks and any(unit.startswith(f"{path}." if path else "") for unit in units):
+            hook = getattr(hooks[0], "__qualname__", hooks[0])
+            raise CannotBeCut(
+                f"module {path or type(model).__name__!r} has a backward hook ({hook}), and its "
+                "modules may be on several stages, each of which would call it. Hook the modules inside of it, do after backward() "
+                "what the hook does, or plan without pp"
             )
 
 
