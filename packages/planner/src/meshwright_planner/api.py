@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from meshwright_dtensor._torch.core import recordable, without_inference_mode
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, discover
@@ -13,6 +14,7 @@ from meshwright_dtensor.strategy import PlanKeywords, PlanRequest, with_plan_key
 
 
 @with_plan_keywords
+@without_inference_mode()
 def plan(model: nn.Module, batch: Any, **keywords: Unpack[PlanKeywords]) -> ParallelPlan | list[ParallelPlan]:
     """Plan how to parallelize `model` over the ranks of a cluster. The model is run once on fake tensors and left untouched.
 
@@ -31,5 +33,5 @@ def plan(model: nn.Module, batch: Any, **keywords: Unpack[PlanKeywords]) -> Para
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     request = PlanRequest.of(keywords)
-    plans = discover().get(PlannerSpec, request.planner).load()().plan(model, batch, request)
+    plans = discover().get(PlannerSpec, request.planner).load()().plan(model, recordable(batch), request)
     return plans if request.top_k > 1 else plans[0]

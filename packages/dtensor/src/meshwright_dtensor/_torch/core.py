@@ -135,6 +135,24 @@ def kept_dispatch_keys() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """Inside, `torch.inference_mode()` of the caller is `torch.no_grad()`.
+
+    Under inference mode a dispatch mode sees composite operations whole: dropout in evaluation is a random operation there.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def recordable(tree: Any) -> Any:
+    """Copies of the tensors of inference mode, which autograd may record outside of it; anything else as it is."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.clone() if x.is_inference() else x, tree)
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Run outside of every dispatch mode (a FakeTensorMode of the caller, say)."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright_dtensor._torch.core import recordable, without_inference_mode
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
@@ -19,6 +20,7 @@ from meshwright_parallel.validation.checks import check_model
 
 
 @with_plan_keywords
+@without_inference_mode()
 def auto_parallelize(
     model: nn.Module, batch: Any, *, plugins: PluginHost | None = None, **keywords: Unpack[PlanKeywords]
 ) -> nn.Module:
@@ -46,7 +48,7 @@ def auto_parallelize(
     if dist.get_rank() == 0:
         with torch.random.fork_rng(devices=()):
             try:
-                result = [planner.load()().plan(model, batch, request)[0].to_json()]
+                result = [planner.load()().plan(model, recordable(batch), request)[0].to_json()]
             except Exception as error:
                 # the other ranks wait for a result in any case
                 result = [_portable(error)]

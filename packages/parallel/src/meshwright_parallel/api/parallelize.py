@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright_dtensor._torch.core import without_inference_mode
 from meshwright_dtensor.api import as_mesh_parameter
 from meshwright_dtensor.deferred.materialize import local_values
 from meshwright_dtensor.dispatch.module_to import install_module_to
@@ -53,6 +54,7 @@ from meshwright_parallel.strategies.data import BUCKET_BYTES
 from meshwright_parallel.validation.checks import check_fit, check_model, check_optimizers
 
 
+@without_inference_mode()
 def parallelize(
     model: nn.Module, plan: ParallelPlan, *, batch: Any = None, plugins: PluginHost | None = None
 ) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
+from meshwright_dtensor._torch.core import without_inference_mode
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts
@@ -170,7 +171,7 @@ class PipelinedCall:
             whole.end_step()
             # a value of one stage, such as the mean of a parameter
             args, kwargs = whole.on_every_rank((args, kwargs))
-        with own_stages(self.model):
+        with own_stages(self.model), without_inference_mode():
             return on_one_device(self._step, args, kwargs)
 
     def _step(self, args: Any, kwargs: Any) -> Any:
