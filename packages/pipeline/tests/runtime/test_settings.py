@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,24 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
 
 
+def added(ids: Tensor) -> Tensor:
+    return (ids + ids.sum()) % 7
+
+
 class Centred(Chain):
-    """Takes the mean of all rows away where its flag is set."""
+    """Mixes the rows where a flag, an option, or a function says so."""
 
     centred = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.options = SimpleNamespace(centred=False), {"centre": "no"}
+        self.mixed: Callable[[Tensor], Tensor] = torch.clone
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.centred:
-            kwargs["ids"] = (kwargs["ids"] + kwargs["ids"].sum()) % 7
+        kwargs["ids"] = self.mixed(kwargs["ids"])
+        if self.centred or self.config.centred or self.options["centre"] == "yes":
+            kwargs["ids"] = added(kwargs["ids"])
         return super().forward(*args, **kwargs)
 
 
@@ -40,6 +51,22 @@ def pre_hook(model: Any) -> None:
 
 def flag(model: Any) -> None:
     model.centred = True
+
+
+def configuration(model: Any) -> None:
+    model.config.centred = True
+
+
+def option(model: Any) -> None:
+    model.options["centre"] = "yes"
+
+
+def new_options(model: Any) -> None:
+    model.options = {"centre": "yes"}
+
+
+def function(model: Any) -> None:
+    model.mixed = added
 
 
 def forward(model: Any) -> None:
@@ -60,6 +87,10 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "hook": (hook, ROWS),
     "pre-hook": (pre_hook, ROWS),
     "flag": (flag, ROWS),
+    "configuration": (configuration, ROWS),
+    "option": (option, ROWS),
+    "new options": (new_options, ROWS),
+    "function": (function, ROWS),
     "forward": (forward, "forward of module 'layers.1' was replaced after parallelize"),
     "removal": (removal, "were added, removed or replaced after parallelize"),
     "watching": (watching, ""),

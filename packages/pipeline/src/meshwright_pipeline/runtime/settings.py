@@ -1,18 +1,24 @@
-"""What a user may change on the modules of a pipelined model between steps: mode, flags, hooks."""
+"""What a user may change on the modules of a pipelined model between steps: mode, flags, options, functions, hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import hook_tables, hooks_of
 from meshwright_pipeline.partition.units import DROPOUTS
 
-_NUMBERS = (int, float, type(None))
-_OF_TORCH = frozenset({"training", "_is_full_backward_hook"})
+_FLAGS = (bool, str)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, partial)
+_COPIED = (*_FLAGS, int, float, type(None), *_FUNCTIONS)
+_OTHERS = frozenset({"training", "_is_full_backward_hook", "forward"})
+"""Attributes of a module that are compared by themselves."""
 
 
 class Settings:
@@ -27,24 +33,42 @@ class Settings:
         self._modules = tuple(model.modules())
         self.own_hooks = {m: frozenset(hooks_of(m)) - before.get(m, frozenset()) for m in self._modules}
         self._hooks = {m: [frozenset(table) for table in hook_tables(m)] for m in self._modules}
-        self._values = {m: _values(m, (bool, str, *_NUMBERS)) for m in self._modules}
+        self._values = {m: _values(m.__dict__, _COPIED) for m in self._modules}
+        # by id; the dicts are kept, so that no other gets the id
+        self._options: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {
+            id(options): (options, _values(options, _COPIED))
+            for m in self._modules
+            for _, options in _options(m)
+        }
         self._forwards = {m: m.__dict__.get("forward") for m in self._modules}
-        # module -> number of its attributes, and the names of its flags
-        self._flags: dict[nn.Module, tuple[int, tuple[str, ...]]] = {}
+        # module -> number of its attributes, and the names of its flags and functions, and of its options
+        self._names: dict[nn.Module, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}
 
     def key(self) -> tuple[Any, ...]:
         """What decides which code runs; numbers do not count, many forwards change some."""
-        return tuple(map(self._key, self._modules))
+        options: dict[int, dict[str, Any]] = {}
+        modules = tuple([self._key(module, options) for module in self._modules])
+        return modules, tuple([tuple(_values(values, _FLAGS).items()) for values in options.values()])
 
-    def _key(self, module: nn.Module) -> tuple[Any, ...]:
+    def _key(self, module: nn.Module, options: dict[int, dict[str, Any]]) -> tuple[Any, ...]:
+        """That of one module; its options, which others may share, go to `options`, by the ids of the attributes."""
         attributes = module.__dict__
-        flags_of = self._flags.get(module)
-        if flags_of is None or flags_of[0] != len(attributes):
-            flags_of = self._flags[module] = len(attributes), tuple(_values(module, (bool, str)))
+        names = self._names.get(module)
+        if names is None or names[0] != len(attributes):
+            named = tuple(_values(attributes, (*_FLAGS, *_FUNCTIONS)))
+            names = self._names[module] = (
+                len(attributes),
+                named,
+                tuple([name for name, _ in _options(module)]),
+            )
+        for name in names[2]:
+            value = attributes.get(name)
+            if id(value) not in options:
+                options[id(value)] = _options_of(value) or {}
         drops = isinstance(module, DROPOUTS) and 0 < module.p < 1
         hooks = tuple(map(tuple, hook_tables(module)))
         parts = tuple(map(id, module._modules.values()))
-        flags = tuple(map(attributes.get, flags_of[1]))
+        flags = tuple(map(attributes.get, names[1]))
         return module.training, drops, flags, hooks, parts, id(attributes.get("forward"))
 
     def copy_to(self, model: nn.Module, skeleton: nn.Module) -> None:
@@ -67,9 +91,10 @@ class Settings:
             meta.training = module.training
             if isinstance(module, DROPOUTS):
                 meta.__dict__["p"] = module.p
-            before = self._values[module]
-            values = _values(module, (bool, str, *_NUMBERS))
-            meta.__dict__.update((key, value) for key, value in values.items() if before.get(key) != value)
+            _copy_changes(module.__dict__, self._values[module], meta.__dict__)
+            for key, options in _options(module):
+                _, before = self._options.get(id(options), ({}, {}))
+                _copy_changes(options, before, _options_of(meta.__dict__.get(key)) or {})
             tables = zip(hook_tables(module), hook_tables(meta), self._hooks[module], strict=True)
             for table, copied, there in tables:
                 for number in set(copied).difference(table):
@@ -77,7 +102,28 @@ class Settings:
                 copied.update((number, hook) for number, hook in table.items() if number not in there)
 
 
-def _values(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, Any]:
-    return {
-        key: value for key, value in module.__dict__.items() if type(value) in kinds and key not in _OF_TORCH
-    }
+def _values(attributes: Mapping[str, Any], kinds: tuple[type, ...]) -> dict[str, Any]:
+    return {key: value for key, value in attributes.items() if type(value) in kinds and key not in _OTHERS}
+
+
+def _copy_changes(given: Mapping[str, Any], before: Mapping[str, Any], there: dict[str, Any]) -> None:
+    """Copy to `there` what `given` has otherwise than `before`."""
+    values = _values(given, _COPIED)
+    there.update((key, value) for key, value in values.items() if key not in before or before[key] != value)
+
+
+def _options(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Attributes that hold options, such as the configuration of a model, and these as a dict."""
+    for key, value in module.__dict__.items():
+        options = None if key.startswith("_") else _options_of(value)
+        if options is not None:
+            yield key, options
+
+
+def _options_of(value: Any) -> dict[str, Any] | None:
+    """The options in a dict or in an ordinary object; None of anything else."""
+    if isinstance(value, (nn.Module, torch.Tensor)) or callable(value):
+        return None
+    # not by an attribute of its class, which may be slow
+    options = value if type(value) is dict else vars(value) if hasattr(value, "__dict__") else None
+    return options if type(options) is dict else None
