@@ -36,27 +36,8 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
 
     Nothing of the size of the units is allocated, not even temporarily. `dtype`: compute dtype of a float32 model.
     """
-    cast = cast_buffers(model)
-    memo: dict[int, Any] = {}
-    # keeps the ids in memo valid
-    keep: list[Tensor] = []
-    inside = {part for unit in units for part in model.get_submodule(unit).modules()}
-    # a weight that modules outside of units have too has its values there
-    outside = {id(t) for part in model.modules() if part not in inside for t in _own_tensors(part)}
-    for unit in units:
-        module = model.get_submodule(unit)
-        for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in memo and id(tensor) not in outside:
-                keep.append(tensor)
-                trained = isinstance(tensor, nn.Parameter)
-                casts = tensor.dtype == torch.float32 and (trained or id(tensor) in cast)
-                meta = torch.empty_like(tensor, dtype=dtype if casts else tensor.dtype, device="meta")
-                memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if trained else meta
-    for _, _, tensor in tensor_attributes(model):
-        # computed from parameters by a hook before each forward, as torch.nn.utils.weight_norm does
-        if not tensor.is_leaf:
-            keep.append(tensor)
-            memo[id(tensor)] = tensor.detach()
+    # the tensors are kept, so that the ids in memo stay theirs
+    memo, keep = _stand_ins(model, units, dtype)
     copied = copy.deepcopy(model, memo)
     if dtype != torch.float32:
         # outside of units
@@ -76,7 +57,35 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
         move_to_meta(copied.get_submodule(unit))
     for module in copied.modules():
         module.__dict__[SHOWN] = partial(_named_parameters, module, module in inside)
+    del keep
     return copied
+
+
+def _stand_ins(
+    model: nn.Module, units: Iterable[str], dtype: torch.dtype
+) -> tuple[dict[int, Any], list[Tensor]]:
+    """Id of a tensor -> what a skeleton has in its place; and these tensors."""
+    cast = cast_buffers(model)
+    memo: dict[int, Any] = {}
+    keep: list[Tensor] = []
+    inside = {part for unit in units for part in model.get_submodule(unit).modules()}
+    # a weight that modules outside of units have too has its values there
+    outside = {id(t) for part in model.modules() if part not in inside for t in _own_tensors(part)}
+    for unit in units:
+        module = model.get_submodule(unit)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in memo and id(tensor) not in outside:
+                keep.append(tensor)
+                trained = isinstance(tensor, nn.Parameter)
+                casts = tensor.dtype == torch.float32 and (trained or id(tensor) in cast)
+                meta = torch.empty_like(tensor, dtype=dtype if casts else tensor.dtype, device="meta")
+                memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if trained else meta
+    for _, _, tensor in tensor_attributes(model):
+        # computed from parameters by a hook before each forward, as torch.nn.utils.weight_norm does
+        if not tensor.is_leaf:
+            keep.append(tensor)
+            memo[id(tensor)] = tensor.detach()
+    return memo, keep
 
 
 def _own_tensors(module: nn.Module) -> tuple[Tensor, ...]:
