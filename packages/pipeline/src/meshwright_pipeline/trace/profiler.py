@@ -282,6 +282,8 @@ class _ProfiledRun:
         self.consumes: dict[Key, frozenset[Label]] = {}
         self.results: dict[Key, Result] = {}
         self.of_batch: set[Key] = set()
+        # what units have set
+        self._put: dict[tuple[nn.Module, str], Any] = {}
         self._old_attributes: list[tuple[nn.Module, str, Any]] = []
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
@@ -328,7 +330,7 @@ class _ProfiledRun:
         """Runs in place of a unit's forward."""
         # tensors inside objects count too: the stage that gets the object may read them
         inside = [tensor for leaf in leaves_of((args, kwargs)) for tensor in pytrees.attribute_tensors(leaf)]
-        labels = self.mode.of((args, kwargs, inside))
+        labels = self.mode.of((args, kwargs, inside)) | self._assigned(self.model.get_submodule(key[0]))
         self.consumes[key] = labels - {_BATCH}
         if _BATCH in labels or any(label[:2] in self.of_batch for label in labels):
             self.of_batch.add(key)
@@ -342,6 +344,15 @@ class _ProfiledRun:
             entry.put(containers, self._labelled(key, path, result.side[path]))
         return self._labelled(key, "", result.output)
 
+    def _assigned(self, unit: nn.Module) -> frozenset[Label]:
+        """The labels of what code between units has put into attributes of the modules of a unit, which the unit may read."""
+        given = [
+            [leaf() for leaf in leaves]
+            for path, (value, leaves) in side_outputs.attribute_leaves(unit).items()
+            if self._put.get(side_outputs.part_of(unit, path), _MISSING) is not value
+        ]
+        return frozenset(label for label in self.mode.of(given) if label[1] != PARAMETERS)
+
     def _put_side_outputs(self, key: Key, result: Result) -> None:
         """Set the attributes that the unit sets, and call the hooks of its submodules."""
         unit = self.model.get_submodule(key[0])
@@ -349,7 +360,7 @@ class _ProfiledRun:
             if side_outputs.is_attribute(path):
                 part, name = side_outputs.part_of(unit, path)
                 self._old_attributes.append((part, name, part.__dict__.get(name, _MISSING)))
-                part.__dict__[name] = self._labelled(key, path, value)
+                part.__dict__[name] = self._put[part, name] = self._labelled(key, path, value)
             else:
                 part = unit.get_submodule(path)
                 call_hooks(part, hooks_of(part), self._labelled(key, path, value))
