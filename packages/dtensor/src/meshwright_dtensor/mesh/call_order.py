@@ -25,7 +25,7 @@ from meshwright_dtensor.mesh.deadlock import users_line
 
 _KEY = "meshwright/calls/"
 _ENDED = "meshwright/ended"
-_POLLS = (0.0005, 0.2)
+_POLLS = (0.0005, 1.0)
 """Seconds before the first and second question to the store, doubled each time, and at most."""
 
 
