@@ -36,6 +36,7 @@ class Block(nn.Module):
         self.up, self.down, self.norm = nn.Linear(6, 10), nn.Linear(10, 6, bias=False), nn.LayerNorm(6)
         self.register_buffer("scale", torch.tensor([0.5, 0.25, 1.0, 2.0, 0.75, 1.5]))
         self.register_buffer("used", torch.zeros(6))
+        self.register_buffer("places", torch.arange(6), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         # assigned, not written to

@@ -160,11 +160,14 @@ def move_to_meta(
         if part in kept:
             continue
         part.__dict__.setdefault(_NAMES, tuple(part._parameters))
+        # the state dicts of stages list the same buffers
+        unsaved = set(part._non_persistent_buffers_set)
         dot = f"{path}." if path else ""
         for named in (part.named_parameters, part.named_buffers):
             for name, tensor in list(named(recurse=False, remove_duplicate=False)):
                 nn.Module.__delattr__(part, name)
                 part.__dict__[name] = replacement(dot + name, tensor.detach().to("meta"))
+        part._non_persistent_buffers_set |= unsaved
 
 
 def tensor_attributes(module: nn.Module) -> list[Attribute]:
