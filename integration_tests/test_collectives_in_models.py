@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_dtensor.trace.one_device import on_one_device
+from meshwright_dtensor.trace.one_device import on_one_device, show_one_device
 
 WIDTH = 8
 PLANS: dict[str, dict[str, Any]] = {
@@ -163,6 +165,34 @@ class KeepsGroup(Communicates):
         return mean
 
 
+class AsksGroup(Communicates):
+    """Exchanges over rank 0 and 1 in one of the ways to name them."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        world = dist.group.WORLD
+        assert world is not None
+        self.form, self.name, self.mesh = form, world.group_name, init_device_mesh("cpu", (2,))
+        self.group = world
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0].linear(x).mean()
+        if self.form == "plain":
+            assert dist.get_world_size(self.group) == 2
+            dist.all_reduce(plain := torch.ones(()), group=self.group)
+            return y * plain
+        if self.form == "operation":
+            summed: Tensor = torch.ops._c10d_functional.all_reduce(y, "sum", self.name)
+            return torch.ops._c10d_functional.wait_tensor(summed)  # type: ignore[no-any-return]
+        named = {"mesh": self.mesh, "name": self.name, "ranks": [0, 1], "plain functional": self.mesh}[
+            self.form
+        ]
+        return y * functional.all_reduce(torch.ones(()) if "plain" in self.form else y, "sum", named)
+
+
+NAMED = ("plain", "operation", "mesh", "name", "ranks", "plain functional")
+
+
 class MakesGroup(Communicates):
     def forward(self, x: Tensor) -> Tensor:
         dist.new_group([0])
@@ -176,6 +206,7 @@ def refusals(rank: int, size: int) -> list[str]:
         (KeepsGroup(dist.group.WORLD), False),
         (KeepsGroup(dist.group.WORLD), True),
         (MakesGroup(), False),
+        *((AsksGroup(form), False) for form in NAMED),
     ):
         try:
             if planned:
@@ -188,9 +219,42 @@ def refusals(rank: int, size: int) -> list[str]:
 
 
 def test_groups_of_a_model_are_refused(rank_pool: RankPool) -> None:
-    for by_hand, planned, made in rank_pool.run(2, refusals, timeout=120):
-        assert by_hand.startswith("the model calls torch.distributed (all_reduce) with a process group")
+    for by_hand, planned, made, *named in rank_pool.run(2, refusals, timeout=120):
+        for told in (by_hand, *named):
+            assert told.startswith("the model calls torch.distributed (all_reduce) with a process group")
+        assert len(named) == len(NAMED)
         assert planned.startswith(
             "module 'the model' calls torch.distributed (allreduce) with a process group"
         )
         assert "new_group is called inside of a parallel model" in made
+
+
+PLUGIN = """
+import torch
+import torch.distributed as dist
+
+def hook(module, arguments):
+    dist.all_reduce(total := torch.ones(()))
+    module.seen = dist.get_rank(), int(total)
+
+class Strategy:
+    pass
+"""
+
+
+def strategy_hooks(rank: int, size: int) -> list[Any]:
+    """What a hook of a strategy's package, code without a module name and the model see."""
+    package = {"__name__": "another_name.hooks"}
+    exec(PLUGIN, package)
+    package["Strategy"].__module__ = "another_name.strategy"  # type: ignore[attr-defined]
+    model = Communicates()
+    show_one_device(model, [package["Strategy"]()])  # type: ignore[operator]
+    model.register_forward_pre_hook(package["hook"])  # type: ignore[arg-type]
+    model(torch.randn(4, WIDTH))
+    nameless: dict[str, Any] = {}
+    exec("import torch.distributed as d; rank = d.get_rank()", nameless)
+    return [model.seen == (rank, size), nameless["rank"] == rank]
+
+
+def test_strategies_of_other_packages_see_all_ranks(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, strategy_hooks, timeout=60) == [[True, True]] * 2

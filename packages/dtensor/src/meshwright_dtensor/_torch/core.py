@@ -290,6 +290,10 @@ ENGINE = _autograd_graph._engine_run_backward.__code__
 """The code that runs a backward pass; hooks of tensors run in it."""
 
 
+MODULE_CALL = torch.nn.Module._call_impl.__code__
+"""The code that runs a module's hooks and its forward."""
+
+
 def fake_mode_active() -> bool:
     """Whether a FakeTensorMode is active; it is below every ordinary mode, whichever was entered first."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

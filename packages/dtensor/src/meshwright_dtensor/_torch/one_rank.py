@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 ONE_DEVICE = "meshwright_one_device"
@@ -120,11 +121,31 @@ class _World(c10d._World):
         self._default_pg = group
 
 
-def install_world(alone: Callable[[], bool]) -> None:
-    """Let torch.distributed use the group of this rank alone as the default one where `alone()`; idempotent."""
+def install_world(alone: Callable[[], bool], refuse: Callable[[Any], None]) -> None:
+    """Let torch.distributed use the group of this rank alone as the default one where `alone()`; idempotent.
+
+    refuse: called with the group of each call that names one, before it communicates.
+    """
     world: Any = c10d._world
-    if not isinstance(world, _World):
-        world.alone, world.one_rank, world.__class__ = alone, OneRank(), _World
+    if isinstance(world, _World):
+        return
+    world.alone, world.one_rank, world.__class__ = alone, OneRank(), _World
+    by_name: Any = torch._C._distributed_c10d._resolve_process_group
+    is_outside, resolve = c10d._rank_not_in_group, functional._resolve_group
+
+    # all functions of torch.distributed ask this first
+    def rank_not_in_group(group: Any) -> bool:
+        refuse(group)
+        return is_outside(group)
+
+    # all functional collectives ask this first
+    def resolve_group(group: Any, tag: str = "") -> Any:
+        resolved = resolve(group, tag)
+        refuse(by_name(resolved) if isinstance(resolved, str) else resolved)
+        return resolved
+
+    setattr(c10d, is_outside.__name__, rank_not_in_group)
+    setattr(functional, resolve.__name__, resolve_group)
 
 
 def has_group() -> bool:

@@ -40,6 +40,7 @@ from meshwright_dtensor.tensor.staged import Staged, StagedOperand
 from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, Args, Function, Kwargs, is_in_place
 from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.trace.module_stack import FRAMES
+from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of, in_model
 
 Tensor = torch.Tensor
 _NORMS = (F.batch_norm, F.instance_norm)
@@ -160,6 +161,8 @@ def _run_special(func: Function, args: Args, kwargs: Kwargs) -> Any:
     refuse_traced_call()
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         return fallback.run_collective(func, args, kwargs)
+    if (collective := collective_of(func, args)) and in_model():
+        raise UnsupportedError(OF_A_GROUP.format("the model", collective))
     if functorch_active():
         return fallback.run_on_full(func, args, kwargs)
     if kwargs.get("out") is not None:

@@ -18,7 +18,6 @@ from meshwright_dtensor._torch.core import (
     stock_call,
     storage_key,
 )
-from meshwright_dtensor._torch.one_rank import OneRank
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
 from meshwright_dtensor.dispatch.gathered_views import (
@@ -174,7 +173,7 @@ def run_collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """
     if in_model():
         group = next((a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)), None)
-        if group is not None and not isinstance(group, OneRank) and group.size() > 1:
+        if group is not None and group.size() > 1:
             raise UnsupportedError(OF_A_GROUP.format("the model", function_name(func)))
         real = pytree.tree_map_only(
             Tensor, lambda x: torch.view_as_real(x) if x.is_complex() else x, (args, dict(kwargs))

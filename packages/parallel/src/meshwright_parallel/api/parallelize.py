@@ -122,7 +122,7 @@ def parallelize(
     else:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
-    show_one_device(model)
+    show_one_device(model, strategies)
     refuse_compiling(model)
     refuse_wrapping(model)
     _refuse_pickling(model)
