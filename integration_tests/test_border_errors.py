@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as checkpointed
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -146,6 +147,14 @@ def wrapped(rank: int, size: int, name: str) -> list[str]:
         told(lambda: replicate(model)),
         told(lambda: parallelize_module(model, mesh, {"b": ColwiseParallel()})),
     ]
+    # composable activation checkpointing works, of a module in another one too
+    early = small()
+    checkpointed(early.a)
+    early = parallel(early, name)  # type: ignore[assignment]
+    if name != "pp":
+        for module in (early.b, model.b, model):
+            checkpointed(module)
+        early(ids()).sum().backward()
     torch.testing.assert_close(model(ids()).full_tensor(), small()(ids()))
     return errors
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import meshwright as mw
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
-from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 PLANS: dict[str, dict[str, Any]] = {
     "dp": {"degrees": {"dp": 2}},
@@ -111,3 +114,42 @@ def trained(rank: int, size: int, name: str) -> list[int]:
 def test_calls_in_a_known_order_are_not_compared(rank_pool: RankPool, name: str) -> None:
     for first, second, third in rank_pool.run(2, trained, name):
         assert 0 < first <= second == third
+
+
+def killed(rank: int, size: int, path: str) -> None:
+    """Rank 0 makes a call after rank 1 was killed, and writes down the error."""
+    model = parallel("tp")
+    with torch.no_grad():
+        model(rows())
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        model[0].weight.full_tensor()
+    except UsageError as error:
+        Path(path).write_text(str(error))
+
+
+def test_a_rank_that_is_gone_is_noticed(tmp_path: Path) -> None:
+    with RankPool(grace=20.0) as pool, pytest.raises(RankError, match="SIGKILL"):
+        pool.run(2, killed, str(tmp_path / "error"))
+    error = (tmp_path / "error").read_text()
+    assert "another rank has ended, and rank 0 test_call_order.py" in error
+
+
+def failing(rank: int, size: int) -> int:
+    """Calls that the comparison takes to be inside of the model after one that failed before it was entered."""
+    model = parallel("tp")
+
+    def fail(*_: Any) -> None:
+        raise ValueError("before the model")
+
+    handle = model.register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(ValueError, match="before the model"):
+        model(rows())
+    handle.remove()
+    model(rows())
+    return int(MeshContext.of(model[0].weight.device_mesh).calls._inside)
+
+
+def test_a_call_that_fails_early_is_not_inside(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, failing) == [0, 0]

@@ -136,11 +136,10 @@ def install_call_order(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def enter(model: nn.Module, args: tuple[Any, ...]) -> None:
         kind = "training" if model.training else "evaluation"
-        calls.follow(f"call of {type(model).__name__}, {kind}, gradients {torch.is_grad_enabled()}")
-        calls.inside += 1
+        calls.enter(f"call of {type(model).__name__}, {kind}, gradients {torch.is_grad_enabled()}")
 
     def leave(*_: Any) -> None:
-        calls.inside -= 1
+        calls.leave()
 
     model.register_forward_pre_hook(enter, prepend=True)
     model.register_forward_hook(leave, always_call=True)

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright_dtensor._torch import core
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.mesh.call_order import tell_of_end
 from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
 from meshwright_dtensor.utils.names import count_of
 from meshwright_dtensor.utils.process import report_last_to_torchrun, settle_at_exit
@@ -64,7 +63,6 @@ def init(device: str | None = None) -> torch.device:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         report_last_to_torchrun()
         watch_for_deadlocks()
-        tell_of_end()
     if kind == "cuda":
         torch.cuda.set_device(index)
         return torch.device("cuda", index)

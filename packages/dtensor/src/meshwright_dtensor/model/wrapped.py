@@ -13,11 +13,13 @@ from meshwright_dtensor.errors import UnsupportedError
 def refuse_wrapping(model: nn.Module) -> None:
     """Make DistributedDataParallel, FSDP, fully_shard, replicate and parallelize_module raise UnsupportedError for the model
     and its modules."""
-    refusal = _Refusal()
+    states, *others = wrapped_attributes()
     for module in model.modules():
-        module.__dict__.update(dict.fromkeys(wrapped_attributes(), refusal))
+        # those of activation checkpointing
+        module.__dict__[states] = _Refusal(module.__dict__.get(states, {}))
+        module.__dict__.update((name, _Refusal()) for name in others)
     for parameter in model.parameters():
-        setattr(parameter, FSDP_ATTRIBUTE, refusal)
+        setattr(parameter, FSDP_ATTRIBUTE, _Refusal())
 
 
 def _refuse(*_: Any) -> NoReturn:
@@ -35,9 +37,6 @@ class _Refusal(dict[Any, Any]):
         # composable activation checkpointing works
         if getattr(tool, "__name__", "") != "checkpoint":
             _refuse()
-        return False
+        return super().__contains__(tool)
 
     __iter__ = __bool__ = _refuse  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
-        return self
