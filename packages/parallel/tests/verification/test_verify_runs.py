@@ -81,8 +81,13 @@ class Sabotaged(Language):
 class OneRankWrong(Language):
     """A gradient differs on the last rank only."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # in the forward of a parallel model every rank sees one device
+        self.rank = torch.distributed.get_rank()
+
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        if reduction_of(self) is not None and torch.distributed.get_rank() == 1:
+        if reduction_of(self) is not None and self.rank == 1:
             with torch.no_grad():
                 self.blocks[0].norm.bias.to_local().add_(1e-2)
         return super().forward(ids, labels)
