@@ -29,9 +29,10 @@ class Centred(Chain):
         super().__init__()
         self.config, self.options = SimpleNamespace(centred=False), {"centre": "no"}
         self.mixed: Callable[[Tensor], Tensor] = torch.clone
+        self.late: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs["ids"] = self.mixed(kwargs["ids"])
+        kwargs["ids"] = self.mixed(kwargs["ids"]) if self.late is None else self.late(kwargs["ids"])
         if self.centred or self.config.centred or self.options["centre"] == "yes":
             kwargs["ids"] = added(kwargs["ids"])
         return super().forward(*args, **kwargs)
@@ -69,6 +70,10 @@ def function(model: Any) -> None:
     model.mixed = added
 
 
+def late(model: Any) -> None:
+    model.late = added
+
+
 def forward(model: Any) -> None:
     model.layers[1].forward = lambda x: x
 
@@ -91,6 +96,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "option": (option, ROWS),
     "new options": (new_options, ROWS),
     "function": (function, ROWS),
+    "function where there was none": (late, ROWS),
     "forward": (forward, "forward of module 'layers.1' was replaced after parallelize"),
     "removal": (removal, "were added, removed or replaced after parallelize"),
     "watching": (watching, ""),

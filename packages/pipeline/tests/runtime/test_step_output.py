@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,16 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.runtime.step_output import DroppedOutput, with_loss
+
+CPU = torch.device("cpu")
+
+
+@dataclass(slots=True, frozen=True)
+class Slotted:
+    loss: Tensor
+    logits: Tensor
+    steps: int
+
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "method": lambda x: x.argmax(-1),
@@ -40,23 +51,28 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_reading_raises(read: Callable[[Tensor], Any]) -> None:
     with pytest.raises(UnsupportedError, match=r'Set pipeline\.outputs to "all"'):
-        read(DroppedOutput.of(torch.ones(4, 3)))
+        read(DroppedOutput.of(torch.ones(4, 3), CPU))
 
 
 def test_what_needs_no_value_works() -> None:
-    x = DroppedOutput.of(torch.ones(4, dtype=torch.bfloat16))
+    x = DroppedOutput.of(torch.ones(4, dtype=torch.bfloat16), CPU)
     assert isinstance(x, Tensor) and x.dtype == torch.bfloat16 and x.float().dtype == torch.float32
     assert x.to(torch.float64).dtype == x.double().dtype == torch.float64
+    assert x.to(torch.ones(1, dtype=torch.float64)).dtype == torch.float64 and x.device == CPU
     assert "not kept" in repr(x) and "not kept" in f"{x}"
 
 
 @pytest.mark.parametrize(
-    "make", [dict, lambda **outputs: tuple(outputs.values()), SimpleNamespace], ids=["dict", "tuple", "class"]
+    "make",
+    [dict, lambda **outputs: tuple(outputs.values()), SimpleNamespace, Slotted],
+    ids=["dict", "tuple", "class", "slots"],
 )
 def test_only_the_loss_is_kept(make: Callable[..., Any]) -> None:
     loss = torch.tensor(2.0)
     result = with_loss(make(loss=torch.tensor(1.0), logits=torch.ones(2), steps=3), loss, keep=False)
     kept = vars(result) if isinstance(result, SimpleNamespace) else result
+    if isinstance(kept, Slotted):
+        kept = (kept.loss, kept.logits, kept.steps)
     given, logits, steps = kept.values() if isinstance(kept, dict) else kept
     assert given is loss and isinstance(logits, DroppedOutput) and steps == 3
 

@@ -41,8 +41,8 @@ class Settings:
             for _, options in _options(m)
         }
         self._forwards = {m: m.__dict__.get("forward") for m in self._modules}
-        # module -> number of its attributes, and the names of its flags and functions, and of its options
-        self._names: dict[nn.Module, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}
+        # module -> types of its attributes, and the names of its flags and functions, and of its options
+        self._names: dict[nn.Module, tuple[tuple[type, ...], tuple[str, ...], tuple[str, ...]]] = {}
 
     def key(self) -> tuple[Any, ...]:
         """What decides which code runs; numbers do not count, many forwards change some."""
@@ -53,14 +53,10 @@ class Settings:
     def _key(self, module: nn.Module, options: dict[int, dict[str, Any]]) -> tuple[Any, ...]:
         """That of one module; its options, which others may share, go to `options`, by the ids of the attributes."""
         attributes = module.__dict__
-        names = self._names.get(module)
-        if names is None or names[0] != len(attributes):
+        names, types = self._names.get(module), tuple(map(type, attributes.values()))
+        if names is None or names[0] != types:
             named = tuple(_values(attributes, (*_FLAGS, *_FUNCTIONS)))
-            names = self._names[module] = (
-                len(attributes),
-                named,
-                tuple([name for name, _ in _options(module)]),
-            )
+            names = self._names[module] = types, named, tuple([name for name, _ in _options(module)])
         for name in names[2]:
             value = attributes.get(name)
             if id(value) not in options:
@@ -68,7 +64,7 @@ class Settings:
         drops = isinstance(module, DROPOUTS) and 0 < module.p < 1
         hooks = tuple(map(tuple, hook_tables(module)))
         parts = tuple(map(id, module._modules.values()))
-        flags = tuple(map(attributes.get, names[1]))
+        flags = tuple([_code(attributes[name]) for name in names[1]])
         return module.training, drops, flags, hooks, parts, id(attributes.get("forward"))
 
     def copy_to(self, model: nn.Module, skeleton: nn.Module) -> None:
@@ -104,6 +100,13 @@ class Settings:
 
 def _values(attributes: Mapping[str, Any], kinds: tuple[type, ...]) -> dict[str, Any]:
     return {key: value for key, value in attributes.items() if type(value) in kinds and key not in _OTHERS}
+
+
+def _code(value: Any) -> Any:
+    """A flag itself; of a function what it runs: a forward may make a new one in every step."""
+    if type(value) is partial:
+        return _code(value.func), len(value.args), tuple(value.keywords)
+    return getattr(value, "__code__", value)
 
 
 def _copy_changes(given: Mapping[str, Any], before: Mapping[str, Any], there: dict[str, Any]) -> None:

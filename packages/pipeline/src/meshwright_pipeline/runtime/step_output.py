@@ -13,19 +13,23 @@ from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 from meshwright_pipeline._torch import pytree, without_subclasses
 from meshwright_pipeline.trace.loss import loss_of, plain_or_none
 
-_OF_DTYPE = frozenset("dtype device requires_grad layout is_leaf is_sparse is_quantized is_nested".split())
+_OF_DTYPE = frozenset("dtype requires_grad layout is_leaf is_sparse is_quantized is_nested".split())
 """Attributes that do not depend on values or rows."""
-_CASTS = frozenset("detach clone contiguous to type float double half bfloat16 cpu cuda".split())
+_CASTS = frozenset("detach clone contiguous to float double half bfloat16 cpu cuda".split())
 """Methods whose result is the same output, perhaps in another dtype: frameworks apply them to all that a model returns."""
 
 
 class DroppedOutput(Staged, torch.Tensor):
     """An output that the last stage has computed by microbatch and has not kept."""
 
+    _device: torch.device
+
     @staticmethod
-    def of(output: torch.Tensor) -> DroppedOutput:
+    def of(output: torch.Tensor, device: torch.device) -> DroppedOutput:
         """In the place of `output`, of a microbatch."""
-        return torch.empty_like(output.detach(), device="meta").as_subclass(DroppedOutput)
+        dropped = torch.empty_like(output.detach(), device="meta").as_subclass(DroppedOutput)
+        dropped._device = device
+        return dropped
 
     @classmethod
     def __torch_function__(
@@ -36,15 +40,22 @@ class DroppedOutput(Staged, torch.Tensor):
             with without_subclasses():
                 return func(*args)
         if name in _CASTS and isinstance(args[0], DroppedOutput):
-            dtypes = [x for x in (*args[1:], *(kwargs or {}).values()) if isinstance(x, torch.dtype)]
+            given = [*args[1:], *(kwargs or {}).values()]
+            dtypes = [x.dtype if isinstance(x, torch.Tensor) else x for x in given]
+            dtypes = [x for x in dtypes if isinstance(x, torch.dtype)]
             with without_subclasses():
-                cast = getattr(args[0], name)() if name not in ("to", "type", "cpu", "cuda") else args[0]
-                return DroppedOutput.of(cast.to(dtypes[0]) if dtypes else cast)
+                cast = args[0] if name in ("to", "cpu", "cuda") else getattr(args[0], name)()
+                return DroppedOutput.of(cast.to(dtypes[0]) if dtypes else cast, args[0]._device)
         raise UnsupportedError(
             f"{name} of an output of a training step that a pipeline has not kept: the model computes its loss, so it returns "
             'only that. Set pipeline.outputs to "all" in the plan, let the model add what you need to its loss, or compute the '
             "loss outside (call the model without labels); calls under torch.no_grad() return everything"
         )
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Of the outputs of the model."""
+        return self._device
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DroppedOutput({self.dtype}, not kept by the step of a pipeline)"
@@ -67,14 +78,18 @@ def with_loss(result: Any, loss: torch.Tensor, keep: bool) -> Any:
             return loss
         if not isinstance(leaf, torch.Tensor):
             return plain_or_none(leaf)
-        return leaf if keep else DroppedOutput.of(leaf)
+        return leaf if keep else DroppedOutput.of(leaf, loss.device)
 
     leaves, spec = pytree.tree_flatten(result)
     if any(leaf is old for leaf in leaves):
         return pytree.tree_unflatten([replaced(leaf) for leaf in leaves], spec)
-    # an object that pytree does not know
+    # an object that pytree does not know, which may be frozen
     changed = copy.copy(result)
-    for name, value in getattr(result, "__dict__", {}).items():
-        setattr(changed, name, pytree.tree_map_only(torch.Tensor, replaced, value))
-    changed.loss = loss
+    slots = [getattr(kind, "__slots__", ()) for kind in type(result).__mro__]
+    names = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
+    for name in (*getattr(result, "__dict__", {}), *names):
+        if hasattr(result, name):
+            value = pytree.tree_map_only(torch.Tensor, replaced, getattr(result, name))
+            object.__setattr__(changed, name, value)
+    object.__setattr__(changed, "loss", loss)
     return changed
