@@ -47,7 +47,7 @@ class CallOrder:
         weakref.finalize(self, _tell_end, self._store, self._name)
 
     def enter(self, call: str) -> None:
-        """Follow a call of the model; what it calls is not followed until `leave`. Raises UsageError: as `follow` does."""
+        """Follow a call of the model; calls inside of it are not followed until `leave`. Raises UsageError: as `follow` does."""
         self.follow(call)
         if _in_main_thread():
             self._inside += 1

@@ -103,7 +103,7 @@ def _values(attributes: Mapping[str, Any], kinds: tuple[type, ...]) -> dict[str,
 
 
 def _code(value: Any) -> Any:
-    """A flag itself; of a function what it runs: a forward may make a new one in every step."""
+    """A flag itself; of a function its code: a forward may make a new one in every step."""
     if type(value) is partial:
         return _code(value.func), len(value.args), tuple(value.keywords)
     return getattr(value, "__code__", value)
