@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pipe_models import VOCABULARY, WIDTH, chain_batch
 from torch import Tensor, nn
 
+from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
@@ -43,7 +44,13 @@ class Layer(nn.Module):
                 place["first"] = (value - value.mean(0) if way == "mixed" else value, {"twice": value * 2})
             elif way == "popped":
                 del place["first"]
+            elif way == "flag":
+                place.pop("late", None)
             place["calls"] = calls + 1
+            if way == "measured":
+                place["late"] = round(float(value.detach().sum()), 3)
+            elif way == "flag" and "late" not in place and not calls:
+                place["late"] = False
             first = first and first[0] + 0.1 * calls * first[1]["twice"]
         return x + torch.tanh(self.out(value if first is None else 0.5 * (value + first)))
 
@@ -84,10 +91,24 @@ def test_what_a_unit_leaves_in_a_container_reaches_later_stages(rank_pool: RankP
     assert max(rank_pool.run(2, step, way)) < 1e-5
 
 
-def test_a_unit_that_removes_what_others_left_is_refused_when_planning() -> None:
-    model = Sharing("popped")
-    with pytest.raises(CannotBeCut, match=r"module 'layers.1' removes tensors from a list, dict or object"):
+@pytest.mark.parametrize("way", ["popped", "flag"])
+def test_a_unit_that_removes_what_others_left_is_refused_when_planning(way: str) -> None:
+    model = Sharing(way)
+    with pytest.raises(CannotBeCut, match=r"module 'layers.1' removes entries from a list, dict or object"):
         LossChecker(model, find_units(model).names).check(((), chain_batch()))
+
+
+def measured(rank: int, size: int) -> str:
+    try:
+        step(rank, size, "measured")
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+def test_numbers_of_the_data_that_units_leave_for_other_stages_are_refused(rank_pool: RankPool) -> None:
+    for text in rank_pool.run(2, measured):
+        assert "module 'layers.0' returns" in text and "needs the same numbers" in text
 
 
 def test_rows_that_interact_in_what_a_unit_leaves_are_seen() -> None:

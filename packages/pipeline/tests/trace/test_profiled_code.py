@@ -88,8 +88,22 @@ def test_parameters_of_other_stages_may_be_looked_at_and_inputs_changed(rank_poo
     assert max(rank_pool.run(2, look)) < 1e-5
 
 
+def reads(way: str, weight: Tensor, x: Tensor) -> Tensor:
+    """Code that turns values of a weight into numbers."""
+    if way == "item":
+        return x * (1 + weight.abs().max().item())
+    if way == "list":
+        return x * (1 + weight.tolist()[0][0])
+    if way == "array":
+        return x * float(weight.detach().numpy()[0, 0])
+    if way in ("bool", "any", "equal"):
+        values = {"bool": weight.abs().max() > 0, "any": torch.any(weight), "equal": weight.equal(weight + 1)}
+        return x * 2 if values[way] else x
+    return x
+
+
 class Deciding(nn.Module):
-    """`way`: drops layers at random, or replaces a module in its first forward."""
+    """`way`: drops layers at random, replaces a module in its first forward, or reads values of a weight."""
 
     def __init__(self, way: str, chance: float = 0.0) -> None:
         super().__init__()
@@ -104,6 +118,7 @@ class Deciding(nn.Module):
                 self.layers[place] = nn.Sequential(layer)
             if self.way != "drops" or torch.rand([]) >= self.chance:
                 x = layer(x)
+        x = reads(self.way, self.embed.weight, x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -119,6 +134,13 @@ def test_modules_that_change_from_call_to_call_are_refused_when_planning(
 ) -> None:
     model = Deciding(way, chance)
     with pytest.raises(CannotBeCut, match=text):
+        LossChecker(model, find_units(model).names).check(((), chain_batch()))
+
+
+@pytest.mark.parametrize("way", ["item", "list", "array", "bool", "any", "equal"])
+def test_values_of_parameters_that_become_numbers_are_refused_when_planning(way: str) -> None:
+    model = Deciding(way)
+    with pytest.raises(CannotBeCut, match=r"outside of module 'embed' turns its parameters into numbers"):
         LossChecker(model, find_units(model).names).check(((), chain_batch()))
 
 

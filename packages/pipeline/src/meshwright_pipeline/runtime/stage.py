@@ -32,6 +32,8 @@ from meshwright_pipeline.trace.side_outputs import is_attribute, part_of
 
 Values = Mapping[Label, torch.Tensor]
 
+_NUMBERS = (bool, int, float, complex, str)
+
 
 class _EndOfStage(Exception):
     """Ends a forward at the end of its stage. An Exception, so that torch still calls `always_call` hooks."""
@@ -174,10 +176,15 @@ class _StageForward:
             return stage.skip(key, self.received, (args, kwargs))
         glue_paused = contextlib.nullcontext() if self.glue is None else self.glue.paused()
         numbers = contextlib.nullcontext() if stage.streams is None else stage.streams.unit(key)
-        put = stage.profile.results[key].put
+        planned = stage.profile.results[key]
+        put = planned.put
         containers = containers_of((args, kwargs)) if put else {}
         with glue_paused, self._collect_inside(key), numbers:
             output = forward(*args, **kwargs)
+        if stage.index < len(stage.cut.last) - 1:
+            _check_numbers(key[0], planned.output, output)
+            for path, entry in put.items():
+                _check_numbers(key[0], planned.side[path], entry.of(containers))
         if self.is_end:
             mark_unit_output(output)
         self._collect_outputs(key, "", output)
@@ -235,6 +242,20 @@ class _StageForward:
                 if path in self.stage.profile.results[key].inside and not is_attribute(path):
                     handles.enter_context(unit.get_submodule(path).register_forward_hook(collect(path)))
             yield
+
+
+def _check_numbers(unit: str, planned: Any, now: Any) -> None:
+    """Check that the numbers of a result are those of the profile, which later stages have. Raises UnsupportedError."""
+    for before, value in zip(leaves_of(planned), leaves_of(now), strict=False):
+        if type(before) not in _NUMBERS or type(value) not in _NUMBERS:
+            continue
+        # a NaN is not equal to itself
+        if type(before) is not type(value) or not (before == value or before != before):
+            raise UnsupportedError(
+                f"module {unit!r} returns {value!r}, or puts it into a container that it is given, and other stages have "
+                f"{before!r}, as when the pipeline was planned. A pipeline needs the same numbers in every call: return a tensor, "
+                "or plan without pp"
+            )
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -26,7 +26,7 @@ from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.meta_model import put_expanded_zeros, unit_tensors
+from meshwright_pipeline.trace.meta_model import PlainReads, put_expanded_zeros, unit_tensors
 from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
 from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label, Profile, Result
 from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
@@ -59,8 +59,15 @@ _REPLACES = (
     "one device before it is planned, set the option that is the cause, or plan without pp"
 )
 
+_READS_PARAMETERS = (
+    "code outside of module {!r} turns its parameters into numbers, truth values, lists or arrays. In a pipeline other stages do "
+    "not have their values: do it in that module, keep the result a tensor (torch.where), add it to pipeline.shared, or plan "
+    "without pp"
+)
+
 _SHAPE_ONLY = frozenset(
-    "empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full rand_like randn_like".split()
+    "empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full rand_like randn_like "
+    "is_same_size is_set_to".split()
 )
 """Operations that use only the shape of their input."""
 
@@ -76,6 +83,8 @@ class _LabelMode(TorchDispatchMode):
         self.key = BETWEEN
         self.draws = DrawLog()
         self.written: set[Label] = set()
+        # of what code between units has turned into numbers; all that follows may depend on them
+        self.numbers = NO_LABELS
         self._depth = 0
         # the tensors are kept, so that no other tensor gets their memory
         self._returned: dict[int, tuple[torch.Tensor, Label]] = {}
@@ -123,13 +132,27 @@ class _LabelMode(TorchDispatchMode):
             if self.chance is not None and not self._depth and result.numel() == 1:
                 result.fill_(self.chance)
         if not self._depth:
-            labels = self.of((args, kwargs))
-            if func._schema.is_mutable:
-                self._write(func, args, kwargs, labels)
-            if labels and _torch.op_name(func) not in _SHAPE_ONLY:
-                for tensor in tensors_of(result):
-                    self.labels[tensor] = self.labels.get(tensor, NO_LABELS) | labels
+            self._label(func, args, kwargs, result)
         return result
+
+    def _label(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Label the result of an operation between units."""
+        labels = self.of((args, kwargs))
+        if func._schema.is_mutable:
+            self._write(func, args, kwargs, labels)
+        if labels and _torch.op_name(func) not in _SHAPE_ONLY:
+            for tensor in tensors_of(result):
+                self.labels[tensor] = self.labels.get(tensor, NO_LABELS) | labels
+            if type(result) in (bool, int, float, complex):
+                self.read((args, kwargs))
+
+    def read(self, tree: Any) -> None:
+        """Note that code between units reads values of tensors. Raises CannotBeCut: those of parameters of units."""
+        labels = NO_LABELS if self._depth else self.of(tree)
+        unit = min((label[0] for label in labels if label[1] == PARAMETERS), default=None)
+        if unit is not None:
+            raise side_outputs.CannotBeCut(_READS_PARAMETERS.format(unit))
+        self.numbers |= labels
 
     def _write(self, func: Any, args: Any, kwargs: Any, labels: frozenset[Label]) -> None:
         """Note which memory an operation has written to, and label what shares it."""
@@ -294,7 +317,9 @@ class _ProfiledRun:
         children = {module: dict(module._modules) for module in self.model.modules()}
         try:
             functions = self.tracer or contextlib.nullcontext()
-            with intercepted(self.model, self.units, self._unit_call), functions, self.mode:
+            # below `functions`, which looks for the code that calls it in a fixed number of frames
+            reads = PlainReads(self.mode.read)
+            with intercepted(self.model, self.units, self._unit_call), reads, functions, self.mode:
                 output = on_one_device(self.model, *args, **kwargs)
         finally:
             for part, name, value in reversed(self._old_attributes):
@@ -331,6 +356,7 @@ class _ProfiledRun:
         # tensors inside objects count too: the stage that gets the object may read them
         inside = [tensor for leaf in leaves_of((args, kwargs)) for tensor in pytrees.attribute_tensors(leaf)]
         labels = self.mode.of((args, kwargs, inside)) | self._assigned(self.model.get_submodule(key[0]))
+        labels |= self.mode.numbers
         self.consumes[key] = labels - {_BATCH}
         if _BATCH in labels or any(label[:2] in self.of_batch for label in labels):
             self.of_batch.add(key)
@@ -385,7 +411,7 @@ class _ProfiledRun:
             at: b for at, b in writes.buffers(mode.wrote_to).items() if at not in writes.empty or mode.of([b])
         }
         # the loss may be in an object that pytree does not know
-        final = mode.of((output, loss_of(output), list(buffers.values()))) - {_BATCH}
+        final = (mode.of((output, loss_of(output), list(buffers.values()))) | mode.numbers) - {_BATCH}
         used = final.union(*consumes.values())
         side_outputs.check_grown({key: result.grown for key, result in self.results.items()}, used)
         read = tuple(sorted({unit for unit, call, _, _ in used if call == PARAMETERS}))

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES
-from meshwright_pipeline.pytrees import Containers, attribute_tensors, entries_of, leaves_of, tensors_of
+from meshwright_pipeline.pytrees import Containers, attribute_tensors, entries_of, leaves_of
 from meshwright_pipeline.trace.state_writes import modules_outside
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
@@ -116,10 +116,10 @@ class Entries:
         places: list[Entry] = []
         for path, before in self._before.items():
             after = entries_of(self.containers[path])
-            if any(key not in after and tensors_of(value) for key, value in before.items()):
+            if before.keys() - after.keys():
                 raise CannotBeCut(
-                    f"module {unit!r} removes tensors from a list, dict or object that it is given, and other stages would still "
-                    "have them. Return what is left, or plan without pp"
+                    f"module {unit!r} removes entries from a list, dict or object that it is given, and other stages would "
+                    "still have them. Set them to None, return what is left, or plan without pp"
                 )
             for key, value in after.items():
                 if (key not in before or before[key] is not value) and _plain(value):
