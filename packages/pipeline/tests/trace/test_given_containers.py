@@ -46,6 +46,9 @@ class Layer(nn.Module):
                 del place["first"]
             elif way == "flag":
                 place.pop("late", None)
+            if way == "constants" and not calls:
+                place["scales"] = frozenset((0.5,))
+            value = value * sum(place.get("scales", (1,)))
             place["calls"] = calls + 1
             if way == "measured":
                 place["late"] = round(float(value.detach().sum()), 3)
@@ -86,7 +89,7 @@ def step(rank: int, size: int, way: str) -> float:
     )
 
 
-@pytest.mark.parametrize("way", ["list", "dict", "object", "user"])
+@pytest.mark.parametrize("way", ["list", "dict", "object", "user", "constants"])
 def test_what_a_unit_leaves_in_a_container_reaches_later_stages(rank_pool: RankPool, way: str) -> None:
     assert max(rank_pool.run(2, step, way)) < 1e-5
 

@@ -25,7 +25,7 @@ Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
 """Path -> the value, and a function for each of its leaves (tensors are referenced weakly)."""
 _GIVEN = "="
 """Begins the label paths of entries of lists and dicts that a unit is given."""
-_PLAIN = (torch.Tensor, bool, int, float, str)
+_PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, range, frozenset, torch.dtype, torch.device)
 _KINDS = (torch.Tensor, list, tuple, dict, SimpleNamespace)
 """Attributes of these types, and dataclasses, are searched for tensors."""
 
