@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from meshwright_dtensor._torch.core import recordable, without_inference_mode
+from meshwright_dtensor._torch.modes import recordable, without_inference_mode
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, discover

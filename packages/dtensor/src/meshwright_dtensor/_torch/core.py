@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -70,23 +69,6 @@ def bind_apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
     return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
 
 
-def functorch_active() -> bool:
-    """Whether a functorch transform (vmap, grad, jvp...) is running."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def outside_functorch(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that functorch transforms have wrapped; any other tensor itself."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
-
-
 # bound, not wrapped: these run on every torch call of a model
 # (class, data): a tensor of the class with the metadata of the data, 1 us
 make_subclass = torch.Tensor._make_subclass
@@ -104,13 +86,6 @@ memory_format_of = suggest_memory_format
 any_autocast = torch._C._is_any_autocast_enabled
 
 
-def fake_mode() -> AbstractContextManager[Any]:
-    """A fresh FakeTensorMode that lets real tensors in as constants."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 @contextmanager
 def _without_log(name: str) -> Iterator[None]:
     logger = logging.getLogger(name)
@@ -125,39 +100,6 @@ quiet_fakes = partial(_without_log, "torch._subclasses.fake_tensor")
 """Inside, torch does not log a failed run on fake tensors: the caller handles the failure."""
 quiet_exchanges = partial(_without_log, "torch.distributed.tensor._collective_utils")
 """Inside, torch does not warn that gloo changes the sharded dim by a gather: the value is right."""
-
-
-@contextlib.contextmanager
-def kept_dispatch_keys() -> Iterator[None]:
-    """Restores the dispatch keys of this thread at exit: an exception inside of torch may leave others."""
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(include, exclude):
-        yield
-
-
-@contextmanager
-def without_inference_mode() -> Iterator[None]:
-    """Inside, `torch.inference_mode()` of the caller is `torch.no_grad()`.
-
-    Under inference mode a dispatch mode sees composite operations whole: dropout in evaluation is a random operation there.
-    """
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def recordable(tree: Any) -> Any:
-    """Copies of the tensors of inference mode, which autograd may record outside of it; anything else as it is."""
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.clone() if x.is_inference() else x, tree)
-
-
-def without_modes() -> AbstractContextManager[Any]:
-    """Run outside of every dispatch mode (a FakeTensorMode of the caller, say)."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes, without_modes
+from meshwright_dtensor._torch.core import pytree, quiet_fakes
 from meshwright_dtensor._torch.decompositions import Decomposing
+from meshwright_dtensor._torch.modes import fake_mode, without_modes
 from meshwright_dtensor.comm.log import current_site, record
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext

@@ -11,14 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import (
-    any_autocast,
-    dtensor_local,
-    functorch_active,
-    kept_dispatch_keys,
-    make_subclass,
-    pytree,
-)
+from meshwright_dtensor._torch.core import any_autocast, dtensor_local, make_subclass, pytree
+from meshwright_dtensor._torch.modes import functorch_active, kept_dispatch_keys
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods

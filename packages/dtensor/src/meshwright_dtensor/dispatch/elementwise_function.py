@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import fake_mode, quiet_fakes, without_modes
+from meshwright_dtensor._torch.core import quiet_fakes
+from meshwright_dtensor._torch.modes import fake_mode, without_modes
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor

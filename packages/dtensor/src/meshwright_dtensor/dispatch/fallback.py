@@ -11,13 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from meshwright_dtensor._torch.core import (
-    dtensor_local,
-    outside_functorch,
-    pytree,
-    stock_call,
-    storage_key,
-)
+from meshwright_dtensor._torch.core import dtensor_local, pytree, stock_call, storage_key
+from meshwright_dtensor._torch.modes import outside_functorch
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
 from meshwright_dtensor.dispatch.gathered_views import (

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes
+from meshwright_dtensor._torch.core import pytree, quiet_fakes
+from meshwright_dtensor._torch.modes import fake_mode
 from meshwright_dtensor.cluster.links import CollectiveKind
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.redistribute import steps_between

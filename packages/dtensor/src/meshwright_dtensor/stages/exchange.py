@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import functorch_active
+from meshwright_dtensor._torch.modes import functorch_active
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UnsupportedError

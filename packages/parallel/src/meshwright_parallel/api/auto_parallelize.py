@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_dtensor._torch.core import recordable, without_inference_mode
+from meshwright_dtensor._torch.modes import recordable, without_inference_mode
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import without_inference_mode
+from meshwright_dtensor._torch.modes import without_inference_mode
 from meshwright_dtensor.api import as_mesh_parameter
 from meshwright_dtensor.deferred.materialize import local_values
 from meshwright_dtensor.dispatch.module_to import install_module_to

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from meshwright_dtensor._torch.core import without_inference_mode
+from meshwright_dtensor._torch.modes import without_inference_mode
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts

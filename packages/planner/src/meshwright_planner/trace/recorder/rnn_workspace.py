@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import without_modes
+from meshwright_dtensor._torch.modes import without_modes
 
 WORKSPACE = 3
 """Index of the workspace among the results of the operation."""

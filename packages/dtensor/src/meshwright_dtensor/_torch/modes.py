@@ -1,0 +1,67 @@
+"""Modes of torch that are on for this thread: inference mode, dispatch modes and keys, functorch transforms, backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwright_dtensor._torch.core import pytree
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def functorch_active() -> bool:
+    """Whether a functorch transform (vmap, grad, jvp...) is running."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def outside_functorch(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that functorch transforms have wrapped; any other tensor itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """Inside, `torch.inference_mode()` of the caller is `torch.no_grad()`.
+
+    Under inference mode a dispatch mode sees composite operations whole: dropout in evaluation is a random operation there.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def recordable(tree: Any) -> Any:
+    """Copies of the tensors of inference mode, which autograd may record outside of it; anything else as it is."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.clone() if x.is_inference() else x, tree)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run outside of every dispatch mode (a FakeTensorMode of the caller, say)."""
+    return _disable_current_modes()
+
+
+@contextmanager
+def kept_dispatch_keys() -> Iterator[None]:
+    """Restores the dispatch keys of this thread at exit: an exception inside of torch may leave others."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """A fresh FakeTensorMode that lets real tensors in as constants."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
