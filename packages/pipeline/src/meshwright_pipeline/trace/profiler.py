@@ -152,7 +152,9 @@ class _LabelMode(TorchDispatchMode):
         unit = min((label[0] for label in labels if label[1] == PARAMETERS), default=None)
         if unit is not None:
             raise side_outputs.CannotBeCut(_READS_PARAMETERS.format(unit))
-        self.numbers |= labels
+        # what a hook watches does not change the values that follow; one that changes them by it sees its own stage
+        if labels and not _torch.in_forward_hook():
+            self.numbers |= labels
 
     def _write(self, func: Any, args: Any, kwargs: Any, labels: frozenset[Label]) -> None:
         """Note which memory an operation has written to, and label what shares it."""
