@@ -88,6 +88,40 @@ def test_parameters_of_other_stages_may_be_looked_at_and_inputs_changed(rank_poo
     assert max(rank_pool.run(2, look)) < 1e-5
 
 
+class Measured(nn.Module):
+    """Code after the last unit uses a number of the first one's result, which a hook watches too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.seen: list[float] = []
+        self.layers[1].register_forward_hook(
+            lambda module, args, output: self.seen.append(output.sum().item())
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.layers[0](x)
+        for layer in self.layers[1:]:
+            h = torch.tanh(layer(h))
+        return (h * first.abs().max().item()).square().mean()
+
+
+def measure(rank: int, size: int) -> list[float]:
+    rule = PipelineRule(stages=(["layers.[01]"], ["layers.[23]"]))
+    losses = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        plan = ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=rule)
+        model = pipeline(Measured(), plan) if parallel else Measured()
+        losses.append(float(model(torch.linspace(-2, 2, 4 * WIDTH).view(4, WIDTH)).detach()))
+    return losses
+
+
+def test_numbers_of_results_are_those_of_one_device(rank_pool: RankPool) -> None:
+    for single, many in rank_pool.run(2, measure):
+        assert many == pytest.approx(single, rel=1e-6)
+
+
 def reads(way: str, weight: Tensor, x: Tensor) -> Tensor:
     """Code that turns values of a weight into numbers."""
     if way == "item":
