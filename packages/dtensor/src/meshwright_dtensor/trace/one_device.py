@@ -176,7 +176,9 @@ def _mark(frame: FrameType | None, direct: bool, here: tuple[str, ...] = _FRAMEW
             mark = getattr(owner, _MARK, ()) if code is _BACKWARD else owner.__dict__.get(_MARK, ())
             if mark or code is _BACKWARD:
                 break
-        if direct and not (module := _module_of(frame)).startswith(_BETWEEN):
+        # a mode of the user that passes the call on
+        passed_on = code.co_name in ("__torch_function__", "__torch_dispatch__")
+        if direct and not passed_on and not (module := _module_of(frame)).startswith(_BETWEEN):
             if module.startswith(_FRAMEWORK):
                 return ()
             caller, direct = f"{module}.", False
