@@ -88,27 +88,27 @@ Containers = dict[tuple[Any, ...], Any]
 def containers_of(tree: Any) -> Containers:
     """The lists and dicts in a tree, also those in attributes of objects; attributes are a dict."""
     containers: Containers = {}
-    seen: set[int] = set()
-
-    def walk(value: Any, path: tuple[Any, ...], attributes: bool) -> None:
-        kind = type(value)
-        if issubclass(kind, (list, dict)):
-            if id(value) in seen:
-                return
-            seen.add(id(value))
-            containers[path] = value
-        elif not issubclass(kind, tuple):
-            held = (
-                getattr(value, "__dict__", None) if attributes and not issubclass(kind, _NO_STATE) else None
-            )
-            if type(held) is dict:
-                walk(held, (*path, "."), False)
-            return
-        for key, item in entries_of(value).items():
-            walk(item, (*path, key), attributes)
-
-    walk(tree, (), True)
+    _add_containers(tree, (), True, containers, set())
     return containers
+
+
+def _add_containers(
+    value: Any, path: tuple[Any, ...], attributes: bool, containers: Containers, seen: set[int]
+) -> None:
+    # not a closure, which would keep the containers until the next garbage collection
+    kind = type(value)
+    if issubclass(kind, (list, dict)):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        containers[path] = value
+    elif not issubclass(kind, tuple):
+        held = getattr(value, "__dict__", None) if attributes and not issubclass(kind, _NO_STATE) else None
+        if type(held) is dict:
+            _add_containers(held, (*path, "."), False, containers, seen)
+        return
+    for key, item in entries_of(value).items():
+        _add_containers(item, (*path, key), attributes, containers, seen)
 
 
 def entries_of(container: Any) -> dict[Any, Any]:
