@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
 from typing import Any
 
 import torch
@@ -82,24 +79,6 @@ def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
     )
-
-
-def in_forward_hook() -> bool:
-    """Whether a forward hook or pre-hook of a module has called this."""
-    calls = [code for code in nn.Module._call_impl.__code__.co_consts if isinstance(code, CodeType)]
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        caller = frame.f_back
-        if caller.f_code in calls or caller.f_code is nn.Module._call_impl.__code__:
-            hook = caller.f_locals.get("hook")
-            while isinstance(hook, functools.partial):
-                hook = hook.func
-            # an object that is called
-            function: Any = hook if hasattr(hook, "__code__") or hook is None else type(hook).__call__
-            if getattr(function, "__code__", None) is frame.f_code:
-                return True
-        frame = caller
-    return False
 
 
 def remove_hooks(module: nn.Module, unwanted: Callable[[Callable[..., Any]], bool]) -> None:

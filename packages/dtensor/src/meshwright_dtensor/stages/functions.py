@@ -153,8 +153,6 @@ def _refuse_recording(name: str, args: Args, kwargs: Kwargs) -> None:
 
 
 # ---- one set of ranks holds the operands
-
-
 def _where_held(func: Function, args: Args, kwargs: Kwargs, operands: Values, common: frozenset[int]) -> Any:
     """The result where the operands are held, and a meta tensor elsewhere."""
     model = operands[0].whole_model

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright_pipeline._torch import hooks_of, pre_hooks_of
-from meshwright_pipeline.analysis.hook_code import code_of
+from meshwright_pipeline.hook_code import code_of
 from meshwright_pipeline.pytrees import differing_dims, full_value, leaves_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.loss_denominators import Place

@@ -21,6 +21,7 @@ from meshwright_dtensor.model.device import forked_random
 from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of, on_one_device
 from meshwright_pipeline import _torch, pytrees
 from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys, hooks_of
+from meshwright_pipeline.hook_code import in_forward_hook
 from meshwright_pipeline.pytrees import expanded_zeros, is_expanded, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
@@ -153,7 +154,7 @@ class _LabelMode(TorchDispatchMode):
         if unit is not None:
             raise side_outputs.CannotBeCut(_READS_PARAMETERS.format(unit))
         # what a hook watches does not change the values that follow; one that changes them by it sees its own stage
-        if labels and not _torch.in_forward_hook():
+        if labels and not in_forward_hook():
             self.numbers |= labels
 
     def _write(self, func: Any, args: Any, kwargs: Any, labels: frozenset[Label]) -> None:

@@ -1,4 +1,4 @@
-"""What the code of a forward hook tells: where it is, and whether it may give another result."""
+"""What the code of a forward hook tells: where it is, whether it may give another result, and whether it runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import dis
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+from meshwright_dtensor._torch.core import MODULE_CALL
+
 _RETURN_NOTHING = frozenset({"append", "extend", "insert", "print"})
 """Functions that a lambda may end with and still return nothing."""
+_CALLS_HOOKS = (MODULE_CALL, *(code for code in MODULE_CALL.co_consts if isinstance(code, CodeType)))
 
 
 def code_of(hook: Callable[..., Any]) -> CodeType | None:
@@ -42,3 +46,15 @@ def returns_nothing(hook: Callable[..., Any]) -> bool:
         elif step.opname == "RETURN_CONST" and step.argval is not None:
             return False
     return True
+
+
+def in_forward_hook() -> bool:
+    """Whether a forward hook or pre-hook of a module has called this."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        caller = frame.f_back
+        hook: Any = caller.f_locals.get("hook") if caller.f_code in _CALLS_HOOKS else None
+        if hook is not None and code_of(hook) is frame.f_code:
+            return True
+        frame = caller
+    return False
