@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -259,3 +261,26 @@ def strategy_hooks(rank: int, size: int) -> list[Any]:
 
 def test_strategies_of_other_packages_see_all_ranks(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, strategy_hooks, timeout=60) == [[True, True]] * 2
+
+
+IMPORTED_LATE = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+import torch.distributed.nn.functional as differentiable
+from meshwright_dtensor.trace.one_device import show_one_device
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return differentiable.all_reduce(x) + differentiable.all_gather(x)[0]
+
+show_one_device(model := Model())
+assert torch.equal(model(torch.ones(3)), torch.full((3,), 2.0))
+"""
+
+
+def test_functions_imported_when_there_is_a_group_see_one_device() -> None:
+    arguments = [sys.executable, "-W", "ignore::FutureWarning", "-c", IMPORTED_LATE]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.nn import functional as differentiable
 
 ONE_DEVICE = "meshwright_one_device"
 """The name of the group of this rank alone."""
@@ -130,6 +132,7 @@ def install_world(alone: Callable[[], bool], refuse: Callable[[Any], None]) -> N
     if isinstance(world, _World):
         return
     world.alone, world.one_rank, world.__class__ = alone, OneRank(), _World
+    _forget_default_groups()
     by_name: Any = torch._C._distributed_c10d._resolve_process_group
     is_outside, resolve = c10d._rank_not_in_group, functional._resolve_group
 
@@ -146,6 +149,16 @@ def install_world(alone: Callable[[], bool], refuse: Callable[[Any], None]) -> N
 
     setattr(c10d, is_outside.__name__, rank_not_in_group)
     setattr(functional, resolve.__name__, resolve_group)
+
+
+def _forget_default_groups() -> None:
+    """Let torch.distributed.nn ask for the default group when it is called.
+
+    Its default arguments are the group that there was when it was imported: None before there was one.
+    """
+    for function in vars(differentiable).values():
+        if isinstance(function, FunctionType) and (kept := function.__defaults__):
+            function.__defaults__ = tuple(None if isinstance(it, dist.ProcessGroup) else it for it in kept)
 
 
 def has_group() -> bool:
