@@ -53,17 +53,17 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "no plans": (["plan", "--model", MODEL, "--top-k", "0"], 2, ["top_k=0", ">= 1"]),
     "a world of nobody": (["plan", "--model", MODEL, "--world-size", "0"], 2, ["world_size=0", ">= 1"]),
     "no rate": (
-        ["train", "--world-size", "1", "--learning-rate", "0"],
+        ["demo", "--world-size", "1", "--learning-rate", "0"],
         2,
         ["--learning-rate 0", "above 0"],
     ),
-    "unknown command": (["tarin"], 2, ["'tarin'", "did you mean 'train'"]),
-    "unknown option": (["train", "--stepps", "3"], 2, ["--stepps", "--steps"]),
-    "unknown architecture": (["train", "--model", "gpt5"], 2, ["gpt5", "gpt2"]),
-    "no ranks": (["train", "--world-size", "0"], 2, ["0", "1.."]),
-    "no steps": (["train", "--world-size", "1", "--steps", "0"], 2, ["--steps 0", "larger"]),
+    "unknown command": (["dmeo"], 2, ["'dmeo'", "did you mean 'demo'"]),
+    "unknown option": (["demo", "--stepps", "3"], 2, ["--stepps", "--steps"]),
+    "unknown architecture": (["demo", "--model", "gpt5"], 2, ["gpt5", "gpt2"]),
+    "no ranks": (["demo", "--world-size", "0"], 2, ["0", "1.."]),
+    "no steps": (["demo", "--world-size", "1", "--steps", "0"], 2, ["--steps 0", "larger"]),
     "no text": (
-        ["train", "--world-size", "1", "--text", "/does/not/exist"],
+        ["demo", "--world-size", "1", "--text", "/does/not/exist"],
         2,
         ["/does/not/exist", "readable"],
     ),
@@ -103,7 +103,7 @@ def plan_for(degrees: dict[str, int], folder: Path) -> Path:
 def test_degrees_that_do_not_match_the_world_size(tmp_path: Path) -> None:
     plan = plan_for({"dp": 2, "tp": 2}, tmp_path)
     done = run_ranks(
-        ["train", "--world-size", "2", "--plan", str(plan), "--out", str(tmp_path)], launcher=False
+        ["demo", "--world-size", "2", "--plan", str(plan), "--out", str(tmp_path)], launcher=False
     )
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
@@ -114,7 +114,7 @@ def test_degrees_that_do_not_match_the_world_size(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_axis_that_no_strategy_owns(rank_pool: RankPool, tmp_path: Path) -> None:
     plan = plan_for({"dp": 1, "xp": 2}, tmp_path)
-    arguments = ["train", "--world-size", "2", "--plan", str(plan), "--out", str(tmp_path)]
+    arguments = ["demo", "--world-size", "2", "--plan", str(plan), "--out", str(tmp_path)]
     with pytest.raises(PlanError, match="xp"):
         run_on(rank_pool, 2, arguments, tmp_path)
 
@@ -130,7 +130,7 @@ def test_under_torchrun_one_rank_speaks_and_all_leave() -> None:
 
 @pytest.mark.slow
 def test_the_world_size_of_a_job_is_not_to_be_contradicted() -> None:
-    done = run_ranks(["train", "--world-size", "3"], launcher=True)
+    done = run_ranks(["demo", "--world-size", "3"], launcher=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
     assert done.returncode != 0 and len(lines) == 1, done.stderr
     assert "--world-size 3" in lines[0] and "2 ranks" in lines[0]

@@ -23,7 +23,7 @@ from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
 from meshwright_planner.cost import operations
 
-FIRST_PARTY = {"plan", "explain", "simulate", "trial", "verify", "train", "plugins", "doctor"}
+FIRST_PARTY = {"plan", "explain", "simulate", "trial", "verify", "demo", "plugins", "doctor"}
 
 
 @pytest.fixture
@@ -187,12 +187,12 @@ def test_explain_checks_the_world_size(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "size"), [((), 2), (("--world-size", "3"), 3)])
-def test_train_starts_the_ranks_of_its_plan(
+def test_demo_starts_the_ranks_of_its_plan(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: tuple[str, ...], size: int
 ) -> None:
     started: list[int] = []
     monkeypatch.setattr("meshwright.ranks.launch", lambda size, arguments: started.append(size) or 0)
-    code, _, err = run("train", "--plan", str(plan_file(tmp_path, dp=2)), *given)
+    code, _, err = run("demo", "--plan", str(plan_file(tmp_path, dp=2)), *given)
     assert (code, err, started) == (0, "", [size])
 
 

@@ -1,1 +1,1 @@
-"""The main job, `meshwright train`: unmodified models on real text, in parallel and on one device."""
+"""The main job, `meshwright demo`: unmodified models on real text, in parallel and on one device."""

@@ -28,7 +28,7 @@ def check(result: Any, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
-    arguments = ["train", "--json", "--out", str(tmp_path), "--model", "gpt2", "--sequence-length", "32"]
+    arguments = ["demo", "--json", "--out", str(tmp_path), "--model", "gpt2", "--sequence-length", "32"]
     done = run_ranks([*arguments, *FOUR], launcher=False)
     assert done.returncode == 0, done.stderr
     check(json.loads(done.stdout), tmp_path)
@@ -38,7 +38,7 @@ def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "size"), [("bert", ["--sequence-length", "32"]), ("vit", [])])
 def test_so_do_other_models(rank_pool: RankPool, tmp_path: Path, model: str, size: list[str]) -> None:
-    arguments = ["train", "--json", "--out", str(tmp_path), "--model", model, *size, *FOUR]
+    arguments = ["demo", "--json", "--out", str(tmp_path), "--model", model, *size, *FOUR]
     done = run_on(rank_pool, 4, arguments, tmp_path)
     assert [rank.returncode for rank in done] == [0] * 4
     check(json.loads(done[0].stdout), tmp_path)
@@ -51,7 +51,7 @@ def test_a_file_of_ones_own_and_a_plan_file(rank_pool: RankPool, tmp_path: Path)
     text.write_text("to be, or not to be, that is the question. " * 40)
     losses = []
     for name, plan in (("a", []), ("b", ["--plan", str(tmp_path / "a" / "plan.json")])):
-        arguments = ["train", "--json", "--out", str(tmp_path / name), "--text", str(text), "--steps", "2"]
+        arguments = ["demo", "--json", "--out", str(tmp_path / name), "--text", str(text), "--steps", "2"]
         arguments += ["--batch-size", "2", "--sequence-length", "16", "--world-size", "2", *plan]
         done = run_on(rank_pool, 2, arguments, tmp_path)
         assert [rank.returncode for rank in done] == [0, 0], done[0].stderr
@@ -61,7 +61,7 @@ def test_a_file_of_ones_own_and_a_plan_file(rank_pool: RankPool, tmp_path: Path)
 
 @pytest.mark.slow
 def test_one_rank_is_exactly_one_device(tmp_path: Path) -> None:
-    arguments = ["train", "--json", "--out", str(tmp_path), "--world-size", "1", "--steps", "2"]
+    arguments = ["demo", "--json", "--out", str(tmp_path), "--world-size", "1", "--steps", "2"]
     done = run_ranks([*arguments, "--batch-size", "2", "--sequence-length", "16"], launcher=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["worst_difference"] <= 1e-6

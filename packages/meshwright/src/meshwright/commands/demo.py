@@ -1,4 +1,4 @@
-"""`meshwright train`: the main job. See `meshwright.demo.train`."""
+"""`meshwright demo`: the main job. See `meshwright.demo.train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS = ("gpt2", "llama", "bert", "vit")
 AXES = {"dp": "data", "cp": "context", "tp": "tensor"}
 
 
-@click.command("train")
+@click.command("demo")
 @click.option("--model", type=Named(*MODELS), default="gpt2", show_default=True, help="Architecture.")
 @number("--steps", default=50, show_default=True, help="Optimizer steps.")
 @number("--world-size", help="Ranks to start here. [default: the plan's, or 4; a job's own under torchrun]")
