@@ -1,15 +1,19 @@
-"""What the code of a forward hook tells: where it is, whether it may give another result, and whether it runs."""
+"""What a function tells: where its code is, whether a hook may give another result and runs, whether it refers to a module."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+import torch
+from torch import nn
 
 from meshwright_dtensor._torch.core import MODULE_CALL
 
@@ -46,6 +50,39 @@ def returns_nothing(hook: Callable[..., Any]) -> bool:
         elif step.opname == "RETURN_CONST" and step.argval is not None:
             return False
     return True
+
+
+def refers_to_module(function: object) -> bool:
+    """Whether a function, or a function or object that it keeps, refers to a module or to a method of one."""
+    waiting: list[Any] = [function]
+    # the values are kept, so that no other gets the id
+    seen: dict[int, Any] = {}
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, nn.Module):
+            return True
+        if id(value) not in seen and not isinstance(value, (type, ModuleType, str, torch.Tensor)):
+            seen[id(value)] = value
+            waiting += _kept(value)
+    return False
+
+
+def _kept(value: Any) -> Iterator[Any]:
+    yield from getattr(value, "__dict__", {}).values()
+    if isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    if isinstance(value, FunctionType):
+        yield from (value.__defaults__, value.__kwdefaults__)
+        for cell in value.__closure__ or ():
+            # an empty cell
+            with contextlib.suppress(ValueError):
+                yield cell.cell_contents
+    if isinstance(value, (list, tuple, set)):
+        yield from value
+    if isinstance(value, dict):
+        yield from value.values()
 
 
 def in_forward_hook() -> bool:

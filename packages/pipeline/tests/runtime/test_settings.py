@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +78,17 @@ def forward(model: Any) -> None:
     model.layers[1].forward = lambda x: x
 
 
+def bound_elsewhere(model: Any) -> None:
+    before = model.layers[1].forward
+    model.layers[1].forward = MethodType(lambda self, x: before(x), model.layers[1])
+
+
+def method(model: Any) -> None:
+    model.layers[1].forward = MethodType(
+        torch.autocast("cpu", enabled=False)(type(model.layers[1]).forward), model.layers[1]
+    )
+
+
 def removal(model: Any) -> None:
     del model.layers[1]
 
@@ -98,6 +109,11 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "function": (function, ROWS),
     "function where there was none": (late, ROWS),
     "forward": (forward, "forward of module 'layers.1' was replaced after parallelize"),
+    "forward that keeps a module": (
+        bound_elsewhere,
+        "forward of module 'layers.1' was replaced after parallelize",
+    ),
+    "forward around that of the class": (method, ""),
     "removal": (removal, "were added, removed or replaced after parallelize"),
     "watching": (watching, ""),
 }

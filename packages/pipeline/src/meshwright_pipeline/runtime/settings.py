@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import hook_tables, hooks_of
+from meshwright_pipeline.hook_code import refers_to_module
 from meshwright_pipeline.partition.units import DROPOUTS
 
 _FLAGS = (bool, str)
@@ -41,6 +42,7 @@ class Settings:
             for _, options in _options(m)
         }
         self._forwards = {m: m.__dict__.get("forward") for m in self._modules}
+        self._with_new_forward: set[nn.Module] = set()
         # module -> types of its attributes, and the names of its flags and functions, and of its options
         self._names: dict[nn.Module, tuple[tuple[type, ...], tuple[str, ...], tuple[str, ...]]] = {}
 
@@ -70,7 +72,7 @@ class Settings:
     def copy_to(self, model: nn.Module, skeleton: nn.Module) -> None:
         """Change a skeleton as the user has changed the model.
 
-        Raises UnsupportedError: a module was added or removed, or has another `forward`.
+        Raises UnsupportedError: a module was added or removed, or has another `forward` that is not a method of any module.
         """
         modules = dict(model.named_modules())
         if tuple(modules.values()) != self._modules:
@@ -79,11 +81,7 @@ class Settings:
                 "parallelize, or plan without pp"
             )
         for (name, module), meta in zip(modules.items(), skeleton.modules(), strict=True):
-            if module.__dict__.get("forward") is not self._forwards[module]:
-                raise UnsupportedError(
-                    f"forward of module {name!r} was replaced after parallelize, and the other stages do not know it; replace it "
-                    "before parallelize, or plan without pp"
-                )
+            self._copy_forward(name, module, meta)
             meta.training = module.training
             if isinstance(module, DROPOUTS):
                 meta.__dict__["p"] = module.p
@@ -96,6 +94,26 @@ class Settings:
                 for number in set(copied).difference(table):
                     del copied[number]
                 copied.update((number, hook) for number, hook in table.items() if number not in there)
+
+    def _copy_forward(self, name: str, module: nn.Module, meta: nn.Module) -> None:
+        forward = module.__dict__.get("forward")
+        if forward is self._forwards[module] and module not in self._with_new_forward:
+            return
+        self._with_new_forward.add(module)
+        if forward is None:
+            meta.__dict__.pop("forward", None)
+        # what wraps the function of its class, as autocast does
+        elif (
+            isinstance(forward, MethodType)
+            and forward.__self__ is module
+            and not refers_to_module(forward.__func__)
+        ):
+            meta.__dict__["forward"] = MethodType(forward.__func__, meta)
+        else:
+            raise UnsupportedError(
+                f"forward of module {name!r} was replaced after parallelize, by a function for this module alone, which the other "
+                "stages do not have; replace it before parallelize, or by a method that uses its argument self, or plan without pp"
+            )
 
 
 def _values(attributes: Mapping[str, Any], kinds: tuple[type, ...]) -> dict[str, Any]:
