@@ -9,24 +9,36 @@ from torch import nn
 from meshwright_dtensor._torch.core import FSDP_ATTRIBUTE, wrapped_attributes
 from meshwright_dtensor.errors import UnsupportedError
 
+PREPARED = "_is_accelerate_prepared"
+"""The attribute of a model that accelerate's Accelerator reads before it prepares the model."""
+
 
 def refuse_wrapping(model: nn.Module) -> None:
-    """Make DistributedDataParallel, FSDP, fully_shard, replicate and parallelize_module raise UnsupportedError for the model
-    and its modules."""
+    """Make DistributedDataParallel, FSDP, fully_shard, replicate, parallelize_module and accelerate's Accelerator raise
+    UnsupportedError for the model and its modules."""
     states, *others = wrapped_attributes()
     for module in model.modules():
         # those of activation checkpointing
         module.__dict__[states] = _Refusal(module.__dict__.get(states, {}))
-        module.__dict__.update((name, _Refusal()) for name in others)
+        module.__dict__.update((name, _Refusal()) for name in (*others, PREPARED))
     for parameter in model.parameters():
         setattr(parameter, FSDP_ATTRIBUTE, _Refusal())
+
+
+def allow_preparing(model: nn.Module) -> bool:
+    """Let an Accelerator that does not divide the model prepare it. Returns whether any part of the model is parallel."""
+    if isinstance(model.__dict__.get(PREPARED), _Refusal):
+        model.__dict__[PREPARED] = False
+    states = wrapped_attributes()[0]
+    return any(isinstance(module.__dict__.get(states), _Refusal) for module in model.modules())
 
 
 def _refuse(*_: Any) -> NoReturn:
     raise UnsupportedError(
         "DistributedDataParallel, FSDP, fully_shard, parallelize_module or a framework that calls one of them was given a "
         "parallel model, which its plan has distributed already: leave that call out, and write the loop as for one device "
-        "(mw.plan(model, batch, dp=2, zero=3), for example, chooses data parallel with ZeRO)"
+        "(mw.plan(model, batch, dp=2, zero=3), for example, chooses data parallel with ZeRO); with accelerate, import "
+        "Accelerator from meshwright.integrations.accelerate; with transformers, Trainer from meshwright.integrations.transformers"
     )
 
 
