@@ -7,9 +7,13 @@ from __future__ import annotations
 
 
 class MeshwrightError(Exception):
-    """Base of every error that meshwright raises on purpose. Catch this to catch them all."""
+    """Base of every error that meshwright raises on purpose. Catch this to catch them all.
+
+    `listed`: the message has a line for each of several reasons, and the command line keeps the lines.
+    """
 
     exit_code: int = 1
+    listed: bool = False
 
 
 class UsageError(MeshwrightError):
@@ -48,10 +52,7 @@ class PluginError(UsageError):
 
 
 class InfeasibleError(MeshwrightError):
-    """No plan satisfies the request (memory, degrees or pins). The message names the smallest change that would.
-
-    `listed`: the message has a line for each reason, and the command line keeps the lines.
-    """
+    """No plan satisfies the request (memory, degrees or pins). The message names the smallest change that would."""
 
     exit_code = 3
 

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from meshwright.ranks import fail, leave
-from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PluginError
+from meshwright_dtensor.errors import MeshwrightError, PluginError
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, discover
 
 
@@ -92,10 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.Abort:
         fail("interrupted", 130)
     except MeshwrightError as error:
-        # one line, but for an error with a reason on each of several
-        listed = isinstance(error, InfeasibleError) and error.listed
         data = {"error": type(error).__name__, "reason": str(error), "exit_code": error.exit_code}
         report = json.dumps(data, indent=2) if "--json" in given else None
-        fail(str(error) if listed else " ".join(str(error).split()), error.exit_code, report)
+        fail(str(error) if error.listed else " ".join(str(error).split()), error.exit_code, report)
     else:
         leave(result if isinstance(result, int) else 0)

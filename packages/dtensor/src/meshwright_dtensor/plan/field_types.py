@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError, ValidationError
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.intervals import parse_interval_shard
-from meshwright_dtensor.utils.names import did_you_mean, listing
+from meshwright_dtensor.utils.schema_errors import problem_of
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -108,56 +108,15 @@ def plan_error(model: type[BaseModel], error: ValidationError) -> PlanError:
     """The first pydantic error as a PlanError. Unknown fields come first: they usually cause the others."""
     errors = error.errors(include_url=False)
     first = next((item for item in errors if item["type"] == "extra_forbidden"), errors[0])
-    # pydantic marks errors in keys with "[key]" and union branches with type names; neither is part of the path
-    place = _path(first["loc"])
-    value = first.get("input")
-    kind = first["type"]
     context: Mapping[str, Any] = first.get("ctx", {})
-    if kind == "extra_forbidden":
-        name = str(first["loc"][-1])
-        names = list(_fields_at(model, first["loc"][:-1]))
-        close = did_you_mean(name, names)
-        return PlanError(place, value, f"there is no such field; the fields are {listing(names, 16)}", close)
-    if kind == "missing":
-        return PlanError(place, None, "it is required and missing")
-    if kind == "plan":
-        return PlanError(place, value, context["rule"], context.get("nearest") or None)
-    if kind == "literal_error" and first["loc"] == ("version",):
-        rule = "this release reads plans of version 1; upgrade meshwright-dtensor"
-        return PlanError(place, value, rule, "1")
-    if kind == "literal_error":
-        expected = str(context.get("expected", ""))
-        choices = [choice.strip().strip("'") for choice in re.split(r",| or ", expected)]
-        close = did_you_mean(value, choices) or choices[0]
-        return PlanError(place, value, f"it must be one of {listing(choices)}", close)
-    rule = first["msg"].replace("Input should be", "it should be").replace("Value error, ", "")
-    return PlanError(place, value, rule[:1].lower() + rule[1:])
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    text = ""
-    for part in location:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part != "[key]":
-            shown = str(part).encode("ascii", "backslashreplace").decode()
-            text += f".{shown}" if text else shown
-    return text
-
-
-def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The field names of the model that stands at `location` inside `model`."""
-    for part in location:
-        if isinstance(part, str) and part in model.model_fields:
-            model = _model_in(model.model_fields[part].annotation) or model
-    return list(model.model_fields)
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = (_model_in(part) for part in getattr(annotation, "__args__", ()))
-    return next((model for model in inner if model), None)
+    problem = problem_of(model, first)
+    if first["type"] == "plan":
+        problem = problem._replace(rule=context["rule"], nearest=context.get("nearest") or None)
+    elif first["type"] == "literal_error" and first["loc"] == ("version",):
+        problem = problem._replace(
+            rule="this release reads plans of version 1; upgrade meshwright-dtensor", nearest="1"
+        )
+    return PlanError(*problem)
 
 
 class FrozenDict(dict[Any, Any]):
