@@ -44,24 +44,28 @@ class Done:
     stderr: str
 
 
-def run_on(pool: RankPool, size: int, arguments: list[str], folder: Path) -> list[Done]:
+def run_on(
+    pool: RankPool, size: int, arguments: list[str], folder: Path, *, inside: bool = False
+) -> list[Done]:
     """`meshwright ARGUMENTS` on every rank of a pool, in the environment that torchrun gives them; what each did.
 
     The command makes its own world, as always. An error of the user's is raised, as it is; `meshwright.cli.main`, which
     prints it and ends the process, is for `run_ranks`. A `--model` is named by its whole path. `folder`: any new one.
+    `inside`: the command runs in it.
     """
     store = Path(tempfile.mkdtemp(dir=folder)) / "after"
     # as torchrun's agent does: whoever is given the port of a server that runs cannot find it taken
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return pool.run(size, _command, arguments, agent.port, str(store))
+    return pool.run(size, _command, arguments, agent.port, str(store), str(folder) if inside else ".")
 
 
-def _command(rank: int, size: int, arguments: list[str], port: int, store: str) -> Done:
+def _command(rank: int, size: int, arguments: list[str], port: int, store: str, inside: str) -> Done:
     job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    before = dict(os.environ)
+    before, here = dict(os.environ), os.getcwd()
     dist.destroy_process_group()  # the pool's
     os.environ.update({k: str(v) for k, v in job.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.chdir(inside)
     try:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
             code = group.main(
@@ -70,6 +74,7 @@ def _command(rank: int, size: int, arguments: list[str], port: int, store: str) 
     finally:
         os.environ.clear()
         os.environ.update(before)
+        os.chdir(here)
         if dist.is_initialized():
             dist.destroy_process_group()
     # what the pool's next run on these ranks expects to find

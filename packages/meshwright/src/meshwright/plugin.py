@@ -16,6 +16,7 @@ def meshwright_commands() -> Iterator[CommandSpec]:
         ("simulate", "replay a plan with slow ranks and bad links"),
         ("verify", "check a plan against one device, every gradient"),
         ("trial", "run plans for a few steps here, and time them"),
+        ("train", "train a model from a recipe"),
         ("demo", "train a small model in parallel and on one device, and compare"),
         ("calibrate", "measure this machine, to plan for it"),
         ("plugins", "list what is installed, and what is broken"),

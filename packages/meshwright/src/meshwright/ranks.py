@@ -37,27 +37,32 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if is_rank() else 1
 
 
-def check_world_size(requested: int | None, default: int = 1) -> int:
-    """The world size to run at: that of the job inside one, else what was requested. Raises UsageError where they differ."""
+def check_world_size(requested: int | None, default: int = 1, option: str = "--world-size ") -> int:
+    """The world size to run at: that of the job inside one, else what was requested. Raises UsageError where they differ.
+
+    option: how messages write what was requested.
+    """
     if is_rank():
         if requested is not None and requested != world_size():
             raise UsageError(
-                f"--world-size {requested} does not match this job of {count_of(world_size(), 'rank')}; "
+                f"{option}{requested} does not match this job of {count_of(world_size(), 'rank')}; "
                 f"leave it out under torchrun, or start {count_of(requested, 'rank')}"
             )
         return world_size()
     size = default if requested is None else requested
     if not 1 <= size <= MAX_LOCAL_RANKS:
         possible = f"1..{MAX_LOCAL_RANKS}"
-        raise UsageError(f"--world-size {size} is outside {possible}; give a number of ranks in that range")
+        raise UsageError(f"{option}{size} is outside {possible}; give a number of ranks in that range")
     return size
 
 
-def launch(size: int, arguments: Sequence[str], module: str = "meshwright") -> int:
+def launch(size: int, arguments: Sequence[str], module: str = "meshwright", grace: int = 30) -> int:
     """Run `python -m MODULE ARGUMENTS` on `size` ranks of this machine; return the exit code of the first that failed.
 
     The same as `torchrun --standalone --nproc-per-node SIZE -m meshwright ARGUMENTS`, whose own exit code is always 1.
+    A signal (Ctrl-C, SIGTERM) is sent on to the ranks, which have `grace` seconds to end; the code is then 128 and the signal.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -65,11 +70,18 @@ def launch(size: int, arguments: Sequence[str], module: str = "meshwright") -> i
     # The launcher's report repeats what the failing rank has said in one line.
     logging.disable(logging.ERROR)
     try:
-        options = ["--standalone", f"--nproc-per-node={size}", "--monitor-interval=0.2"]
+        options = [
+            "--standalone",
+            f"--nproc-per-node={size}",
+            "--monitor-interval=0.2",
+            f"--shutdown-timeout={grace}",
+        ]
         run(parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        return 128 + error.sigval
     finally:
         logging.disable(logging.NOTSET)
     return 0

@@ -169,22 +169,41 @@ def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Sou
     return Source(path.stem, lambda: (AutoModelForCausalLM.from_config(config), batch), batch, seed)
 
 
-def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: Mapping[str, int]) -> Source:
-    from torch import nn
-
+def function_of(option: str, name: str) -> Callable[..., Any]:
+    """The function that `file.py:function` or `module:function` names. Raises UsageError; `option`: where it was named."""
     file, _, attribute = name.rpartition(":")
     try:
         module = importlib.import_module(file) if not file.endswith(".py") else _executed(file)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--model {name}: {file} cannot be imported ({reason}); check the path") from error
+        raise UsageError(f"{option} {name}: {file} cannot be imported ({reason}); check the path") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UsageError(
-            f"--model {name}: {file} has no function {attribute!r}; name one that returns (model, batch)"
+            f"{option} {name}: {file} has no function {attribute!r}; name one of its functions"
             + suggestion(attribute, names)
         )
+    return function
+
+
+def call_with(option: str, name: str, **offered: object) -> Any:
+    """What a named function returns, called with those of the offered keywords that it has. Raises UsageError."""
+    function = function_of(option, name)
+    try:
+        parameters = inspect.signature(function).parameters
+        return function(**{key: value for key, value in offered.items() if key in parameters})
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{option} {name} raised {reason}; mend the function") from error
+
+
+def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: Mapping[str, int]) -> Source:
+    from torch import nn
+
+    function = function_of("--model", name)
     keywords = _size_keywords(name, function, sizes, defaults)
 
     def produce() -> tuple[nn.Module, Any]:
@@ -200,7 +219,7 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: M
             raise UsageError(f"--model {name} returned a {kind}; it must return (model, batch)")
         return result
 
-    return Source(attribute, produce, seed=seed)
+    return Source(name.rpartition(":")[2], produce, seed=seed)
 
 
 def _size_keywords(

@@ -1,0 +1,1 @@
+"""Recipes of `meshwright train`: their fields, the rules of these, and how they are read. Torch-free."""

@@ -1,0 +1,171 @@
+"""Rules of a recipe's fields beyond their types: what must be on the disk, and which fields go together. Torch-free.
+
+A rule takes a value and the fields above it (those that are valid), and returns what is wrong, or None. So pydantic
+reports a broken rule together with all other errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from glob import glob
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import AfterValidator, ValidationInfo
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plugins import discover
+from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.utils.names import suggestion
+
+Above = Mapping[str, Any]
+TOKEN_FILES = (".bin", ".npy")
+TABLES = (".parquet", ".arrow", ".feather")
+
+
+def obeys(rule: Callable[[Any, Above], str | None]) -> AfterValidator:
+    """The validator of a field that has this rule."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value is not None and (wrong := rule(value, info.data)):
+            raise ValueError(wrong)
+        return value
+
+    return AfterValidator(check)
+
+
+def is_function(value: object) -> bool:
+    """Whether a value names a function of a file, as "file.py:function"."""
+    return isinstance(value, str) and ".py:" in value
+
+
+def expand(*patterns: str) -> list[Path]:
+    """The files of some paths: a file, all files in a folder but hidden ones and __pycache__, or those of a pattern."""
+    files: list[Path] = []
+    for pattern in patterns:
+        path, inside = Path(pattern), Path(pattern).rglob("*") if Path(pattern).is_dir() else None
+        if inside is None:
+            files += (
+                [path] if path.is_file() else sorted(Path(file) for file in glob(pattern, recursive=True))
+            )
+        else:
+            shown = (
+                f
+                for f in inside
+                if not any(p.startswith((".", "__pycache__")) for p in f.relative_to(path).parts)
+            )
+            files += sorted(file for file in shown if file.is_file())
+    return files
+
+
+def function(value: str, above: Above) -> str | None:
+    file, _, name = value.rpartition(":")
+    if above.get("files"):
+        return "files are given too; leave one of them out"
+    if not Path(file).is_file():
+        return f"there is no file {file}; give file.py:function"
+    return (
+        None
+        if name in Path(file).read_text("utf-8")
+        else f"{file} has no function {name!r}; give the name of one"
+    )
+
+
+def source(value: Any, above: Above) -> str | None:
+    return None if value.files or value.function else "give files or a function"
+
+
+def files(value: tuple[str, ...], above: Above) -> str | None:
+    for pattern in value:
+        if not (found_files := expand(pattern)):
+            return f"there is no file {pattern}, and none in such a folder; check the path"
+        if find_spec("pyarrow") is None and (
+            tables := [file for file in found_files if file.suffix in TABLES]
+        ):
+            return f"{tables[0]} needs pyarrow; pip install pyarrow, or give JSONL"
+    return None
+
+
+def dtype(value: str, above: Above) -> str | None:
+    raw = any(file.suffix == ".bin" for file in expand(*above.get("files", ())))
+    return None if raw else "it has no effect without a .bin file; leave it out"
+
+
+def moments(value: object, above: Above) -> str | None:
+    return "it has no effect on sgd; leave it out" if above.get("name") == "sgd" else None
+
+
+def momentum(value: object, above: Above) -> str | None:
+    name = above.get("name", "sgd")
+    return None if name == "sgd" else f"it has no effect on {name}; leave it out"
+
+
+def installed(value: bool, above: Above) -> str | None:
+    missing = value and find_spec("tensorboard") is None
+    return "TensorBoard is not installed; pip install tensorboard, or leave it out" if missing else None
+
+
+def model(value: str | dict[str, Any], above: Above) -> str | None:
+    if isinstance(value, dict):
+        named = isinstance(value.get("model_type"), str)
+        return None if named else 'a table is a config of transformers and has its model_type, as "gpt2"'
+    if is_function(value):
+        return function(value, {})
+    path, config = Path(value), Path(value) / "config.json"
+    if config.is_file() and not any(path.glob("*.safetensors")):
+        return f"{value} has no *.safetensors; give {config} for random weights"
+    if config.is_file() or (path.is_file() and path.suffix == ".json"):
+        return None
+    return f"{value} is no folder with a config.json, no config.json and no file.py:function; give one, or a table"
+
+
+def tokenizer(value: str, above: Above) -> str | None:
+    if value == "bytes" or any(Path(value).glob("tokenizer*")):
+        return None
+    return f'{value} is no folder of a tokenizer; give one, or "bytes"{suggestion(value, ("bytes",))}'
+
+
+def divides(value: int, above: Above) -> str | None:
+    rows = above.get("batch_size", value)
+    return (
+        f"it must divide batch_size, {rows}: a forward has batch_size / accumulate rows"
+        if rows % value
+        else None
+    )
+
+
+def packing(value: bool, above: Above) -> str | None:
+    tokens = "data" in above and any(file.suffix in TOKEN_FILES for file in expand(*above["data"].files))
+    return "files of tokens have no documents to keep apart; leave it out" if tokens and not value else None
+
+
+def warms_up(value: Any, above: Above) -> str | None:
+    steps = above.get("steps", math.inf)
+    return (
+        f"warm_up = {value.warm_up} leaves nothing of {steps} steps; give less"
+        if value.warm_up >= steps
+        else None
+    )
+
+
+def plan(value: Any, above: Above) -> str | None:
+    """A plan file fixes everything; what is pinned must be possible."""
+    pinned = {**value.pinned(), **({"precision": above["precision"]} if above.get("precision") else {})}
+    if value.file is not None:
+        if not Path(value.file).is_file():
+            return f"there is no file {value.file}; give one that `meshwright plan -o` wrote"
+        return (
+            f"{value.file} fixes what {', '.join(pinned)} asks for; leave that out, or the file"
+            if pinned
+            else None
+        )
+    try:
+        request = PlanRequest(world_size=above.get("world_size"), **pinned)
+        request.check(sorted({entry.record.axis for entry in discover().strategies().values()}))
+    except UsageError as error:
+        return str(error)
+    ranks, product = request.world_size, math.prod(request.pins.values())
+    wrong = ranks is not None and ranks % product != 0
+    return f"the degrees multiply to {product}, which does not divide world_size, {ranks}" if wrong else None

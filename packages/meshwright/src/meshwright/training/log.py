@@ -1,0 +1,127 @@
+"""What a run shows and writes: one progress line on a terminal, plain lines in a log, metrics.jsonl, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import resource
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from meshwright.recipes.schema import Recipe
+from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.console import Console
+
+
+class Log:
+    """The log of one run; on ranks other than 0 its methods do nothing."""
+
+    def __init__(self, recipe: Recipe, active: bool, as_json: bool) -> None:
+        """as_json: the last record is all of stdout, and text goes to stderr."""
+        self.recipe, self.active, self.as_json = recipe, active, as_json
+        self.out, self.record = Path(recipe.out), dict[str, Any]()
+        self.console = Console(stderr=as_json, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.terminal = self.console.is_terminal
+        self.progress = Progress(
+            *columns, console=self.console, transient=True, disable=not (active and self.terminal)
+        )
+        self.task = self.progress.add_task("training", total=recipe.steps)
+        self.board: Any = None
+
+    def begin(self, model: nn.Module, step: int) -> None:
+        """Show the plan, and take up the files of the run after `step` steps."""
+        if not self.active:
+            return
+        plan: Any = model.parallel_plan
+        self.out.mkdir(parents=True, exist_ok=True)
+        plan.save(self.out / "plan.json")
+        (self.out / "recipe.json").write_text(self.recipe.model_dump_json(indent=1, exclude_none=True))
+        self.say(plan.explain())
+        count = sum(parameter.numel() for parameter in model.parameters())
+        self.say(
+            f"{type(model).__name__}, {count / 1e6:.2f}M parameters, from step {step} to {self.recipe.steps}"
+        )
+        self.file = self.out / "metrics.jsonl"
+        lines = self.file.read_text().splitlines() if self.file.is_file() else []
+        # a run that was killed may have gone on after its last checkpoint, and its last line may be half written
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        self.file.write_text("".join(f"{line}\n" for line in kept))
+        wanted = self.recipe.metrics.tensorboard
+        if find_spec("tensorboard") is not None if wanted is None else wanted:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(self.out / "tensorboard"), purge_step=step + 1)
+        self.progress.start()
+
+    def step(
+        self, step: int, loss: float, norm: float, rate: float, batches: list[Any], seconds: float, used: int
+    ) -> None:
+        """A step is done. used: bytes of the rank with most memory in use."""
+        tokens = sum(batch["input_ids"].numel() if "input_ids" in batch else 0 for batch in batches)
+        speed = tokens / seconds
+        text = f"loss {loss:.4f}  norm {norm:.3g}  {speed:,.0f} tokens/s  {human_bytes(used)}"
+        self.progress.update(self.task, completed=step, description=text)
+        if step % self.recipe.metrics.every == 0 or step == self.recipe.steps:
+            self.write(
+                step,
+                text,
+                loss=loss,
+                grad_norm=norm,
+                lr=rate,
+                seconds=seconds,
+                tokens_per_second=speed,
+                memory_bytes=used,
+            )
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The mean loss of an evaluation."""
+        self.write(step, f"evaluation: loss {loss:.4f}", evaluation_loss=loss)
+
+    def write(self, step: int, text: str, **numbers: float) -> None:
+        """Add a record to the files; in a log, show it."""
+        if not self.active:
+            return
+        self.record |= {"step": step, **numbers}
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
+        for name, number in numbers.items() if self.board else ():
+            self.board.add_scalar(name, number, step)
+        if not self.terminal:
+            self.say(f"step {step:>{len(str(self.recipe.steps))}}/{self.recipe.steps}  {text}")
+
+    def end(self, step: int, received: int) -> None:
+        """The run is over, or was stopped by a signal; its checkpoint is complete."""
+        self.close()
+        if not self.active:
+            return
+        self.say(
+            f"stopped after step {step}; the same command goes on from there"
+            if received
+            else f"done: {step} steps, in {self.out}"
+        )
+        if self.as_json:
+            print(
+                json.dumps({**self.record, "step": step, "out": str(self.out), "signal": received}),
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Stop the progress line, whatever happened."""
+        self.progress.stop()
+        if self.board:
+            self.board.close()
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, soft_wrap=True)
+
+
+def memory(device: torch.device) -> int:
+    """The most bytes that this rank has had in use: of its accelerator, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
