@@ -27,7 +27,7 @@ accumulate = 2
 sequence_length = 16
 optimizer = {lr = 1e-2, eps = 1e-5}
 schedule = {warm_up = 2}
-checkpoints = {every = 2}
+checkpoints = {interval = 2}
 """
 PLANS = {"dp": "plan.dp=2", "tp": "plan.tp=2", "pp": "plan.pp=2"}
 
@@ -76,7 +76,7 @@ def test_three_plans_have_the_losses_of_one_device(
 def test_killed_at_a_random_step_and_resumed_on_other_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
     """Two runs of one recipe, one of them killed on one rank and taken up by two."""
     step = random.randrange(5, 15)
-    steps = {"whole": ["steps=20"], "killed": ["steps=20", "checkpoints.every=3"]}
+    steps = {"whole": ["steps=20"], "killed": ["steps=20", "checkpoints.interval=3"]}
     for name, more in steps.items():
         (tmp_path / name).mkdir()
         steps[name] = words(tmp_path / name, *more)
@@ -119,7 +119,7 @@ def rows():
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(rank_pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(ROWS)
     (tmp_path / "stop").touch()
-    arguments = words(tmp_path, f"data={tmp_path / 'rows.py'}:rows", "checkpoints.every=100", "--json")
+    arguments = words(tmp_path, f"data={tmp_path / 'rows.py'}:rows", "checkpoints.interval=100", "--json")
     stopped = run_on(rank_pool, 2, [*arguments, "plan.dp=2"], tmp_path)
     assert [rank.returncode for rank in stopped] == [128 + signal.SIGTERM] * 2
     step = json.loads(stopped[0].stdout)["step"]

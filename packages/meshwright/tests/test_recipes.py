@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[str, list[str]]] = {
     ),
     "a degree below 1": ("plan.dp = 0", ["plan: dp=0 is less than 1"]),
     "pins without a pipeline": ("plan.microbatches = 2", ["microbatches=2 needs a pipeline"]),
-    "no evaluation data": ("evaluation.every = 2", ["evaluation.data: it is required and missing"]),
+    "no evaluation data": ("evaluation.interval = 2", ["evaluation.data: it is required and missing"]),
     "keep nothing": ("checkpoints.keep_last = 0", ["checkpoints.keep_last is 0"]),
     "no tensorboard": (
         'metrics.tensorboard = "yes"',

@@ -99,14 +99,14 @@ class Evaluation(Table):
     """What is evaluated, and how often."""
 
     data: Annotated[Source, BeforeValidator(_source), obeys(rules.source)]
-    every: Count = 100
+    interval: Count = 100
     batches: Count | None = None
 
 
 class Checkpoints(Table):
     """When the run is saved, and which checkpoints stay."""
 
-    every: Count = 500
+    interval: Count = 500
     keep_last: Count = 2
     keep_every: Count | None = None
 
@@ -114,7 +114,7 @@ class Checkpoints(Table):
 class Metrics(Table):
     """How often metrics are written, and whether to TensorBoard too (None: where it is installed)."""
 
-    every: Count = 1
+    interval: Count = 1
     tensorboard: Annotated[bool | None, obeys(rules.installed)] = None
 
 

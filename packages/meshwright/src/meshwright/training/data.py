@@ -43,20 +43,20 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        known = AutoTokenizer.from_pretrained(recipe.tokenizer)
+        loaded = AutoTokenizer.from_pretrained(recipe.tokenizer)
     except Exception as error:
         raise UsageError(
             f"tokenizer: {recipe.tokenizer} cannot be read ({error}); give the folder of one"
         ) from error
-    if known.eos_token_id is None:
+    if loaded.eos_token_id is None:
         raise UsageError(
             f"tokenizer: {recipe.tokenizer} has no eos_token, which ends a document; give it one"
         )
 
     def encode(text: str | bytes) -> Sequence[int]:
-        return known(text if isinstance(text, str) else text.decode(), add_special_tokens=False)["input_ids"]
+        return loaded(text if isinstance(text, str) else text.decode(), add_special_tokens=False)["input_ids"]
 
-    return Tokenizer(encode, len(known), known.eos_token_id)
+    return Tokenizer(encode, len(loaded), loaded.eos_token_id)
 
 
 class Rows(Dataset[Sample]):
@@ -244,9 +244,11 @@ class Order:
                     indices = []
 
 
-def in_order(rows: int, batch: int) -> list[list[int]]:
-    """The row numbers of all whole batches, once and in order."""
-    return [list(range(start, start + batch)) for start in range(0, rows - batch + 1, batch)]
+def in_order(rows: int, batch: int, most: int | None) -> list[list[int]]:
+    """The row numbers of whole batches, in order and once, at most so many. Raises UsageError where there is none."""
+    if rows < batch:
+        raise UsageError(f"evaluation.data has {rows} rows, and a batch {batch}; give more, or shorter rows")
+    return [list(range(start, start + batch)) for start in range(0, rows - batch + 1, batch)][:most]
 
 
 def loader_of(rows: Dataset[Any], batches: Iterable[list[int]], workers: int = 0) -> DataLoader[Any]:
@@ -257,8 +259,10 @@ def loader_of(rows: Dataset[Any], batches: Iterable[list[int]], workers: int = 0
 
 def identity(rows: Any, recipe: Recipe) -> dict[str, int]:
     """What must be equal for a run to go on with the same rows in the same order."""
-    sample = rows[0] if recipe.data.function is None else {}
-    content = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in sample.values()))
+    samples = [rows[n] for n in (0, len(rows) // 2, len(rows) - 1)] if recipe.data.function is None else []
+    content = zlib.crc32(
+        b"".join(tensor.numpy().tobytes() for sample in samples for tensor in sample.values())
+    )
     return {
         "data": content,
         "rows": len(rows),

@@ -9,7 +9,7 @@ import click
 import meshwright as mw
 from meshwright.recipes.schema import Recipe
 from meshwright.training.building import make_model
-from meshwright.training.data import Order, loader_of, rows_of, tokenizer_of
+from meshwright.training.data import Order, in_order, loader_of, rows_of, tokenizer_of
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.utils.names import count_of
 from meshwright_parallel.validation.checks import check_fit
@@ -20,7 +20,8 @@ def dry_run(recipe: Recipe, world_size: int, host: PluginHost, as_json: bool) ->
     tokenizer = tokenizer_of(recipe)
     rows = rows_of(recipe.data, recipe, tokenizer)
     if recipe.evaluation:
-        rows_of(recipe.evaluation.data, recipe, tokenizer)
+        held_out = rows_of(recipe.evaluation.data, recipe, tokenizer)
+        in_order(len(held_out), recipe.batch_size // recipe.accumulate, None)
     with mw.deferred_init(values=False):
         model = make_model(recipe, tokenizer)
     example = next(

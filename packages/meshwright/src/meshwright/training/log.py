@@ -66,7 +66,7 @@ class Log:
         speed = tokens / seconds
         text = f"loss {loss:.4f}  norm {norm:.3g}  {speed:,.0f} tokens/s  {human_bytes(used)}"
         self.progress.update(self.task, completed=step, description=text)
-        if step % self.recipe.metrics.every == 0 or step == self.recipe.steps:
+        if step % self.recipe.metrics.interval == 0 or step == self.recipe.steps:
             self.write(
                 step,
                 text,

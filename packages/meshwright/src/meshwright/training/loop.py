@@ -11,9 +11,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,24 +32,67 @@ T = TypeVar("T")
 Batch = dict[str, torch.Tensor]
 
 
+@dataclass
+class Run:
+    """What a loop needs: batches go on for ever, `held_out` is the evaluation's, and `done` is kept in checkpoints."""
+
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[Batch]
+    held_out: Iterable[Batch] | None
+    done: dict[str, int]
+
+
 def train(recipe: Recipe, log: Log) -> int:
     """Train until the last step or a signal. The exit code: 0, or 128 and the signal.
 
     log: is told on every rank what happens; only that of rank 0 shows and writes it.
     Raises what planning, applying and loading raise, and UsageError where recipe, data and model do not fit.
     """
-    device = mw.init()
-    tokenizer = tokenizer_of(recipe)
+    run = set_up(recipe)
+    model, optimizer, done = run.model, run.optimizer, run.done
+    log.begin(model, done["step"])
+    saving, received = None, 0
+    with signals() as arrived:
+        while done["step"] < recipe.steps and not received:
+            start = time.perf_counter()
+            rate = set_rate(recipe, optimizer, done["step"])
+            batches = [on(run.device, batch) for batch in islice(run.batches, recipe.accumulate)]
+            loss, norm = train_step(model, optimizer, batches, recipe.clip_norm)
+            done.update(step=done["step"] + 1, rows_seen=done["rows_seen"] + recipe.batch_size)
+            step, last = done["step"], done["step"] == recipe.steps
+            if not math.isfinite(loss + norm):
+                fix = "lower optimizer.lr, or raise schedule.warm_up"
+                raise UsageError(f"step {step}: the loss is {loss}, and the gradient's norm {norm}; {fix}")
+            received, used = largest(max(arrived, default=0), memory(run.device))
+            log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
+            if recipe.evaluation and (last or step % recipe.evaluation.interval == 0):
+                log.evaluated(step, evaluate(run))
+            if last or received or step % recipe.checkpoints.interval == 0:
+                keep = recipe.checkpoints.model_dump(include={"keep_last", "keep_every"})
+                saving = mw.save(
+                    folder_of(recipe) / f"step-{step}", model=model, optimizer=optimizer, extra=done, **keep
+                )
+    if saving is not None:
+        saving.wait()
+    if recipe.export and not received:
+        mw.export(recipe.export, model=model)
+    log.end(done["step"], received)
+    return 128 + received if received else 0
+
+
+def set_up(recipe: Recipe) -> Run:
+    """Plan, apply the plan, and go on from the latest checkpoint of the run's folder. Raises as `train`."""
+    device, tokenizer, watched = mw.init(), tokenizer_of(recipe), recipe.evaluation
     rows = first_rank_first(lambda: rows_of(recipe.data, recipe, tokenizer))
-    watched = recipe.evaluation
-    held_out = first_rank_first(lambda: rows_of(watched.data, recipe, tokenizer) if watched else [])
+    held_out = first_rank_first(lambda: rows_of(watched.data, recipe, tokenizer)) if watched else []
+    size = recipe.batch_size // recipe.accumulate
 
     torch.manual_seed(recipe.seed)
     with mw.deferred_init():
         model = make_model(recipe, tokenizer)
-    size = recipe.batch_size // recipe.accumulate
-    example = next(iter(loader_of(rows, Order(len(rows), size, recipe.seed))))
-    example = on(device, example)
+    example = on(device, next(iter(loader_of(rows, Order(len(rows), size, recipe.seed)))))
     if recipe.plan.file:
         model = mw.parallelize(model, mw.ParallelPlan.load(recipe.plan.file), batch=example)
     else:
@@ -56,42 +100,29 @@ def train(recipe: Recipe, log: Log) -> int:
     optimizer = make_optimizer(recipe, model)
 
     done = {"step": 0, "rows_seen": 0, **identity(rows, recipe)}
-    if path := mw.latest(Path(recipe.out) / "checkpoints"):
+    if path := mw.latest(folder_of(recipe)):
         done = same_data(mw.load(path, model=model, optimizer=optimizer), done, recipe)
+        for group in optimizer.param_groups:
+            # the recipe's settings, not those that were saved
+            group.update(optimizer.defaults)
     elif weights := weights_of(recipe):
         mw.load(weights, model=model, cast=True)
-    log.begin(model, done["step"])
+
+    def sharded(rows: Any, order: Iterable[list[int]], workers: int) -> Any:
+        return mw.shard_loader(loader_of(rows, order, workers), model=model)
 
     order = Order(len(rows), size, recipe.seed, first=done["rows_seen"])
-    batches = iter(mw.shard_loader(loader_of(rows, order, recipe.data.workers), model=model))
-    saving, received = None, 0
-    with signals() as arrived:
-        while done["step"] < recipe.steps and not received:
-            start = time.perf_counter()
-            rate = set_rate(recipe, optimizer, done["step"])
-            step_batches = [on(device, batch) for batch in islice(batches, recipe.accumulate)]
-            loss, norm = train_step(model, optimizer, step_batches, recipe.clip_norm)
-            done.update(step=done["step"] + 1, rows_seen=done["rows_seen"] + recipe.batch_size)
-            step, last = done["step"], done["step"] == recipe.steps
-            if not math.isfinite(norm):
-                raise UsageError(
-                    f"step {step}: the gradient's norm is {norm}; lower optimizer.lr, or raise schedule.warm_up"
-                )
-            received, used = largest(max(arrived, default=0), memory(device))
-            log.step(step, loss, norm, rate, step_batches, time.perf_counter() - start, used)
-            if watched and (step % watched.every == 0 or last):
-                whole = in_order(len(held_out), size)[: watched.batches]
-                log.evaluated(step, evaluate(model, loader_of(held_out, whole, watched.data.workers), device))
-            if step % recipe.checkpoints.every == 0 or last or received:
-                keep = recipe.checkpoints.model_dump(include={"keep_last", "keep_every"})
-                where = Path(recipe.out) / "checkpoints" / f"step-{step}"
-                saving = mw.save(where, model=model, optimizer=optimizer, extra=done, **keep)
-    if saving is not None:
-        saving.wait()
-    if recipe.export and not received:
-        mw.export(recipe.export, model=model)
-    log.end(done["step"], received)
-    return 128 + received if received else 0
+    evaluated = (
+        sharded(held_out, in_order(len(held_out), size, watched.batches), watched.data.workers)
+        if watched
+        else None
+    )
+    return Run(device, model, optimizer, iter(sharded(rows, order, recipe.data.workers)), evaluated, done)
+
+
+def folder_of(recipe: Recipe) -> Path:
+    """Where the checkpoints of a run are."""
+    return Path(recipe.out) / "checkpoints"
 
 
 def train_step(
@@ -110,16 +141,16 @@ def train_step(
     return total, norm.item()
 
 
-def evaluate(model: nn.Module, loader: Iterable[Batch], device: torch.device) -> float:
-    """The mean loss over batches, which are the same on every rank."""
+def evaluate(run: Run) -> float:
+    """The mean loss over the batches that are held out."""
     total = seen = 0.0
-    model.eval()
+    run.model.eval()
     with torch.no_grad():
-        for batch in mw.shard_loader(loader, model=model):
+        for batch in run.held_out or ():
             share = weight(batch)
-            total += loss_of(model(**on(device, batch))).item() * share
+            total += loss_of(run.model(**on(run.device, batch))).item() * share
             seen += share
-    model.train()
+    run.model.train()
     return total / seen
 
 
@@ -153,7 +184,7 @@ def same_data(loaded: dict[str, int], new: dict[str, int], recipe: Recipe) -> di
         if name not in ("step", "rows_seen") and loaded[name] != value:
             raise UsageError(
                 f"{recipe.out} was trained with {name} = {loaded[name]}, and now it is {value}: a run goes on with the same rows "
-                "in the same order; give what it was, or another out"
+                "in the same order; give the earlier value, or another out"
             )
     return loaded
 
