@@ -83,34 +83,38 @@ def script(
         with torch.no_grad():
             logits = net(**batch).logits
         guesses.append(accelerator.gather_for_metrics((logits, batch["labels"]))[0])
-    state = accelerator.get_state_dict(net)
+    # of rank 0
+    weights = accelerator.get_state_dict(net).get("transformer.wte.weight", torch.empty(0))
     return {
         "losses": losses,
         "norms": norms,
-        "rate": scheduler.get_last_lr(),
+        "rates": scheduler.get_last_lr(),
         "logits": torch.cat(guesses).flatten().tolist(),
-        "weight": state["transformer.wte.weight"].flatten().tolist() if accelerator.is_main_process else [],
+        "weights": weights.flatten().tolist(),
     }
 
 
-def one_device(precision: str) -> dict[str, Any]:
+def one_device(precision: str, folder: Path) -> dict[str, Any]:
     """The script as its user wrote it, on one device."""
     from accelerate import Accelerator
 
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision=precision, cpu=True)
-    return script(accelerator, lambda net, batch: net, None, None)
+    return script(accelerator, lambda net, batch: net, folder, None)
 
 
 def on_rank(
-    rank: int, size: int, plan: str, precision: str, save: Path | None = None, resume: Path | None = None
+    rank: int, size: int, plan: str, precision: str, folder: Path, resume: Path | None = None
 ) -> dict[str, Any]:
-    """The same with the lines that make it parallel."""
+    """The same with the lines that make it parallel. It saves into the folder; `resume`: the folder of another run."""
     import meshwright as mw
     from meshwright.integrations.accelerate import Accelerator
 
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision=precision)
     return script(
-        accelerator, lambda net, batch: mw.auto_parallelize(net, batch, **plan_of(plan, size)), save, resume
+        accelerator,
+        lambda net, batch: mw.auto_parallelize(net, batch, **plan_of(plan, size)),
+        folder / "state",
+        None if resume is None else resume / "state",
     )

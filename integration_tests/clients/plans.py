@@ -26,3 +26,15 @@ def gap(numbers: Any, exact: Any) -> float:
     """The largest difference of two lists of numbers, relative to the largest magnitude of the second."""
     given, wanted = torch.tensor(numbers, dtype=torch.float64), torch.tensor(exact, dtype=torch.float64)
     return float((given - wanted).abs().max() / wanted.abs().max())
+
+
+def check(results: list[dict[str, Any]], exact: dict[str, Any], limit: float) -> None:
+    """Hold the numbers of all ranks to those of one device, of which a resumed run has the last ones."""
+    for result in results:
+        for name, numbers in result.items():
+            wanted = exact[name][-len(numbers) :]
+            if name in ("rates", "metrics", "best"):
+                assert numbers == wanted, name
+            elif numbers:
+                # later numbers follow from several steps of rounding
+                assert gap(numbers, wanted) < (1 if name == "losses" else 20) * limit, name

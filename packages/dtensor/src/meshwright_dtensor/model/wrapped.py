@@ -25,10 +25,14 @@ def refuse_wrapping(model: nn.Module) -> None:
         setattr(parameter, FSDP_ATTRIBUTE, _Refusal())
 
 
-def allow_preparing(model: nn.Module) -> bool:
-    """Let an Accelerator that does not divide the model prepare it. Returns whether any part of the model is parallel."""
+def allow_preparing(model: nn.Module) -> None:
+    """Let an Accelerator that does not divide the model prepare it."""
     if isinstance(model.__dict__.get(PREPARED), _Refusal):
         model.__dict__[PREPARED] = False
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Whether any part of the model is parallel."""
     states = wrapped_attributes()[0]
     return any(isinstance(module.__dict__.get(states), _Refusal) for module in model.modules())
 

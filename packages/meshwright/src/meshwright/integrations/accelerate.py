@@ -23,7 +23,7 @@ from meshwright.integrations.first_use import subclass_on_first_use
 from meshwright_checkpoint import full_state_dict, load, save
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.mesh import init
-from meshwright_dtensor.model.wrapped import allow_preparing
+from meshwright_dtensor.model.wrapped import allow_preparing, is_parallel
 from meshwright_parallel import GradScaler, clip_grad_norm_
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class AcceleratorMethods(Base):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """See accelerate. Raises UsageError: the model is to be trained on several ranks, and is not parallel."""
-        if allow_preparing(model):
+        allow_preparing(model)
+        if is_parallel(model):
             device_placement = False
         elif (
             dist.get_world_size() > 1
