@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from meshwright.configs import config_of, model_of
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.utils.names import suggestion
 
@@ -152,21 +153,11 @@ def check_tokens(name: str, sequence_length: int | None) -> None:
 def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Source:
     import torch
 
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise UsageError(f"--model {path} needs transformers; pip install 'meshwright[demo]'") from error
-    try:
-        config = AutoConfig.from_pretrained(path)
-    # transformers raises many kinds of errors for a bad config
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        text = f"--model {path} is no transformers config ({reason}); give its config.json"
-        raise UsageError(text) from error
+    config = config_of("--model", path)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (batch_size, sequence_length), generator=generator)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
-    return Source(path.stem, lambda: (AutoModelForCausalLM.from_config(config), batch), batch, seed)
+    return Source(path.stem, lambda: (model_of("--model", config), batch), batch, seed)
 
 
 def function_of(option: str, name: str) -> Callable[..., Any]:

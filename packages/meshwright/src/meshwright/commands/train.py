@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.recipes.reading import read_recipe
+from meshwright.recipes.schema import Recipe
+from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.utils.names import count_of
 
 GRACE = 600
 """Seconds that the ranks have for their last checkpoint after Ctrl-C or SIGTERM."""
@@ -34,9 +39,7 @@ def command(state: State, words: tuple[str, ...], dry_run: bool, as_json: bool) 
 
         size = ParallelPlan.load(recipe.plan.file).world_size
     if dry_run:
-        from meshwright.training.dry_run import dry_run as check
-
-        check(recipe, size or ranks.world_size(), state.host, as_json)
+        _dry_run(recipe, size or ranks.world_size(), state.host, as_json)
         return 0
     if size is None and not ranks.is_rank():
         import torch
@@ -44,6 +47,7 @@ def command(state: State, words: tuple[str, ...], dry_run: bool, as_json: bool) 
         size = torch.cuda.device_count() or 1
     size = ranks.check_world_size(size, option="world_size=")
     if size > 1 and not ranks.is_rank():
+        _rows(recipe)
         return ranks.launch(size, state.arguments, grace=GRACE)
 
     import torch.distributed as dist
@@ -60,3 +64,42 @@ def command(state: State, words: tuple[str, ...], dry_run: bool, as_json: bool) 
     dist.barrier()
     dist.destroy_process_group()
     return code
+
+
+def _rows(recipe: Recipe) -> tuple[Any, Any]:
+    """The rows and the tokenizer. Text becomes tokens here, which may take long, so that ranks find them. Raises UsageError."""
+    from meshwright.training.data import in_order, rows_of
+    from meshwright.training.tokens import tokenizer_of
+
+    tokenizer = tokenizer_of(recipe)
+    if recipe.evaluation:
+        held_out = rows_of(recipe.evaluation.data, recipe, tokenizer)
+        in_order(len(held_out), recipe.batch_size // recipe.accumulate, None)
+    return rows_of(recipe.data, recipe, tokenizer), tokenizer
+
+
+def _dry_run(recipe: Recipe, world_size: int, host: PluginHost, as_json: bool) -> None:
+    """Do all up to the first step, without ranks, and print the plan. Raises what training would raise."""
+    import meshwright as mw
+    from meshwright.training.building import make_model
+    from meshwright.training.data import Order, loader_of
+    from meshwright_parallel.validation.checks import check_fit
+
+    rows, tokenizer = _rows(recipe)
+    with mw.deferred_init(values=False):
+        model = make_model(recipe, tokenizer)
+    order = Order(len(rows), recipe.batch_size // recipe.accumulate, recipe.seed)
+    example = next(iter(loader_of(rows, order)))
+    plan: Any
+    if recipe.plan.file:
+        plan = mw.ParallelPlan.load(recipe.plan.file)
+        check_fit(model, plan, example, host, world_size)
+    else:
+        plan = mw.plan(model, example, world_size=world_size, **recipe.keywords())
+    if as_json:
+        click.echo(plan.to_json(), nl=False)
+        return
+    click.echo(plan.explain())
+    epochs = recipe.steps * recipe.batch_size / len(rows)
+    data = f"{count_of(len(rows), 'row')} of data, {epochs:.3g} epochs in {count_of(recipe.steps, 'step')}"
+    click.echo(f"{data}; nothing was trained")

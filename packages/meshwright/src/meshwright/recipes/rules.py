@@ -137,8 +137,13 @@ def divides(value: int, above: Above) -> str | None:
 
 
 def packing(value: bool, above: Above) -> str | None:
-    tokens = "data" in above and any(file.suffix in TOKEN_FILES for file in expand(*above["data"].files))
-    return "files of tokens have no documents to keep apart; leave it out" if tokens and not value else None
+    data = above.get("data")
+    if value or data is None:
+        return None
+    if data.function:
+        return "it has no effect on the rows of a function; leave it out"
+    tokens = any(file.suffix in TOKEN_FILES for file in expand(*data.files))
+    return "files of tokens have no documents to keep apart; leave it out" if tokens else None
 
 
 def warms_up(value: Any, above: Above) -> str | None:

@@ -41,8 +41,8 @@ class Log:
         self.out.mkdir(parents=True, exist_ok=True)
         plan.save(self.out / "plan.json")
         (self.out / "recipe.json").write_text(self.recipe.model_dump_json(indent=1, exclude_none=True))
-        self.say(plan.explain())
         count = sum(parameter.numel() for parameter in model.parameters())
+        self.say(plan.explain().partition("\n")[0])
         self.say(
             f"{type(model).__name__}, {count / 1e6:.2f}M parameters, from step {step} to {self.recipe.steps}"
         )

@@ -1,0 +1,160 @@
+"""From files to tokens: documents of text, JSONL and tables are tokenized once, files of tokens are taken as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.recipes.rules import TABLES
+from meshwright.recipes.schema import Recipe
+from meshwright_dtensor.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """encode: from a text to token ids. size: of the vocabulary. end: the token after each document."""
+
+    encode: Callable[[str], Sequence[int]]
+    size: int
+    end: int
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The tokenizer of a recipe. "bytes": a token is a byte, and byte 0 ends a document. Raises UsageError."""
+    if recipe.tokenizer == "bytes":
+        return Tokenizer(str.encode, 256, 0)
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(recipe.tokenizer)
+    except Exception as error:
+        raise UsageError(
+            f"tokenizer: {recipe.tokenizer} cannot be read ({error}); give the folder of one"
+        ) from error
+    if loaded.eos_token_id is None:
+        raise UsageError(
+            f"tokenizer: {recipe.tokenizer} has no eos_token to end a document with; give it one"
+        )
+    return Tokenizer(
+        lambda text: loaded(text, add_special_tokens=False)["input_ids"], len(loaded), loaded.eos_token_id
+    )
+
+
+def check_tokens(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> None:
+    """Check that the tokens are of the vocabulary. Raises UsageError."""
+    if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.size:
+        wrong, rule = (
+            ids.min() if ids.min() < 0 else ids.max(),
+            f"not one of the {tokenizer.size} of the tokenizer",
+        )
+        raise UsageError(f"data: {where} has token {wrong}, {rule}; name the tokenizer that made the tokens")
+
+
+def tokens_of(file: Path, dtype: str | None) -> np.ndarray:
+    """The tokens of a file, which stay on the disk: numpy's .npy, or .bin without a header. Raises UsageError."""
+    try:
+        array = (
+            np.load(file, mmap_mode="r") if file.suffix == ".npy" else np.memmap(file, dtype or "uint16", "r")
+        )
+    except (ValueError, OSError) as error:
+        raise UsageError(
+            f"data: {file} cannot be read ({error}); set data.dtype to that of its tokens"
+        ) from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UsageError(
+            f"data: {file} is {array.dtype} of shape {array.shape}; tokens are integers of shape (n,)"
+        )
+    return array
+
+
+def prepared(
+    files: Sequence[Path], column: str, recipe: Recipe, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of the documents of files, each with its end token, and where each ends; made once for a run's folder."""
+    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(json.dumps([recipe.tokenizer, column, states]).encode()).hexdigest()
+    folder, dtype = (
+        Path(recipe.out) / "data" / digest[:16],
+        np.uint16 if tokenizer.size <= 1 << 16 else np.uint32,
+    )
+    # the last file to appear
+    last = folder / "ends.npy"
+    if not last.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        lengths: list[int] = []
+        with open(folder / "tokens.bin", "wb") as target:
+            for document in documents(files, column):
+                ids = tokenizer.encode(document) if isinstance(document, str) else document
+                array = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids, np.int64)
+                check_tokens(array, tokenizer, f"document {len(lengths)}")
+                target.write(np.append(array, tokenizer.end).astype(dtype).tobytes())
+                lengths.append(len(array) + 1)
+        np.save(folder / "part.npy", np.cumsum(lengths, dtype=np.int64))
+        os.replace(folder / "part.npy", last)
+    ends = np.load(last)
+    return np.memmap(folder / "tokens.bin", dtype, "r") if len(ends) else np.empty(0, dtype), ends
+
+
+def documents(files: Sequence[Path], column: str) -> Iterator[str | list[int]]:
+    """The documents of files: a text file is one, and so is each line of JSONL and each row of a table. Raises UsageError."""
+    for file in files:
+        if file.suffix == ".jsonl" or file.suffix in TABLES:
+            for number, value in enumerate(
+                _lines(file, column) if file.suffix == ".jsonl" else _rows(file, column)
+            ):
+                if not isinstance(value, (str, list)):
+                    rule = "a document is a text, or a list of tokens; set data.column"
+                    raise UsageError(
+                        f"data: {column!r} of document {number} of {file} is {value!r:.60}; {rule}"
+                    )
+                yield value
+            continue
+        try:
+            text, wrong = file.read_text(encoding="utf-8"), "a zero byte"
+        except (OSError, UnicodeDecodeError) as error:
+            text, wrong = "\0", str(error)
+        if "\0" in text:
+            fix = "name the text files with a pattern, as folder/*.txt"
+            raise UsageError(f"data: {file} is no text in UTF-8 ({wrong}); {fix}")
+        yield text
+
+
+def _lines(file: Path, column: str) -> Iterator[Any]:
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                value = json.loads(line).get(column)
+            except (ValueError, AttributeError) as error:
+                raise UsageError(
+                    f"data: line {number} of {file} is no JSON object ({error}); correct it"
+                ) from error
+            yield value
+
+
+def _rows(file: Path, column: str) -> Iterator[Any]:
+    """The values of a column of a Parquet or Arrow file, of which Arrow has two formats."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        if file.suffix == ".parquet":
+            batches = pa.parquet.ParquetFile(file).iter_batches(columns=[column])
+        else:
+            raw = pa.memory_map(str(file))
+            streamed = bytes(raw.read(6)) != b"ARROW1"
+            raw.seek(0)
+            reader = pa.ipc.open_stream(raw) if streamed else pa.ipc.open_file(raw)
+            batches = reader if streamed else map(reader.get_batch, range(reader.num_record_batches))
+        for batch in batches:
+            yield from batch.select([column]).column(0).to_pylist()
+    except (pa.ArrowException, KeyError) as error:
+        raise UsageError(
+            f"data: {file} has no column {column!r} to read ({error}); set data.column"
+        ) from error
