@@ -133,6 +133,75 @@ def nothing() -> list[Tensor]:
     return []
 
 
+class Measured(nn.Module):
+    """Its layers store a plain value in an attribute, or put it into a dict that they are given; code outside scales by it."""
+
+    def __init__(
+        self, make: Callable[[Any, Tensor], Any], size: Callable[[Any], float], given: bool = False
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Measures(make) for _ in range(4))
+        self.size, self.given = size, given
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        put: dict[str, Any] = {}
+        for layer in self.layers:
+            x = layer(x, put if self.given else None)
+        first: Any = self.layers[0]
+        return {"loss": x.square().mean() * self.size(put["made"] if self.given else first.made)}
+
+
+class Measures(nn.Module):
+    """Keeps what `make` makes."""
+
+    def __init__(self, make: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.make, self.made = nn.Linear(WIDTH, WIDTH), make, None
+
+    def forward(self, x: Tensor, put: dict[str, Any] | None) -> Tensor:
+        if put is None:
+            self.made = self.make(self, x)
+        elif not put:
+            put["made"] = self.make(self, x)
+        return torch.tanh(self.linear(x))
+
+
+class Switching(nn.Module):
+    """Code between its modules, or one of them, writes to a plain attribute of the model that it starts with."""
+
+    def __init__(self, inside: bool = False) -> None:
+        super().__init__()
+        self.seen: dict[str, list[str]] = {"words": ["a"]}
+        here = [self.seen] if inside else []
+        self.layers = nn.ModuleList(Switches(here) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x * len(self.seen["words"])
+        for layer in self.layers:
+            x = layer(x)
+        if not self.layers[0].here:
+            self.seen["words"].append("b")
+        return {"loss": x.square().mean()}
+
+
+class Switches(nn.Module):
+    """Adds to a list that is in a dict of the model."""
+
+    def __init__(self, here: list[dict[str, list[str]]]) -> None:
+        super().__init__()
+        self.linear, self.here = nn.Linear(WIDTH, WIDTH), here
+
+    def forward(self, x: Tensor) -> Tensor:
+        for seen in self.here:
+            seen["words"].append("c")
+        return torch.tanh(self.linear(x))
+
+
+def appended(layer: Any, x: Tensor) -> list[int]:
+    """One more in each forward."""
+    return [*(layer.made or ()), 1]
+
+
 RUN: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
     {
         "namespaces": lambda: Wrapped(lambda x: SimpleNamespace(x=x, other=None), as_it_is),
@@ -141,12 +210,33 @@ RUN: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "attributes": lambda: Left(sets),
         "attributes with a first value": lambda: Left(sets, zero),
         "lists in attributes": lambda: Left(sets_several),
+        "numbers in attributes": lambda: Measured(lambda layer, x: 3.0, float),
+        "sizes in attributes": lambda: Measured(lambda layer, x: x.shape[1:], torch.Size.numel),
+        "dicts in attributes": lambda: Measured(
+            lambda layer, x: {"all": [2, "b"]}, lambda made: made["all"][0]
+        ),
+        "sizes that are put": lambda: Measured(lambda layer, x: x.shape[1:], torch.Size.numel, given=True),
+        "slices that are put": lambda: Measured(
+            lambda layer, x: slice(3), lambda made: made.stop, given=True
+        ),
     }
 )
 """Those that run as pipelines."""
 
 REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = MappingProxyType(
     {
+        "attributes of the model": (
+            lambda: Switching(inside=True),
+            "module 'layers.0' writes to 'seen' of the model in its forward",
+        ),
+        "any object in attributes": (
+            lambda: Measured(lambda layer, x: Opaque(x.shape), lambda made: made.x[1]),
+            "stores Opaque 'made' in its forward, and code outside of it reads it",
+        ),
+        "any object that is put": (
+            lambda: Measured(lambda layer, x: Opaque(x.shape), lambda made: made.x[1], given=True),
+            "puts a Opaque into a list, dict or object",
+        ),
         "opaque objects": (lambda: Wrapped(Opaque, as_it_is), "returns a Opaque that holds tensors"),
         "lists that grow": (lambda: Left(adds, nothing), "adds tensors to its 'left' in its forward"),
     }

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from plan_once import plan_once
-from side_models import REFUSED, RUN, Left, numbers, sets_a_number
+from side_models import REFUSED, RUN, Left, Measured, Switching, appended, numbers, sets_a_number
 
 import meshwright as mw
-from meshwright_dtensor.errors import PlanError, UnsupportedError
+from meshwright_dtensor.errors import PlanError, StageError, UnsupportedError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
@@ -51,11 +51,15 @@ def test_plans_say_why_there_is_no_pipeline(name: str) -> None:
     assert any(note.startswith("no pp: ") and says in note for note in plan.provenance.notes)
 
 
+def by_hand_plan(microbatches: int = 2) -> ParallelPlan:
+    """Two stages, of two layers each."""
+    rule = PipelineRule(stages=[["layers.[01]"], ["layers.[23]"]], microbatches=microbatches)
+    return ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=rule)
+
+
 def by_hand(rank: int, size: int, name: str) -> list[str]:
-    """A plan written by hand."""
-    rule = PipelineRule(stages=[["layers.[01]"], ["layers.[23]"]], microbatches=2)
-    plan = ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=rule)
-    report = verify(REFUSED[name][0], numbers(), plan)
+    """What differs from one device."""
+    report = verify(REFUSED[name][0], numbers(), by_hand_plan())
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
 
@@ -71,3 +75,29 @@ def test_numbers_of_all_rows_in_attributes_take_one_microbatch() -> None:
     assert plan.pipeline is not None and plan.pipeline.microbatches == 1
     with pytest.raises(PlanError, match="computes a scalar from its rows"):
         mw.plan(Left(sets_a_number), numbers(), world_size=2, microbatches=2, **PINS)
+
+
+def other_values(rank: int, size: int) -> list[float]:
+    """Two steps of a model whose layers store other plain values in each."""
+    model = mw.parallelize(Measured(appended, len), by_hand_plan(1), batch=numbers())
+    return [float(model(**numbers())["loss"]) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_plain_values_that_change_are_refused(rank_pool: RankPool) -> None:
+    with pytest.raises(StageError, match=r"stores 'made' = \[1, 1\], and other stages have \[1\]"):
+        rank_pool.run(2, other_values)
+
+
+def switched(rank: int, size: int) -> list[float]:
+    """Three steps of a model that counts them in a list."""
+    torch.manual_seed(0)
+    model, single = (Switching() for _ in range(2))
+    single.load_state_dict(model.state_dict())
+    model = mw.parallelize(model, by_hand_plan(1), batch=numbers())
+    return [float(model(**numbers())["loss"] - single(**numbers())["loss"]) for _ in range(3)]
+
+
+@pytest.mark.slow
+def test_plain_state_of_the_model_is_that_of_all_its_code(rank_pool: RankPool) -> None:
+    assert all(abs(gap) < 1e-6 for gaps in rank_pool.run(2, switched) for gap in gaps)

@@ -7,8 +7,9 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
-from types import FunctionType, MethodType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,26 @@ from meshwright_pipeline._torch import pytree
 _NO_STATE = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, partial)
 """Types whose objects have attributes that no call is given to write to."""
 
+_PLAIN = (
+    *(
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        range,
+        slice,
+        set,
+        frozenset,
+        Enum,
+        type,
+        FunctionType,
+        BuiltinFunctionType,
+    ),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
 
 def map_leaves(change: Callable[[int, torch.Tensor], Any], tree: Any) -> Any:
     """The same tree with every tensor replaced by `change(index of the leaf, tensor)`."""
@@ -26,7 +47,7 @@ def map_leaves(change: Callable[[int, torch.Tensor], Any], tree: Any) -> Any:
 
 
 def _mapped(change: Callable[[int, torch.Tensor], Any], tree: Any, indices: Iterator[int]) -> Any:
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_size)
     changed = []
     for leaf in leaves:
         fields = _fields(leaf)
@@ -41,13 +62,28 @@ def _mapped(change: Callable[[int, torch.Tensor], Any], tree: Any, indices: Iter
     return pytree.tree_unflatten(changed, spec)
 
 
+def _is_size(tree: Any) -> bool:
+    # pytree makes it a tuple
+    return type(tree) is torch.Size
+
+
 def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a tree in order."""
     leaves: list[Any] = []
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in pytree.tree_leaves(tree, is_leaf=_is_size):
         fields = _fields(leaf)
         leaves += [leaf] if fields is None else leaves_of(fields)
     return leaves
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value, alone or in lists, tuples and dicts, has nothing inside that only one stage could have."""
+    return all(
+        all(map(is_plain, leaf))
+        if issubclass(kind := type(leaf), (set, frozenset))
+        else leaf is None or issubclass(kind, (torch.Tensor, *_PLAIN))
+        for leaf in leaves_of(value)
+    )
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -81,6 +117,9 @@ def attribute_tensors(leaf: Any) -> list[torch.Tensor]:
     return tensors_of(dict(getattr(leaf, "__dict__", {})))
 
 
+ATTRIBUTES = "."
+"""The place of the attributes of an object in a path."""
+
 Containers = dict[tuple[Any, ...], Any]
 """Lists and dicts by their path in a tree."""
 
@@ -105,7 +144,7 @@ def _add_containers(
     elif not issubclass(kind, tuple):
         held = getattr(value, "__dict__", None) if attributes and not issubclass(kind, _NO_STATE) else None
         if type(held) is dict:
-            _add_containers(held, (*path, "."), False, containers, seen)
+            _add_containers(held, (*path, ATTRIBUTES), False, containers, seen)
         return
     for key, item in entries_of(value).items():
         _add_containers(item, (*path, key), attributes, containers, seen)

@@ -111,7 +111,7 @@ def measured(rank: int, size: int) -> str:
 
 def test_numbers_of_the_data_that_units_leave_for_other_stages_are_refused(rank_pool: RankPool) -> None:
     for text in rank_pool.run(2, measured):
-        assert "module 'layers.0' returns" in text and "needs the same numbers" in text
+        assert "module 'layers.0' returns" in text and "needs the same plain values" in text
 
 
 def test_rows_that_interact_in_what_a_unit_leaves_are_seen() -> None:

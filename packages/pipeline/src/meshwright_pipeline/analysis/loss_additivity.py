@@ -22,8 +22,8 @@ from meshwright_pipeline.trace.loss_denominators import Place
 from meshwright_pipeline.trace.microbatch import Call, microbatches, rows_of
 from meshwright_pipeline.trace.profile import Profile
 from meshwright_pipeline.trace.profiler import Profiler
-from meshwright_pipeline.trace.row_provenance import rows_without
-from meshwright_pipeline.trace.row_tracer import BatchSizeDependent, ReadsValues, RowTracer, sketch
+from meshwright_pipeline.trace.rows.provenance import rows_without
+from meshwright_pipeline.trace.rows.tracer import BatchSizeDependent, ReadsValues, RowTracer, sketch
 
 Tensor = torch.Tensor
 

@@ -27,9 +27,9 @@ from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.trace.one_device import on_one_device
 from meshwright_pipeline._torch import pytree, remove_hooks, weight_hooks
 from meshwright_pipeline.analysis.loss_preview import ROWS, shrink_batch, skeleton_with_values, token_counts
-from meshwright_pipeline.analysis.module_state import LARGE, State, TensorValues, changed_places, module_state
 from meshwright_pipeline.analysis.stub_weights import HALVED, StubMode, stub_tensor, with_stubs
 from meshwright_pipeline.hook_code import returns_nothing
+from meshwright_pipeline.module_state import LARGE, Place, State, TensorValues, changed_places, module_state
 from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
 from meshwright_pipeline.pytrees import contents_of, differing_dims, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Forward
@@ -37,7 +37,7 @@ from meshwright_pipeline.trace.meta_model import meta_tensors
 from meshwright_pipeline.trace.microbatch import Call, microbatches, signature, snapshot
 from meshwright_pipeline.trace.profile import Key, Label, Labels, Profile, Result
 from meshwright_pipeline.trace.rng_replay import DrawLog
-from meshwright_pipeline.trace.state_writes import Place, modules_outside
+from meshwright_pipeline.trace.state_writes import modules_outside
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright_pipeline._torch import TorchDispatchMode, draws, named_arguments, op_name, tensors_in
-from meshwright_pipeline.analysis.module_state import LARGE
+from meshwright_pipeline.module_state import LARGE
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.meta_model import meta_tensors
 

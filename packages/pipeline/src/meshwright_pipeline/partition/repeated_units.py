@@ -70,6 +70,9 @@ class RepeatedUnitProfiler(Profiler):
     def kind(self, unit: str) -> Hashable:
         return self._built[unit]
 
+    def forget(self) -> None:
+        self._results.clear()
+
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         called = signature(call)
         built = self._built[unit]

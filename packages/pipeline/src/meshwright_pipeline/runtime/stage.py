@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,21 +18,21 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.utils.names import count_of
 from meshwright_pipeline._torch import hooks_of, ordinary_call
+from meshwright_pipeline.module_state import comparable
 from meshwright_pipeline.partition.boundaries import Cut
-from meshwright_pipeline.pytrees import containers_of, leaves_of, map_leaves, tensors_of
+from meshwright_pipeline.pytrees import containers_of, is_plain, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import mark_unit_output
 from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
 from meshwright_pipeline.trace.meta_model import others_as_zeros
 from meshwright_pipeline.trace.microbatch import Call
+from meshwright_pipeline.trace.plain_attributes import differing, put_plain
 from meshwright_pipeline.trace.profile import Key, Label, Profile
 from meshwright_pipeline.trace.profiler import call_hooks
 from meshwright_pipeline.trace.rng_replay import RngReplay
 from meshwright_pipeline.trace.side_outputs import is_attribute, part_of
 
 Values = Mapping[Label, torch.Tensor]
-
-_NUMBERS = (bool, int, float, complex, str)
 
 
 class _EndOfStage(Exception):
@@ -130,6 +130,7 @@ class Stage:
 
             return value
 
+        put_plain(unit, self.profile.plain(key))
         containers = containers_of(arguments) if result.put else {}
         for path, entry in result.put.items():
             entry.put(containers, map_leaves(values(path), result.side[path]))
@@ -182,9 +183,11 @@ class _StageForward:
         with glue_paused, self._collect_inside(key), numbers:
             output = forward(*args, **kwargs)
         if stage.index < len(stage.cut.last) - 1:
-            _check_numbers(key[0], planned.output, output)
+            _check_plain(key[0], planned.output, output)
             for path, entry in put.items():
-                _check_numbers(key[0], planned.side[path], entry.of(containers))
+                _check_plain(key[0], planned.side[path], entry.of(containers))
+            for name, now, before in differing(stage.model.get_submodule(key[0]), stage.profile.plain(key)):
+                _refuse_value(f"stores {name!r} =", key[0], now, before)
         if self.is_end:
             mark_unit_output(output)
         self._collect_outputs(key, "", output)
@@ -244,18 +247,20 @@ class _StageForward:
             yield
 
 
-def _check_numbers(unit: str, planned: Any, now: Any) -> None:
-    """Check that the numbers of a result are those of the profile, which later stages have. Raises UnsupportedError."""
+def _check_plain(unit: str, planned: Any, now: Any) -> None:
+    """Check that the plain values of a result are those of the profile, which later stages have. Raises UnsupportedError."""
     for before, value in zip(leaves_of(planned), leaves_of(now), strict=False):
-        if type(before) not in _NUMBERS or type(value) not in _NUMBERS:
+        if isinstance(before, torch.Tensor) or isinstance(value, torch.Tensor) or not is_plain(before):
             continue
-        # a NaN is not equal to itself
-        if type(before) is not type(value) or not (before == value or before != before):
-            raise UnsupportedError(
-                f"module {unit!r} returns {value!r}, or puts it into a container that it is given, and other stages have "
-                f"{before!r}, as when the pipeline was planned. A pipeline needs the same numbers in every call: return a tensor, "
-                "or plan without pp"
-            )
+        if comparable(before) != comparable(value):
+            _refuse_value("returns, or puts into a container that it is given,", unit, value, before)
+
+
+def _refuse_value(stored: str, unit: str, now: Any, planned: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"module {unit!r} {stored} {now!r}, and other stages have {planned!r}, as when the pipeline was planned. A pipeline needs "
+        "the same plain values in every call: make it a tensor, or plan without pp"
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import UnsupportedError
@@ -250,16 +249,3 @@ def others_as_zeros(model: nn.Module, units: Iterable[str], device: torch.device
 def unit_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors in the attributes of a module and its submodules."""
     return [tensor for *_, tensor in tensor_attributes(module)]
-
-
-class PlainReads(TorchFunctionMode):
-    """Calls `read` with each tensor that code turns into lists or arrays, which no operation below autograd tells."""
-
-    def __init__(self, read: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self.read = read
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
-            self.read(args[0])
-        return func(*args, **(kwargs or {}))

@@ -97,6 +97,7 @@ class Result:
         grown: the places in `side` where the unit only added to an existing container.
         kept: the buffers and attributes that it writes.
         put: the paths in `side` of its entries in lists, dicts and objects of its arguments, and where they are.
+        plain: the attributes without tensors that it stores (see plain_attributes).
     """
 
     output: Any
@@ -104,6 +105,7 @@ class Result:
     grown: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     put: dict[str, Entry] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
 
     @property
     def inside(self) -> dict[str, Any]:
@@ -127,6 +129,7 @@ class Profile:
         written: unit results that code between units writes to in place.
         kept: buffers and numbers outside of units that the forward writes.
         reads: code between units uses parameters of units, be it for nothing that is needed.
+        plain_reads: (unit, path) of the plain attributes that code outside of the unit reads.
     """
 
     order: tuple[Key, ...]
@@ -140,6 +143,7 @@ class Profile:
     written: Labels = NO_LABELS
     kept: WrittenState = NO_WRITES
     reads: bool = False
+    plain_reads: frozenset[tuple[str, str]] = frozenset()
 
     @cached_property
     def attributes(self) -> frozenset[tuple[str, int, str]]:
@@ -151,6 +155,12 @@ class Profile:
     def keeping(self) -> dict[str, frozenset[str]]:
         """Unit -> the buffers and attributes that its calls write, which other calls may read."""
         return {unit: result.kept for (unit, _), result in self.results.items() if result.kept}
+
+    def plain(self, key: Key) -> dict[str, Any]:
+        """The plain attributes that a unit call stores and code outside reads."""
+        return {
+            at: value for at, value in self.results[key].plain.items() if (key[0], at) in self.plain_reads
+        }
 
     def leaf(self, label: Label) -> Any:
         """The leaf of a result that a label stands for."""

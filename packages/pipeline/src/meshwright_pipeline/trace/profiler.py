@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,27 +19,31 @@ from torch import nn
 
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.model.device import forked_random
-from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of, on_one_device
-from meshwright_pipeline import _torch, pytrees
-from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys, hooks_of
-from meshwright_pipeline.hook_code import in_forward_hook
+from meshwright_dtensor.trace.one_device import on_one_device
+from meshwright_pipeline import pytrees
+from meshwright_pipeline._torch import hooks_of
 from meshwright_pipeline.pytrees import expanded_zeros, is_expanded, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
+from meshwright_pipeline.trace.label_mode import BATCH, LabelMode, ValueReads
 from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.meta_model import PlainReads, put_expanded_zeros, unit_tensors
+from meshwright_pipeline.trace.meta_model import put_expanded_zeros, unit_tensors
 from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
-from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label, Profile, Result
-from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
-from meshwright_pipeline.trace.row_tracer import RowTracer
-from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState
+from meshwright_pipeline.trace.plain_attributes import (
+    PlainAttributes,
+    PlainReads,
+    Read,
+    check_outside,
+    outside_of,
+)
+from meshwright_pipeline.trace.profile import BETWEEN, PARAMETERS, Key, Label, Profile, Result
+from meshwright_pipeline.trace.rng_replay import DrawLog
+from meshwright_pipeline.trace.rows.tracer import RowTracer
+from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState, modules_outside
 from meshwright_pipeline.trace.unit_result import unit_result
 
 _MISSING = object()
-_BATCH: Label = ("", PARAMETERS - 1, "", 0)
-"""The label of the rows of the batch."""
-
 _NO_GRADIENT = "does not require grad"
 """Part of autograd's message for a tensor without a graph."""
 _DIFFERENTIATES = (
@@ -60,133 +65,6 @@ _REPLACES = (
     "one device before it is planned, set the option that is the cause, or plan without pp"
 )
 
-_READS_PARAMETERS = (
-    "code outside of module {!r} turns its parameters into numbers, truth values, lists or arrays. In a pipeline other stages do "
-    "not have their values: do it in that module, keep the result a tensor (torch.where), add it to pipeline.shared, or plan "
-    "without pp"
-)
-
-_SHAPE_ONLY = frozenset(
-    "empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full rand_like randn_like "
-    "is_same_size is_set_to".split()
-)
-"""Operations that use only the shape of their input."""
-
-
-class _LabelMode(TorchDispatchMode):
-    """Propagates labels through operations between units. Operations inside units are not followed."""
-
-    def __init__(self, tracer: RowTracer | None, meta: bool = True, chance: float | None = None) -> None:
-        """`meta`: code between units may use meta tensors. `chance`: the number that it gets where it draws one."""
-        super().__init__()
-        self.tracer, self.meta, self.chance = tracer, meta, chance
-        self.labels = WeakTensorKeys()
-        self.key = BETWEEN
-        self.draws = DrawLog()
-        self.written: set[Label] = set()
-        # of what code between units has turned into numbers; all that follows may depend on them
-        self.numbers = NO_LABELS
-        self._depth = 0
-        # the tensors are kept, so that no other tensor gets their memory
-        self._returned: dict[int, tuple[torch.Tensor, Label]] = {}
-        # what was written to a view is in its base, and in all other views
-        self._written: dict[int, tuple[torch.Tensor, frozenset[Label]]] = {}
-
-    @contextlib.contextmanager
-    def unit(self, key: Key) -> Iterator[None]:
-        """Inside, the operations belong to this unit call."""
-        self._depth, self.key = self._depth + 1, key
-        try:
-            yield
-        finally:
-            self._depth, self.key = self._depth - 1, BETWEEN
-
-    def returned(self, tensor: torch.Tensor, label: Label) -> None:
-        """Label a tensor that a unit has returned."""
-        self.labels[tensor] = frozenset({label})
-        self._returned[tensor.untyped_storage().data_ptr()] = (tensor, label)
-
-    def of(self, tree: Any) -> frozenset[Label]:
-        """The labels of all tensors in a tree."""
-        return NO_LABELS.union(*(self._of_one(tensor) for tensor in tensors_of(tree)))
-
-    def _of_one(self, tensor: torch.Tensor) -> frozenset[Label]:
-        labels = self.labels.get(tensor, NO_LABELS)
-        at = _memory_of(tensor) if self._written else None
-        return labels if at is None else labels | self._written.get(at, (tensor, NO_LABELS))[1]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if call := collective_of(func, args):
-            raise UnsupportedError(OF_A_GROUP.format(f"module {self.key[0] or 'the model'!r}", call))
-        if not (self.meta or self._depth) and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
-            raise RuntimeError("parameters of units are read between units")
-        random = _torch.draws(func, args, kwargs)
-        if random:
-            check_generator(self.key, func, kwargs)
-        if self.tracer is None or self._depth:
-            result = self._execute(func, args, kwargs)
-        else:
-            result = self.tracer.run(func, args, kwargs)
-        if random:
-            self.draws.note(self.key, func, args, kwargs, result)
-            if self.chance is not None and not self._depth and result.numel() == 1:
-                result.fill_(self.chance)
-        if not self._depth:
-            self._label(func, args, kwargs, result)
-        return result
-
-    def _label(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Label the result of an operation between units."""
-        labels = self.of((args, kwargs))
-        if func._schema.is_mutable:
-            self._write(func, args, kwargs, labels)
-        if labels and _torch.op_name(func) not in _SHAPE_ONLY:
-            for tensor in tensors_of(result):
-                self.labels[tensor] = self.labels.get(tensor, NO_LABELS) | labels
-            if type(result) in (bool, int, float, complex):
-                self.read((args, kwargs))
-
-    def read(self, tree: Any) -> None:
-        """Note that code between units reads values of tensors. Raises CannotBeCut: those of parameters of units."""
-        labels = NO_LABELS if self._depth else self.of(tree)
-        unit = min((label[0] for label in labels if label[1] == PARAMETERS), default=None)
-        if unit is not None:
-            raise side_outputs.CannotBeCut(_READS_PARAMETERS.format(unit))
-        # what a hook watches does not change the values that follow; one that changes them by it sees its own stage
-        if labels and not in_forward_hook():
-            self.numbers |= labels
-
-    def _write(self, func: Any, args: Any, kwargs: Any, labels: frozenset[Label]) -> None:
-        """Note which memory an operation has written to, and label what shares it."""
-        named = _torch.named_arguments(func, args, kwargs)
-        for tensor in tensors_of([named[name] for name in _torch.written_arguments(func)]):
-            at = _memory_of(tensor)
-            if at is not None:
-                before = self._written.get(at, (tensor, NO_LABELS))[1]
-                self._written[at] = tensor, before | labels
-
-    def wrote_to(self, tensor: torch.Tensor) -> bool:
-        """Whether an operation between units has written to the memory of a tensor, maybe through `.data`."""
-        return _memory_of(tensor) in self._written
-
-    def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation. A write to expanded zeros is recorded and skipped."""
-        written = [] if self._depth else _torch.written_arguments(func)
-        target = _torch.named_arguments(func, args, kwargs)[written[0]] if len(written) == 1 else None
-        if not isinstance(target, torch.Tensor) or target.is_meta:
-            return func(*args, **kwargs)
-        if (returned := self._returned.get(target.untyped_storage().data_ptr())) is not None:
-            self.written.add(returned[1])
-        return target if is_expanded(target) else func(*args, **kwargs)
-
-
-def _memory_of(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor's storage; None if it has no memory."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return None
-    return tensor.untyped_storage().data_ptr() or None
-
 
 class Profiler:
     """Profiles runs of a skeleton with these units. `settled`: random numbers are known not to decide which of them run."""
@@ -197,6 +75,8 @@ class Profiler:
         self.settled = settled
         self._no_meta: set[Hashable] = set()
         """Kinds of units that do not run on the meta device."""
+        self.stored: list[tuple[PlainAttributes, Iterable[str]]] = []
+        """What the units of a run have stored in attributes; put back after it."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tracer: RowTracer | None = None) -> Profile:
         """Profile one call. No random number is consumed. `tracer` follows the rows of the batch between units.
@@ -250,7 +130,21 @@ class Profiler:
             if changed is not None:
                 raise side_outputs.CannotBeCut(_CHANCE.format(changed[0]))
         self.settled = True
-        return profile
+        return replace(profile, plain_reads=self._plain_reads(call, device, profile))
+
+    def _plain_reads(self, call: Call, device: torch.device, profile: Profile) -> frozenset[Read]:
+        """Which plain attributes that units store are read by code outside of them, from one more run where there are any."""
+        if not any(result.plain for result in profile.results.values()):
+            return frozenset()
+        self.forget()
+        run = _ProfiledRun(self, device, None)
+        reads = PlainReads(self.model, profile, lambda: run.mode.key[0], run.results)
+        with reads.watching():
+            run.run(*call)
+        return frozenset(reads.reads)
+
+    def forget(self) -> None:
+        """Run all units again."""
 
     def _refusal(self, error: Exception) -> UnsupportedError:
         """What the failure of a run, in which zeros stood for all values of units, says of the model."""
@@ -261,6 +155,13 @@ class Profiler:
 
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         """The result of a unit call, as zeros. `drawn` records its random operations."""
+        stored = PlainAttributes(self.model.get_submodule(unit))
+        result = self._shape(unit, forward, call, device, drawn)
+        result = replace(result, plain=stored.changed())
+        self.stored.append((stored, result.plain))
+        return result
+
+    def _shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         module, kind = self.model.get_submodule(unit), self.kind(unit)
         if kind in self._no_meta:
             return unit_result(unit, module, forward, call, device, use_zeros=True)
@@ -303,7 +204,11 @@ class _ProfiledRun:
     ) -> None:
         self.profiler, self.device, self.tracer = profiler, device, tracer
         self.model, self.units = profiler.model, profiler.units
-        self.mode = _LabelMode(tracer, profiler.reads or device.type == "meta", chance)
+        self.mode = LabelMode(tracer, profiler.reads or device.type == "meta", chance)
+        inside = {part for unit in self.units for part in self.model.get_submodule(unit).modules()}
+        self.around = [
+            (path, part) for path, part in modules_outside(self.model, self.units) if part not in inside
+        ]
         # in the order of the calls
         self.consumes: dict[Key, frozenset[Label]] = {}
         self.results: dict[Key, Result] = {}
@@ -321,7 +226,7 @@ class _ProfiledRun:
         try:
             functions = self.tracer or contextlib.nullcontext()
             # below `functions`, which looks for the code that calls it in a fixed number of frames
-            reads = PlainReads(self.mode.read)
+            reads = ValueReads(self.mode.read)
             with intercepted(self.model, self.units, self._unit_call), reads, functions, self.mode:
                 output = on_one_device(self.model, *args, **kwargs)
         finally:
@@ -329,6 +234,9 @@ class _ProfiledRun:
                 part.__dict__.pop(name, None)
                 if value is not _MISSING:
                     part.__dict__[name] = value
+            while self.profiler.stored:
+                stored, paths = self.profiler.stored.pop()
+                stored.restore(paths)
             replaced = [m for m, before in children.items() if m._modules != before]
             for module in replaced:
                 module._modules = children[module]
@@ -346,7 +254,7 @@ class _ProfiledRun:
         rows = rows_of(args, kwargs)
         for tensor in tensors_of((args, kwargs)):
             if tensor.dim() and tensor.shape[0] == rows:
-                self.mode.labels[tensor] = frozenset({_BATCH})
+                self.mode.labels[tensor] = frozenset({BATCH})
                 if self.tracer is not None:
                     self.tracer.seed(tensor, 0, live=False)
         if self.profiler.reads:
@@ -360,13 +268,15 @@ class _ProfiledRun:
         inside = [tensor for leaf in leaves_of((args, kwargs)) for tensor in pytrees.attribute_tensors(leaf)]
         labels = self.mode.of((args, kwargs, inside)) | self._assigned(self.model.get_submodule(key[0]))
         labels |= self.mode.numbers
-        self.consumes[key] = labels - {_BATCH}
-        if _BATCH in labels or any(label[:2] in self.of_batch for label in labels):
+        self.consumes[key] = labels - {BATCH}
+        if BATCH in labels or any(label[:2] in self.of_batch for label in labels):
             self.of_batch.add(key)
         paused = contextlib.nullcontext() if self.tracer is None else self.tracer.paused()
         containers = pytrees.containers_of((args, kwargs))
+        outside = outside_of(self.around)
         with self.mode.unit(key), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
+        check_outside(key[0], outside, outside_of(self.around))
         self.results[key] = result
         self._put_side_outputs(key, result)
         for path, entry in result.put.items():
@@ -414,12 +324,12 @@ class _ProfiledRun:
             at: b for at, b in writes.buffers(mode.wrote_to).items() if at not in writes.empty or mode.of([b])
         }
         # the loss may be in an object that pytree does not know
-        final = (mode.of((output, loss_of(output), list(buffers.values()))) | mode.numbers) - {_BATCH}
+        final = (mode.of((output, loss_of(output), list(buffers.values()))) | mode.numbers) - {BATCH}
         used = final.union(*consumes.values())
         side_outputs.check_grown({key: result.grown for key, result in self.results.items()}, used)
         read = tuple(sorted({unit for unit, call, _, _ in used if call == PARAMETERS}))
         draws, of_batch, written = tuple(mode.draws.draws), frozenset(self.of_batch), frozenset(mode.written)
-        state, order, results = WrittenState(tuple(buffers), writes.numbers()), tuple(consumes), self.results
+        state, order, results = WrittenState(tuple(buffers), writes.plain()), tuple(consumes), self.results
         reads = self.profiler.reads
         return Profile(order, consumes, final, results, output, read, draws, of_batch, written, state, reads)
 

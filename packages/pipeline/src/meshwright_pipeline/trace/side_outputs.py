@@ -18,14 +18,20 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES
-from meshwright_pipeline.pytrees import Containers, attribute_tensors, entries_of, leaves_of
+from meshwright_pipeline.pytrees import (
+    ATTRIBUTES,
+    Containers,
+    attribute_tensors,
+    entries_of,
+    is_plain,
+    leaves_of,
+)
 from meshwright_pipeline.trace.state_writes import modules_outside
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
 """Path -> the value, and a function for each of its leaves (tensors are referenced weakly)."""
 _GIVEN = "="
 """Begins the label paths of entries of lists and dicts that a unit is given."""
-_PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, range, frozenset, torch.dtype, torch.device)
 _KINDS = (torch.Tensor, list, tuple, dict, SimpleNamespace)
 """Attributes of these types, and dataclasses, are searched for tensors."""
 
@@ -122,13 +128,17 @@ class Entries:
                     "still have them. Set them to None, return what is left, or plan without pp"
                 )
             for key, value in after.items():
-                if (key not in before or before[key] is not value) and _plain(value):
+                if key in before and before[key] is value:
+                    continue
+                if is_plain(value):
                     places.append(Entry(path, key))
+                elif ATTRIBUTES not in path or not any(map(attribute_tensors, leaves_of(value))):
+                    # each stage has its part of a cache
+                    raise CannotBeCut(
+                        f"module {unit!r} puts a {type(value).__name__} into a list, dict or object that it is given. Other stages "
+                        "would not have it: put tensors or plain values there, or plan without pp"
+                    )
         return {f"{_GIVEN}{number}": entry for number, entry in enumerate(places)}
-
-
-def _plain(value: Any) -> bool:
-    return all(leaf is None or issubclass(type(leaf), _PLAIN) for leaf in leaves_of(value))
 
 
 def check_sendable(unit: str, output: Any, given: Any) -> None:

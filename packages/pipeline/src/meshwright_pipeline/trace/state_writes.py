@@ -1,4 +1,4 @@
-"""Buffers and numbers outside of units that a forward writes.
+"""Buffers and plain attributes outside of units that a forward writes.
 
 Each rank runs part of the code between units; only the rank of the last stage runs all of it. After a step it sends the
 written values to the other ranks. If code after the units runs again on the whole batch, they are restored first.
@@ -6,6 +6,7 @@ written values to the other ranks. If code after the units runs again on the who
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,32 +14,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES, tensors_in
-from meshwright_pipeline.pytrees import full_value
+from meshwright_pipeline.module_state import Place, comparable
+from meshwright_pipeline.pytrees import full_value, is_plain, tensors_of
 
 Tensor = torch.Tensor
-Place = tuple[str, str]
-"""The path of a module, and the name of its buffer or attribute."""
-
-_NUMBERS = (bool, int, float)
-_INT64 = 1 << 63
 
 
 @dataclass(frozen=True)
 class WrittenState:
-    """The state outside of units that a forward writes: buffers, and attributes that are numbers."""
+    """The state outside of units that a forward writes: buffers, and attributes with plain values."""
 
     buffers: tuple[Place, ...] = ()
-    numbers: tuple[Place, ...] = ()
+    plain: tuple[Place, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.buffers or self.numbers)
+        return bool(self.buffers or self.plain)
 
     def held(self, model: nn.Module) -> list[Tensor | None]:
-        """The values of `model`: unsharded buffers, then numbers."""
+        """The values of `model`: unsharded buffers, then plain values."""
         buffers = [tensors_in(model.get_submodule(path))[1][name] for path, name in self.buffers]
-        numbers = [model.get_submodule(path).__dict__.get(name) for path, name in self.numbers]
-        return [*map(full_value, buffers), *map(_as_tensor, numbers)]
+        plain = [model.get_submodule(path).__dict__.get(name) for path, name in self.plain]
+        return [*map(full_value, buffers), *map(_as_tensor, plain)]
 
     def put(self, model: nn.Module, values: Sequence[Tensor | None]) -> None:
         """Set these values in `model`. A buffer keeps its memory if shape and dtype allow."""
@@ -52,9 +50,9 @@ class WrittenState:
                     old.copy_(value)
             else:
                 buffers[name] = value
-        for (path, name), value in zip(self.numbers, values[count:], strict=True):
-            if value is not None:
-                model.get_submodule(path).__dict__[name] = value.item()
+        for (path, name), value in zip(self.plain, values[count:], strict=True):
+            assert value is not None
+            model.get_submodule(path).__dict__[name] = pickle.loads(value.numpy(force=True).tobytes())
 
 
 NO_WRITES = WrittenState()
@@ -69,7 +67,10 @@ def modules_outside(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[st
 
 
 class StateWrites:
-    """Records buffers and numbers outside of units, to find out what is written later. `empty`: buffers that are None at first."""
+    """Records buffers and plain attributes outside of units, to find out what is written later.
+
+    empty: buffers that are None at first.
+    """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
         self._parts = dict(modules_outside(model, units))
@@ -79,7 +80,7 @@ class StateWrites:
             for name, buffer in tensors_in(part)[1].items()
         }
         self.empty = frozenset(at for at, (buffer, _) in self._before.items() if buffer is None)
-        self._numbers = dict(self._present_numbers())
+        self._plain = dict(self._present())
 
     def buffers(self, wrote_to: Callable[[Tensor], bool]) -> dict[Place, Tensor]:
         """The buffers that have been written since, and their values; versions do not tell of writes through `.data`."""
@@ -92,24 +93,40 @@ class StateWrites:
             and (before[0] is not buffer or before[1] != buffer._version or wrote_to(buffer))
         }
 
-    def numbers(self) -> tuple[Place, ...]:
-        """The numbers of modules with a changed number. The others of these modules may change in a later forward."""
-        now, before = dict(self._present_numbers()), self._numbers
-        changed = {at[0] for at, value in now.items() if before.get(at, value) != value and value == value}
-        return tuple(at for at in now if at[0] in changed)
+    def plain(self) -> tuple[Place, ...]:
+        """The attributes with plain values that have changed since. Where a number has, also all other numbers of that module,
+        which may change in a later forward."""
+        now, before = dict(self._present()), self._plain
+        changed = {at for at, like in now.items() if before.get(at, like) != like or at not in before}
+        counting = {path for path, name in changed if _is_number(self._parts[path].__dict__[name])}
+        return tuple(
+            at
+            for at in now
+            if at in changed or (at[0] in counting and _is_number(self._parts[at[0]].__dict__[at[1]]))
+        )
 
-    def _present_numbers(self) -> Iterator[tuple[Place, Any]]:
+    def _present(self) -> Iterator[tuple[Place, Any]]:
         for path, part in self._parts.items():
             for name, value in part.__dict__.items():
-                if name not in MODULE_ATTRIBUTES and _is_number(value):
-                    yield (path, name), value
+                if name not in MODULE_ATTRIBUTES and is_plain(value) and not tensors_of(value):
+                    yield (path, name), comparable(value)
+
+
+def _check_sendable(path: str, name: str, value: Any) -> None:
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        where = f"module {path!r}" if path else "the model"
+        raise UnsupportedError(
+            f"{where} stores a {type(value).__name__} in {name!r} in its forward, which cannot be sent to other stages ({error}). "
+            "Store plain values or tensors, or plan without pp"
+        ) from error
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in _NUMBERS and (type(value) is float or -_INT64 <= value < _INT64)
+    return type(value) in (bool, int, float)
 
 
-def _as_tensor(value: Any) -> Tensor | None:
-    if not _is_number(value):
-        return None
-    return torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+def _as_tensor(value: Any) -> Tensor:
+    """The bytes of a plain value."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

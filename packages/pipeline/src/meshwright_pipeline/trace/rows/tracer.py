@@ -15,10 +15,10 @@ from torch import nn
 
 from meshwright_pipeline._torch import WeakTensorKeys, draws, named_arguments, op_name, written_arguments
 from meshwright_pipeline.pytrees import differing_dims, expanded_zeros, map_leaves, tensors_of
-from meshwright_pipeline.trace import row_provenance
 from meshwright_pipeline.trace.loss_denominators import SUMS, GlueMode, Place, mean_over_targets
 from meshwright_pipeline.trace.profile import Label, Profile
-from meshwright_pipeline.trace.row_provenance import FIXED, UNKNOWN, Operation, Provenance
+from meshwright_pipeline.trace.rows import provenance
+from meshwright_pipeline.trace.rows.provenance import FIXED, UNKNOWN, Operation, Provenance
 
 Tensor = torch.Tensor
 Inputs = dict[int, Provenance]
@@ -155,7 +155,7 @@ class RowTracer(GlueMode):
             raise ReadsValues(f"values decide a shape ({name})")
         if not all(value.known for value in inputs.values()):
             return [UNKNOWN] * len(outs)
-        if name in row_provenance.MOVES and all(value.rows is not None for value in inputs.values()):
+        if name in provenance.MOVES and all(value.rows is not None for value in inputs.values()):
             return self._moved(func, args, kwargs, inputs, out, index)
         named: dict[str, Provenance] = {}
         for arg, argument in arguments.items():
@@ -179,7 +179,7 @@ class RowTracer(GlueMode):
         def rows_of(tensor: Tensor) -> Tensor | None:
             return inputs[id(tensor)].rows if id(tensor) in inputs else None
 
-        results = row_provenance.moved_rows(func, args, kwargs, rows_of, out)
+        results = provenance.moved_rows(func, args, kwargs, rows_of, out)
         source = rows_of(arguments["self"]) if name in _TAKES_PART else None
         takes_rows = name in _TAKES_PART and _takes_some_rows(name, arguments, source, out)
         constants = [arg for arg in arguments if arg not in _SHAPES]
@@ -191,7 +191,7 @@ class RowTracer(GlueMode):
 
     def _computed(self, op: Operation, pointwise: bool, random: bool) -> Provenance:
         """The first result of an operation that computes."""
-        result = row_provenance.result_provenance(op, pointwise)
+        result = provenance.result_provenance(op, pointwise)
         if random:
             # random numbers have the rows of their shape, and inputs do not determine them
             result = UNKNOWN if result.rows is None else Provenance(result.rows)
@@ -225,7 +225,7 @@ class RowTracer(GlueMode):
         before, after = self.before.tape[index][1].get(arg), self.tape[index][1].get(arg)
         # a list with tensors that depend on rows: its constants must be equal
         if not any(depends) and isinstance(before, float) and isinstance(after, float):
-            return row_provenance.growth_power(before, after, self.before.rows, self.rows)
+            return provenance.growth_power(before, after, self.before.rows, self.rows)
         return 0 if before == after else None
 
     # ---- torch functions, above autograd
@@ -267,11 +267,11 @@ class RowTracer(GlueMode):
         if of_scores is not None:
             classes = min(1, scores.dim() - 1)
             rows = of_scores.rows
-            rows = None if rows is None else row_provenance.rows_without(rows, [classes])
+            rows = None if rows is None else provenance.rows_without(rows, [classes])
             if rows is None:
                 return UNKNOWN
             operands.append(rows.squeeze(classes).expand(target.shape))
-        interact = row_provenance.combine_rows(operands, target.shape) is None
+        interact = provenance.combine_rows(operands, target.shape) is None
         return UNKNOWN if interact else Provenance(power=0)
 
 
@@ -311,7 +311,7 @@ def sketch(value: Any) -> Any:
     no_values = value.is_meta or not value.numel() or value.is_complex()
     if no_values or (isinstance(value, nn.Parameter) and shape):
         return shape
-    small = row_provenance.compact(value.detach())
+    small = provenance.compact(value.detach())
     if small.dtype == torch.bool:
         small = small.to(torch.uint8)
     low, high = small.aminmax()
@@ -327,4 +327,4 @@ def _takes_some_rows(name: str, arguments: dict[str, Any], rows: Tensor | None, 
         return True
     if name == "slice" and out.shape == tensor.shape and arguments.get("end") in (None, sys.maxsize):
         return False
-    return row_provenance.several_rows_along(rows, arguments["dim"] % tensor.dim())
+    return provenance.several_rows_along(rows, arguments["dim"] % tensor.dim())

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES, tensors_in
-from meshwright_pipeline.trace.state_writes import Place
+
+Place = tuple[str, str]
+"""The path of a module, and the name of its buffer or attribute."""
 
 State = dict[Place, Any]
 
@@ -21,8 +23,11 @@ LARGE = 1 << 20
 _DEEP = 4
 """Nesting depth up to which containers and objects are compared."""
 
+_PRINTED = (float, complex, range, slice, torch.dtype, torch.device)
+"""Types whose text tells the whole value."""
+
 _LISTS = (list, tuple, deque)
-_OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
+_OPAQUE = (type, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
 
 
 class TensorValues:
@@ -50,7 +55,7 @@ def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
         parameters, buffers = tensors_in(part)
         attributes = {name: value for name, value in part.__dict__.items() if name not in MODULE_ATTRIBUTES}
         for name, value in (attributes | parameters | buffers).items():
-            state[path, name] = _comparable(value, 0, seen)
+            state[path, name] = comparable(value, 0, seen)
     return state
 
 
@@ -60,16 +65,19 @@ def changed_places(before: State, after: State) -> list[Place]:
     return [at for at in places if at not in before or at not in after or before[at] != after[at]]
 
 
-def _comparable(value: Any, depth: int, seen: dict[int, Any]) -> Any:
-    """A value that differs from another one if the original was changed."""
+def comparable(value: Any, depth: int = 0, seen: dict[int, Any] | None = None) -> Any:
+    """A value that differs from another one if the original was changed. `seen`: containers and objects by id."""
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
         ordinary = not value.is_meta and value.numel() <= LARGE
         return TensorValues(value) if ordinary else (torch.Tensor, value.shape)
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return type(value), value
-    if isinstance(value, (float, complex)):
+    if isinstance(value, _PRINTED):
         # NaN equals NaN
         return type(value), repr(value)
+    if isinstance(value, FunctionType):
+        return type(value), value.__qualname__
     # numpy
     if hasattr(value, "tobytes") and getattr(value, "nbytes", LARGE) < 8 * LARGE:
         return type(value), getattr(value, "shape", None), value.tobytes()
@@ -84,10 +92,10 @@ def _comparable(value: Any, depth: int, seen: dict[int, Any]) -> Any:
 
 def _contents(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     if isinstance(value, _LISTS):
-        return type(value), *(_comparable(item, depth + 1, seen) for item in value)
+        return type(value), *(comparable(item, depth + 1, seen) for item in value)
     if isinstance(value, (set, frozenset)):
         return type(value), len(value)
     entries = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
     if not isinstance(entries, Mapping):
         return type(value)
-    return type(value), *(tuple(_comparable(x, depth + 1, seen) for x in entry) for entry in entries.items())
+    return type(value), *(tuple(comparable(x, depth + 1, seen) for x in entry) for entry in entries.items())

@@ -1,0 +1,197 @@
+"""What units store in attributes while they run, and code outside of them reads.
+
+Plain values (the height of a result, for example): other stages have those of the profile; the stage of the unit checks that each
+forward stores the same ones. What a unit stores in modules outside of units is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_pipeline._torch import MODULE_ATTRIBUTES
+from meshwright_pipeline.module_state import Place, comparable
+from meshwright_pipeline.pytrees import is_plain, leaves_of, tensors_of
+from meshwright_pipeline.trace.profile import Key, Profile, Result
+from meshwright_pipeline.trace.side_outputs import CannotBeCut, part_of
+
+Read = tuple[str, str]
+"""A unit, and the label path of its attribute (see side_outputs)."""
+
+_PACKAGE = f"{__name__.partition('.')[0]}."
+_MISSING = object()
+_CONTAINERS = (list, dict, set, deque)
+
+
+class PlainAttributes:
+    """The attributes of a unit without tensors, as they are before a call."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self._before = {at: copy.copy(v) if type(v) in _CONTAINERS else v for at, v in _attributes(unit)}
+        self._compared = _compared(unit)
+
+    def changed(self) -> dict[str, Any]:
+        """Label path -> what the call has stored there."""
+        now = _compared(self._unit)
+        changed = {at: like for at, like in now.items() if self._compared.get(at, _MISSING) != like}
+        return {at: value for at, value in _attributes(self._unit) if at in changed and not tensors_of(value)}
+
+    def restore(self, paths: Iterable[str]) -> None:
+        """Put back what was there."""
+        for at in paths:
+            part, name = part_of(self._unit, at)
+            part.__dict__.pop(name, None)
+            if at in self._before:
+                part.__dict__[name] = self._before[at]
+
+
+def put_plain(unit: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Store values in attributes of a unit as its call would."""
+    for at, value in stored.items():
+        part, name = part_of(unit, at)
+        part.__dict__[name] = copy.deepcopy(value)
+
+
+def differing(unit: nn.Module, planned: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(Attribute, value, value when it was planned) of the attributes that are not as planned."""
+    for at, value in planned.items():
+        part, name = part_of(unit, at)
+        now = part.__dict__.get(name)
+        if comparable(now) != comparable(value):
+            yield name, now, value
+
+
+Outside = dict[Place, tuple[Any, Any]]
+"""Attributes of modules outside of units: the value, and what changes where it is written to."""
+
+
+def outside_of(modules: Iterable[tuple[str, nn.Module]]) -> Outside:
+    """The attributes and buffers of modules."""
+    return {
+        (path, name): (value, _mark(value))
+        for path, part in modules
+        for name, value in (*part.__dict__.items(), *part._buffers.items())
+        if name not in MODULE_ATTRIBUTES
+    }
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if is_plain(value) and not tensors_of(value):
+        return comparable(value)
+    return id(value), *map(id, leaves_of(value))
+
+
+def check_outside(unit: str, before: Outside, after: Outside) -> None:
+    """Raise CannotBeCut if the call of a unit has written to modules outside of units, which other stages have too."""
+    for at in (*before, *after):
+        if at not in before or at not in after or before[at][1] != after[at][1]:
+            where = f"module {at[0]!r}" if at[0] else "the model"
+            raise CannotBeCut(
+                f"module {unit!r} writes to {at[1]!r} of {where} in its forward, and other stages would not have it. Return it, "
+                "keep it in an attribute of the module, or plan without pp"
+            )
+
+
+class PlainReads:
+    """Records which plain attributes of units code outside of them reads.
+
+    profile: of a run before. running: the unit that runs now, or "". results: of the calls of units up to now.
+    """
+
+    def __init__(
+        self, model: nn.Module, profile: Profile, running: Callable[[], str], results: Mapping[Key, Result]
+    ) -> None:
+        self._running, self._results = running, results
+        self._stored = {
+            (unit, at): value
+            for (unit, _), result in profile.results.items()
+            for at, value in result.plain.items()
+        }
+        self._owners: dict[tuple[nn.Module, str], list[Read]] = {}
+        for unit, at in self._stored:
+            self._owners.setdefault(part_of(model.get_submodule(unit), at), []).append((unit, at))
+        self.reads: set[Read] = set()
+
+    def note(self, part: nn.Module, name: str) -> None:
+        """Record a read. Raises CannotBeCut: other stages cannot have that value."""
+        owners = self._owners.get((part, name), [])
+        if any(unit == self._running() for unit, _ in owners):
+            return
+        for unit, at in owners:
+            value = self._stored[unit, at]
+            inside = f"{unit}.{at.partition(':')[0]}".rstrip(".")
+            stored = f"module {inside!r} stores {type(value).__name__} {name!r} in its forward, and code outside of it reads it "
+            if all(key[0] != unit for key in self._results):
+                raise CannotBeCut(
+                    f"{stored}before it is called: the value of the forward before, which other stages do not have. Keep it in the "
+                    "code that reads it, or plan without pp"
+                )
+            if not is_plain(value):
+                raise CannotBeCut(
+                    f"{stored}there. Other stages do not have it: return it, store plain values or tensors, or plan without pp"
+                )
+            self.reads.add((unit, at))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, reads are recorded."""
+        watched = []
+        for kind, name in {(type(part), name) for part, name in self._owners}:
+            default = getattr(kind, name, _MISSING)
+            if not hasattr(type(default), "__set__"):
+                watched.append((kind, name, kind.__dict__.get(name, _MISSING)))
+                setattr(kind, name, _Watched(name, default, self.note))
+        try:
+            yield
+        finally:
+            for kind, name, before in watched:
+                delattr(kind, name)
+                if before is not _MISSING:
+                    setattr(kind, name, before)
+
+
+class _Watched:
+    """In place of a class attribute: calls `read` where an attribute of an object is read."""
+
+    def __init__(self, name: str, default: Any, read: Callable[[nn.Module, str], None]) -> None:
+        self._name, self._default, self._read = name, default, read
+
+    def __get__(self, part: Any, kind: Any) -> Any:
+        if part is not None:
+            self._read(part, self._name)
+            if self._name in part.__dict__:
+                return part.__dict__[self._name]
+        if self._default is _MISSING:
+            # __getattr__ of the class is asked next
+            raise AttributeError(self._name)
+        return self._default
+
+    def __set__(self, part: Any, value: Any) -> None:
+        part.__dict__[self._name] = value
+
+    def __delete__(self, part: Any) -> None:
+        if self._name not in part.__dict__:
+            raise AttributeError(self._name)
+        del part.__dict__[self._name]
+
+
+def _attributes(unit: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, part in unit.named_modules():
+        for name, value in part.__dict__.items():
+            # not what stands for an integer in a search for repeated units
+            if name not in MODULE_ATTRIBUTES and not type(value).__module__.startswith(_PACKAGE):
+                yield f"{path}:{name}", value
+
+
+def _compared(unit: nn.Module) -> dict[str, Any]:
+    seen: dict[int, Any] = {}
+    return {at: comparable(value, seen=seen) for at, value in _attributes(unit)}

@@ -1,0 +1,1 @@
+"""Which rows of the batch a value was computed from."""
