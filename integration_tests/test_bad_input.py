@@ -57,7 +57,7 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["--learning-rate 0", "above 0"],
     ),
-    "unknown command": (["dmeo"], 2, ["'dmeo'", "did you mean 'demo'"]),
+    "unknown command": (["tarin"], 2, ["'tarin'", "did you mean 'train'"]),
     "unknown option": (["demo", "--stepps", "3"], 2, ["--stepps", "--steps"]),
     "unknown architecture": (["demo", "--model", "gpt5"], 2, ["gpt5", "gpt2"]),
     "no ranks": (["demo", "--world-size", "0"], 2, ["0", "1.."]),

@@ -13,9 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from commands import run_on
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from meshwright.recipes.reading import read_recipe
+from meshwright.training.data import Order, loader_of, rows_of
+from meshwright.training.tokens import tokenizer_of
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 SOURCES = f"{sysconfig.get_path('stdlib')}/a*.py"
@@ -70,6 +74,17 @@ def test_three_plans_have_the_losses_of_one_device(
     assert len(curves["one"]) == 6 and curves["one"][-1] < curves["one"][0]
     for curve in curves.values():
         assert curve == pytest.approx(curves["one"], abs=5e-5)
+    if model == "llama":
+        assert curves["one"][0] == pytest.approx(first_loss(llama, words(tmp_path, *chosen)), abs=5e-5)
+
+
+def first_loss(folder: Path, arguments: list[str]) -> float:
+    """The loss of the first step, as transformers computes it with the weights of the folder."""
+    recipe = read_recipe(arguments[1:])
+    rows = rows_of(recipe.data, recipe, tokenizer_of(recipe))
+    batch = next(iter(loader_of(rows, Order(len(rows), recipe.batch_size, recipe.seed))))
+    with torch.no_grad():
+        return LlamaForCausalLM.from_pretrained(folder)(**batch).loss.item()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("text.txt").write_text("to be, or not to be")
     Path("tokens.bin").write_bytes(bytes(64))
     Path("rows.py").write_text("def rows():\n    return []\n")
-    Path("plan.json").write_text("{}")
+    plan = {"version": 1, "world_size": 2, "degrees": {"dp": 2}, "strategies": {"dp": "data"}}
+    Path("plan.json").write_text(json.dumps(plan))
+    Path("no.json").write_text("{}")
     Path("llama").mkdir()
     Path("llama/config.json").write_text("{}")
     return tmp_path
@@ -84,7 +87,10 @@ WRONG: dict[str, tuple[str, list[str]]] = {
         ["model is 3: it should be a valid string, or it should be a valid dictionary"],
     ),
     "no such tokenizer": ('tokenizer = "byte"', ["tokenizer: byte is no folder", "did you mean 'bytes'?"]),
-    "no such plan": ('plan = "pan.json"', ["plan: there is no file pan.json"]),
+    "an export that exists": ('export = "llama"', ["export: llama exists already; remove it first"]),
+    "no such plan": ('plan = "pan.json"', ["plan: ", "pan.json", "No such file"]),
+    "a file that is no plan": ('plan = "no.json"', ["plan: plan field", "no.json"]),
+    "a plan of other ranks": ('world_size = 3\nplan = "plan.json"', ["plan: plan.json is for 2 ranks"]),
     "a plan and pins": ('plan = {file = "plan.json", tp = 2}', ["plan: plan.json fixes what tp asks for"]),
     "a plan and a precision": (
         'plan = "plan.json"\nprecision = "bf16"',
@@ -178,6 +184,10 @@ def test_yaml_says_the_same_and_settings_win(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_recipe_may_be_all_settings_and_errors_name_them() -> None:
     recipe = read_recipe(["model.model_type=gpt2", "data=text.txt", "steps=3", "schedule.final=0"])
     assert recipe.data.files == ("text.txt",) and recipe.model == {"model_type": "gpt2"}
+    recipe = read_recipe(["model=3", "model.model_type=gpt2", "data=text.txt", "data.workers=1", "steps=3"])
+    assert (recipe.data.files, recipe.data.workers) == (("text.txt",), 1) and recipe.model == {
+        "model_type": "gpt2"
+    }
     with pytest.raises(RecipeError) as raised:
         read_recipe(["model.model_type=gpt2", "data=txt", "step=3"])
     assert str(raised.value).splitlines()[0] == "the command line: 3 errors"

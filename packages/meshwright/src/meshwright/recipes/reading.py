@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.recipes.schema import Recipe
+from meshwright.recipes.schema import Recipe, plan_table, source_table
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.names import count_of
 from meshwright_dtensor.utils.schema_errors import fields_at, path_text, problem_of
@@ -131,9 +131,10 @@ def _numbers(value: Any) -> Any:
 
 def _set(data: dict[str, Any], path: tuple[str, ...], text: str) -> None:
     """Write the value of one FIELD=VALUE, which is as in TOML, or else text."""
+    long_forms = {"data": source_table, "plan": plan_table}
     for part in path[:-1]:
-        if not isinstance(data.get(part), dict):
-            data[part] = {}
+        table = long_forms.get(part, lambda value: value)(data.get(part))
+        data[part] = table if isinstance(table, dict) else {}
         data = data[part]
     try:
         data[path[-1]] = tomllib.loads(f"x = {text}")["x"]

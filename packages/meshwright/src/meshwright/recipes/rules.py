@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import AfterValidator, ValidationInfo
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_dtensor.utils.names import suggestion
@@ -127,6 +128,10 @@ def tokenizer(value: str, above: Above) -> str | None:
     return f'{value} is no folder of a tokenizer; give one, or "bytes"{suggestion(value, ("bytes",))}'
 
 
+def absent(value: str, above: Above) -> str | None:
+    return f"{value} exists already; remove it first, or give another" if Path(value).exists() else None
+
+
 def divides(value: int, above: Above) -> str | None:
     rows = above.get("batch_size", value)
     return (
@@ -158,19 +163,21 @@ def warms_up(value: Any, above: Above) -> str | None:
 def plan(value: Any, above: Above) -> str | None:
     """A plan file fixes everything; what is pinned must be possible."""
     pinned = {**value.pinned(), **({"precision": above["precision"]} if above.get("precision") else {})}
-    if value.file is not None:
-        if not Path(value.file).is_file():
-            return f"there is no file {value.file}; give one that `meshwright plan -o` wrote"
-        return (
-            f"{value.file} fixes what {', '.join(pinned)} asks for; leave that out, or the file"
-            if pinned
-            else None
-        )
+    ranks = above.get("world_size")
     try:
-        request = PlanRequest(world_size=above.get("world_size"), **pinned)
+        if value.file is not None:
+            if pinned:
+                return f"{value.file} fixes what {', '.join(pinned)} asks for; leave that out, or the file"
+            planned = ParallelPlan.load(value.file).world_size
+            return (
+                f"{value.file} is for {planned} ranks; leave world_size out"
+                if ranks not in (None, planned)
+                else None
+            )
+        request = PlanRequest(world_size=ranks, **pinned)
         request.check(sorted({entry.record.axis for entry in discover().strategies().values()}))
     except UsageError as error:
         return str(error)
-    ranks, product = request.world_size, math.prod(request.pins.values())
+    product = math.prod(request.pins.values())
     wrong = ranks is not None and ranks % product != 0
     return f"the degrees multiply to {product}, which does not divide world_size, {ranks}" if wrong else None

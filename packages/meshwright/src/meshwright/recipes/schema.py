@@ -28,11 +28,16 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
 
-def _source(value: Any) -> Any:
-    """The short forms of a source: a function, a path, or a list of paths."""
+def source_table(value: Any) -> Any:
+    """A source in its long form: a string is a function, or a path; a list holds paths."""
     if rules.is_function(value):
         return {"function": value}
     return {"files": value} if isinstance(value, (str, list)) else value
+
+
+def plan_table(value: Any) -> Any:
+    """A plan in its long form: a string is a file."""
+    return {"file": value} if isinstance(value, str) else value
 
 
 class Source(Table):
@@ -98,7 +103,7 @@ Plan: Any = create_model("Plan", __base__=_Plan, **_PINS)
 class Evaluation(Table):
     """What is evaluated, and how often."""
 
-    data: Annotated[Source, BeforeValidator(_source), obeys(rules.source)]
+    data: Annotated[Source, BeforeValidator(source_table), obeys(rules.source)]
     interval: Count = 100
     batches: Count | None = None
 
@@ -122,7 +127,7 @@ class Recipe(Table):
     """What to train, on what, and how."""
 
     model: Annotated[str | dict[str, Any], obeys(rules.model)]
-    data: Annotated[Source, BeforeValidator(_source), obeys(rules.source)]
+    data: Annotated[Source, BeforeValidator(source_table), obeys(rules.source)]
     steps: Count
     tokenizer: Annotated[str, obeys(rules.tokenizer)] = "bytes"
     batch_size: Count = 8
@@ -134,12 +139,10 @@ class Recipe(Table):
     precision: Literal["fp32", "bf16"] | None = None
     world_size: Count | None = None
     out: str = "meshwright-run"
-    export: str | None = None
+    export: Annotated[str | None, obeys(rules.absent)] = None
     optimizer: Optimizer = Optimizer()
     schedule: Annotated[Schedule, obeys(rules.warms_up)] = Schedule()
-    plan: Annotated[
-        Plan, BeforeValidator(lambda v: {"file": v} if isinstance(v, str) else v), obeys(rules.plan)
-    ] = Plan()
+    plan: Annotated[Plan, BeforeValidator(plan_table), obeys(rules.plan)] = Plan()
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints = Checkpoints()
     metrics: Metrics = Metrics()

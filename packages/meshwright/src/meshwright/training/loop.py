@@ -139,9 +139,9 @@ def evaluate(run: Run) -> float:
     total = seen = 0.0
     run.model.eval()
     with torch.no_grad():
-        for batch in run.held_out:
+        for batch in (on(run.device, batch) for batch in run.held_out):
             share = weight(run, batch)
-            total += loss_of(run.model(**on(run.device, batch))).item() * share
+            total += loss_of(run.model(**batch)).item() * share
             seen += share
     run.model.train()
     return total / seen
