@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from meshwright import ranks
 from meshwright_dtensor.errors import UsageError
@@ -39,6 +42,19 @@ def test_inside_a_job() -> None:
 def test_world_sizes_out_of_range(size: int) -> None:
     with pytest.raises(UsageError, match=f"--world-size {size} is outside"):
         ranks.check_world_size(size)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_the_code_of_the_job(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    given: list[str] = []
+
+    def run(options: argparse.Namespace) -> None:
+        given.append(options.shutdown_timeout)
+        raise SignalException("told", number)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    assert ranks.launch(2, ["train"], grace=77) == 128 + number
+    assert given == [77]
 
 
 # What is left at the end of the module is deleted when the interpreter shuts down.

@@ -134,7 +134,7 @@ class Recipe(Table):
     accumulate: Annotated[Count, obeys(rules.divides)] = 1
     sequence_length: Annotated[int, Field(ge=2)] = 128
     packing: Annotated[bool, obeys(rules.packing)] = True
-    seed: Whole = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     clip_norm: Positive = 1.0
     precision: Literal["fp32", "bf16"] | None = None
     world_size: Count | None = None

@@ -26,10 +26,9 @@ class Log:
         self.out, self.record = Path(recipe.out), dict[str, Any]()
         self.console = Console(stderr=as_json, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.terminal = self.console.is_terminal
-        self.progress = Progress(
-            *columns, console=self.console, transient=True, disable=not (active and self.terminal)
-        )
+        # a log has no use for a bar
+        hidden = not (active and self.console.is_terminal)
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=hidden)
         self.task = self.progress.add_task("training", total=recipe.steps)
         self.board: Any = None
 
@@ -41,11 +40,9 @@ class Log:
         self.out.mkdir(parents=True, exist_ok=True)
         plan.save(self.out / "plan.json")
         (self.out / "recipe.json").write_text(self.recipe.model_dump_json(indent=1, exclude_none=True))
-        count = sum(parameter.numel() for parameter in model.parameters())
+        count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         self.say(plan.explain().partition("\n")[0])
-        self.say(
-            f"{type(model).__name__}, {count / 1e6:.2f}M parameters, from step {step} to {self.recipe.steps}"
-        )
+        self.say(f"{type(model).__name__}, {count:.2f}M parameters, from step {step} to {self.recipe.steps}")
         self.file = self.out / "metrics.jsonl"
         lines = self.file.read_text().splitlines() if self.file.is_file() else []
         # a run that was killed may have gone on after its last checkpoint, and its last line may be half written
@@ -62,27 +59,19 @@ class Log:
         self, step: int, loss: float, norm: float, rate: float, batches: list[Any], seconds: float, used: int
     ) -> None:
         """A step is done. used: bytes of the rank with most memory in use."""
-        tokens = sum(batch["input_ids"].numel() if "input_ids" in batch else 0 for batch in batches)
-        speed = tokens / seconds
+        tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
+        numbers = {"loss": loss, "grad_norm": norm, "lr": rate, "seconds": seconds, "memory_bytes": used}
+        numbers["tokens_per_second"] = speed = tokens / seconds
         text = f"loss {loss:.4f}  norm {norm:.3g}  {speed:,.0f} tokens/s  {human_bytes(used)}"
         self.progress.update(self.task, completed=step, description=text)
         if step % self.recipe.metrics.interval == 0 or step == self.recipe.steps:
-            self.write(
-                step,
-                text,
-                loss=loss,
-                grad_norm=norm,
-                lr=rate,
-                seconds=seconds,
-                tokens_per_second=speed,
-                memory_bytes=used,
-            )
+            self.write(step, text, numbers)
 
     def evaluated(self, step: int, loss: float) -> None:
         """The mean loss of an evaluation."""
-        self.write(step, f"evaluation: loss {loss:.4f}", evaluation_loss=loss)
+        self.write(step, f"evaluation: loss {loss:.4f}", {"evaluation_loss": loss})
 
-    def write(self, step: int, text: str, **numbers: float) -> None:
+    def write(self, step: int, text: str, numbers: dict[str, float]) -> None:
         """Add a record to the files; in a log, show it."""
         if not self.active:
             return
@@ -91,7 +80,7 @@ class Log:
             file.write(json.dumps({"step": step, **numbers}) + "\n")
         for name, number in numbers.items() if self.board else ():
             self.board.add_scalar(name, number, step)
-        if not self.terminal:
+        if not self.console.is_terminal:
             self.say(f"step {step:>{len(str(self.recipe.steps))}}/{self.recipe.steps}  {text}")
 
     def end(self, step: int, received: int) -> None:
@@ -99,16 +88,11 @@ class Log:
         self.close()
         if not self.active:
             return
-        self.say(
-            f"stopped after step {step}; the same command goes on from there"
-            if received
-            else f"done: {step} steps, in {self.out}"
-        )
+        stopped = f"stopped after step {step}; the same command goes on from there"
+        self.say(stopped if received else f"done: {step} steps, in {self.out}")
         if self.as_json:
-            print(
-                json.dumps({**self.record, "step": step, "out": str(self.out), "signal": received}),
-                flush=True,
-            )
+            last = {**self.record, "step": step, "out": str(self.out), "signal": received}
+            print(json.dumps(last), flush=True)
 
     def close(self) -> None:
         """Stop the progress line, whatever happened."""
@@ -117,6 +101,7 @@ class Log:
             self.board.close()
 
     def say(self, text: str) -> None:
+        """Print a line, above the progress line."""
         self.progress.console.print(text, markup=False, soft_wrap=True)
 
 

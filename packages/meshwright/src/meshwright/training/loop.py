@@ -7,6 +7,7 @@ What makes it parallel: `mw.deferred_init`, `mw.auto_parallelize` (or `mw.parall
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -92,7 +94,8 @@ def set_up(recipe: Recipe) -> Run:
     size = recipe.batch_size // recipe.accumulate
     example = on(device, next(iter(loader_of(rows, Order(len(rows), size, recipe.seed)))))
 
-    torch.manual_seed(recipe.seed)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(recipe.seed)
     with mw.deferred_init():
         model = make_model(recipe, tokenizer)
     if recipe.plan.file:
