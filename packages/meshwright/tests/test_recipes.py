@@ -80,6 +80,10 @@ WRONG: dict[str, tuple[str, list[str]]] = {
         ["packing: files of tokens have no documents"],
     ),
     "no model_type": ("model = {n_layer = 2}", ["model: a table is a config of transformers", "model_type"]),
+    "a dtype of the model": (
+        'model = {model_type = "gpt2", dtype = "bfloat16"}',
+        ["model: dtype has no effect", "set precision"],
+    ),
     "no such model": ('model = "lama"', ["model: lama is no folder with a config.json"]),
     "no weights": ('model = "llama"', ["model: llama has no *.safetensors; give llama/config.json"]),
     "a number for a model": (

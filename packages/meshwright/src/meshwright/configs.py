@@ -53,7 +53,7 @@ def _of_table(option: str, given: Mapping[str, Any], defaults: Mapping[str, Any]
         text = f"{option}.model_type {name!r} is not one of transformers'{suggestion(name, CONFIG_MAPPING)}"
         raise UsageError(text)
     kind = CONFIG_MAPPING[name]
-    keys = {*inspect.signature(kind.__init__).parameters, *kind.attribute_map}
+    keys = {*inspect.signature(kind.__init__).parameters, *kind.attribute_map, "attn_implementation"}
     # transformers keeps any other key without a word
     wrong = [f"{option}.{key} is no key of it{suggestion(key, keys)}" for key in settings if key not in keys]
     if wrong:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import AfterValidator, ValidationInfo
 
+from meshwright.documents import TABLES
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
@@ -23,7 +24,6 @@ from meshwright_dtensor.utils.names import suggestion
 
 Above = Mapping[str, Any]
 TOKEN_FILES = (".bin", ".npy")
-TABLES = (".parquet", ".arrow", ".feather")
 
 
 def obeys(rule: Callable[[Any, Above], str | None]) -> AfterValidator:
@@ -110,6 +110,8 @@ def installed(value: bool, above: Above) -> str | None:
 
 def model(value: str | dict[str, Any], above: Above) -> str | None:
     if isinstance(value, dict):
+        if "dtype" in value or "torch_dtype" in value:
+            return "dtype has no effect, for parameters are float32; leave it out, and set precision for the computation"
         named = isinstance(value.get("model_type"), str)
         return None if named else 'a table is a config of transformers and has its model_type, as "gpt2"'
     if is_function(value):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -39,11 +37,6 @@ def make_model(recipe: Recipe, tokenizer: Tokenizer) -> nn.Module:
             f"model: it has {limit} positions, and a row sequence_length = {length}; give it more"
         )
     return model
-
-
-def weights_of(recipe: Recipe) -> str | None:
-    """The folder whose weights a new run begins with; None for random ones."""
-    return recipe.model if isinstance(recipe.model, str) and Path(recipe.model).is_dir() else None
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:

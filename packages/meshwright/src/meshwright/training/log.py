@@ -59,10 +59,14 @@ class Log:
         self, step: int, loss: float, norm: float, rate: float, batches: list[Any], seconds: float, used: int
     ) -> None:
         """A step is done. used: bytes of the rank with most memory in use."""
-        tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
+        unit = "tokens" if all("input_ids" in batch for batch in batches) else "rows"
+        counts = [
+            batch["input_ids"].numel() if unit == "tokens" else len(next(iter(batch.values())))
+            for batch in batches
+        ]
         numbers = {"loss": loss, "grad_norm": norm, "lr": rate, "seconds": seconds, "memory_bytes": used}
-        numbers["tokens_per_second"] = speed = tokens / seconds
-        text = f"loss {loss:.4f}  norm {norm:.3g}  {speed:,.0f} tokens/s  {human_bytes(used)}"
+        numbers[f"{unit}_per_second"] = speed = sum(counts) / seconds
+        text = f"loss {loss:.4f}  norm {norm:.3g}  {speed:,.0f} {unit}/s  {human_bytes(used)}"
         self.progress.update(self.task, completed=step, description=text)
         if step % self.recipe.metrics.interval == 0 or step == self.recipe.steps:
             self.write(step, text, numbers)

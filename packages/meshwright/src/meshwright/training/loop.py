@@ -22,7 +22,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.recipes.schema import Recipe
 from meshwright.sources import loss_of
-from meshwright.training.building import make_model, make_optimizer, set_rate, weights_of
+from meshwright.training.building import make_model, make_optimizer, set_rate
 from meshwright.training.data import IGNORED, Order, identity, in_order, loader_of, rows_of
 from meshwright.training.log import Log, memory
 from meshwright.training.ranks import first_rank_first, largest, signals
@@ -43,11 +43,6 @@ class Run:
     batches: Iterator[Batch]
     held_out: Iterable[Batch]
     done: dict[str, int]
-
-    @property
-    def checkpoints(self) -> Path:
-        """Their folder."""
-        return Path(self.recipe.out) / "checkpoints"
 
 
 def train(recipe: Recipe, log: Log) -> int:
@@ -72,14 +67,14 @@ def train(recipe: Recipe, log: Log) -> int:
                 raise UsageError(f"step {step}: the loss is {loss}, and the gradient's norm {norm}; {fix}")
             received, used = largest(max(arrived, default=0), memory(run.device))
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
-            if recipe.evaluation and (last or step % recipe.evaluation.interval == 0):
-                log.evaluated(step, evaluate(run))
             if last or received or step % recipe.checkpoints.interval == 0:
                 keep = recipe.checkpoints.model_dump(exclude={"interval"})
-                where = run.checkpoints / f"step-{step}"
-                saving = mw.save(where, model=run.model, optimizer=run.optimizer, extra=done, **keep)
-    if saving is not None:
-        saving.wait()
+                where = Path(recipe.out) / "checkpoints" / f"step-{step}"
+                saving = mw.save(where, model=run.model, optimizer=run.optimizer, extra=dict(done), **keep)
+            if recipe.evaluation and not received and (last or step % recipe.evaluation.interval == 0):
+                log.evaluated(step, evaluate(run))
+        if saving is not None:
+            saving.wait()
     if recipe.export and not received:
         mw.export(recipe.export, model=run.model)
     log.end(done["step"], received)
@@ -92,6 +87,7 @@ def set_up(recipe: Recipe) -> Run:
     rows = first_rank_first(lambda: rows_of(recipe.data, recipe, tokenizer))
     held_out = first_rank_first(lambda: rows_of(watched.data, recipe, tokenizer)) if watched else []
     size = recipe.batch_size // recipe.accumulate
+    watching = in_order(len(held_out), size, watched.batches) if watched else []
     example = on(device, next(iter(loader_of(rows, Order(len(rows), size, recipe.seed)))))
 
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -107,20 +103,18 @@ def set_up(recipe: Recipe) -> Run:
     def batches(rows: Any, order: Iterable[list[int]], workers: int) -> Iterable[Batch]:
         return mw.shard_loader(loader_of(rows, order, workers), model=model)
 
-    watching = in_order(len(held_out), size, watched.batches) if watched else []
-    evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
     done = {"step": 0, "rows_seen": 0, **identity(rows, recipe)}
-    run = Run(recipe, device, model, optimizer, iter(()), evaluated, done)
-    if path := mw.latest(run.checkpoints):
-        run.done = same_data(mw.load(path, model=model, optimizer=optimizer), done, recipe)
+    if path := mw.latest(Path(recipe.out) / "checkpoints"):
+        done = same_data(mw.load(path, model=model, optimizer=optimizer), done, recipe)
         for group in optimizer.param_groups:
             # the recipe's settings, not those that were saved
             group.update(optimizer.defaults)
-    elif weights := weights_of(recipe):
-        mw.load(weights, model=model, cast=True)
-    order = Order(len(rows), size, recipe.seed, first=run.done["rows_seen"])
-    run.batches = iter(batches(rows, order, recipe.data.workers))
-    return run
+    elif isinstance(recipe.model, str) and Path(recipe.model).is_dir():
+        mw.load(recipe.model, model=model, cast=True)
+    order = Order(len(rows), size, recipe.seed, first=done["rows_seen"])
+    endless = iter(batches(rows, order, recipe.data.workers))
+    evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
+    return Run(recipe, device, model, optimizer, endless, evaluated, done)
 
 
 def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:
@@ -140,13 +134,15 @@ def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:
 def evaluate(run: Run) -> float:
     """The mean loss over the batches that are held out."""
     total = seen = 0.0
+    training = [module for module in run.model.modules() if module.training]
     run.model.eval()
     with torch.no_grad():
         for batch in (on(run.device, batch) for batch in run.held_out):
             share = weight(run, batch)
             total += loss_of(run.model(**batch)).item() * share
             seen += share
-    run.model.train()
+    for module in training:
+        module.training = True
     return total / seen
 
 
