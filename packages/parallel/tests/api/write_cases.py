@@ -71,6 +71,10 @@ def _parts(p: Any) -> None:
     torch.tensor_split(p, 2)[1].sub_(1)
 
 
+def _add_recorded(p: Any) -> None:
+    p.data += p * 2
+
+
 def _copied_within(p: Any) -> None:
     p[:2].copy_(p[3:5])
 
@@ -156,6 +160,8 @@ WRITES: dict[str, Write] = {
     "p.data[:, 1].add_(1)": lambda p: p.data[:, 1].add_(1),
     "p.data.view(-1)[4] = 1": lambda p: _assign(p.data.view(-1), 4, 1.0),
     "p.data.add_(plain)": lambda p: p.data.add_(_numbers(*p.shape)),
+    "p.data.add_(recorded)": lambda p: p.data.add_(p * 2),
+    "p.data += recorded": _add_recorded,
     "p.data = whole": lambda p: setattr(p, "data", _numbers(*p.shape)),
     "relu(p[0], inplace=True)": lambda p: F.relu(p[0], inplace=True),
     "foreach": lambda p: torch._foreach_mul_([p], 2.0),

@@ -248,6 +248,9 @@ def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Te
     if isinstance(t, GlobalTensor):
         return t._local if states is None else local_in(t, states, site)
     if isinstance(t, DTensor):
+        if states is None and program.writes:
+            # autograd records no write to a view that a function of its own has made
+            return dtensor_local(t)
         return parameter_local(t, states or layout_of_dtensor(t).states, site)
     if states is None:
         return t  # type: ignore[no-any-return]

@@ -95,8 +95,9 @@ class StageValue(Staged):
     def _refuse_memory(self, *_: Any) -> NoReturn:
         raise UnsupportedError(
             f"pickle, copy or memory of a value of shape {list(self.shape)} that only some pipeline stages hold. Take "  # type: ignore[attr-defined]
-            "mw.full_state_dict(model), whose values are plain and whole; mw.save(path, model=model, optimizer=optimizer), "
-            "which any layout loads; or mw.export(path, model=model) for from_pretrained"
+            "mw.full_state_dict(model), whose values are plain and whole (on rank 0, save_pretrained(path, state_dict=...) takes "
+            "them); mw.save(path, model=model, optimizer=optimizer), which any layout loads; or mw.export(path, model=model) for "
+            "from_pretrained"
         )
 
     __reduce_ex__ = data_ptr = storage = untyped_storage = _refuse_memory  # type: ignore[assignment]

@@ -52,7 +52,8 @@ def whole_local(tensor: Any, action: str) -> Tensor:
         has = "the parameters of its own stages only" if staged else f"its part only ({placed})"
         raise UnsupportedError(
             f"{action} of a value over a mesh, of shape {list(tensor.shape)}: this rank has {has}. Take "
-            "mw.full_state_dict(model), whose values are plain and whole; mw.save(path, model=model, optimizer=optimizer), "
-            "which any layout loads; mw.export(path, model=model) for from_pretrained; or value.full_tensor(), which all ranks call"
+            "mw.full_state_dict(model), whose values are plain and whole (on rank 0, save_pretrained(path, state_dict=...) takes "
+            "them); mw.save(path, model=model, optimizer=optimizer), which any layout loads; mw.export(path, model=model) for "
+            "from_pretrained; or value.full_tensor(), which all ranks call"
         )
     return dtensor_local(tensor).detach()
