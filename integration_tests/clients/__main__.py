@@ -10,10 +10,14 @@ from typing import Any
 
 from meshwright_dtensor.testing.rank_pool import RankPool
 
-from . import accelerate_script, trainer_script
+from . import accelerate_script, peft_script, trainer_script
 from .plans import LIMITS, PLANS, gap
 
-SCRIPTS: dict[str, Any] = {"accelerate": accelerate_script, "transformers' Trainer": trainer_script}
+SCRIPTS: dict[str, Any] = {
+    "accelerate": accelerate_script,
+    "transformers' Trainer": trainer_script,
+    "PEFT with Trainer": peft_script,
+}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from .plans import plan_of
 STEPS = 4
 
 
-class Norms(TrainerCallback):
+class Watcher(TrainerCallback):
     """Keeps what is logged."""
 
     def __init__(self) -> None:
@@ -26,6 +26,10 @@ class Norms(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         self.logs.append(dict(logs))
+
+    def of(self, name: str) -> list[float]:
+        """The numbers of a name, in order."""
+        return [log[name] for log in self.logs if name in log]
 
 
 def accuracy(results: Any) -> dict[str, float]:
@@ -57,7 +61,7 @@ def script(
         report_to=[],
         disable_tqdm=True,
     )
-    watcher = Norms()
+    watcher = Watcher()
     trainer = trainer_class(
         model(),
         arguments,
@@ -74,13 +78,12 @@ def script(
     with torch.no_grad():
         rows = torch.stack([sample["input_ids"] for sample in samples(6, seed=4)])
         guesses = reread(rows).logits
-    logs = watcher.logs
     return {
-        "losses": [log["loss"] for log in logs if "loss" in log],
-        "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
-        "rates": [log["learning_rate"] for log in logs if "learning_rate" in log],
-        "evaluated": [log["eval_loss"] for log in logs if "eval_loss" in log],
-        "metrics": [log["eval_accuracy"] for log in logs if "eval_accuracy" in log],
+        "losses": watcher.of("loss"),
+        "norms": watcher.of("grad_norm"),
+        "rates": watcher.of("learning_rate"),
+        "evaluated": watcher.of("eval_loss"),
+        "metrics": watcher.of("eval_accuracy"),
         "flops": [trainer.state.total_flos],
         "best": Path(trainer.state.best_model_checkpoint).name,
         "logits": predictions.predictions.flatten().tolist(),

@@ -113,7 +113,8 @@ class ParallelTrainer(Base):
         given = self.optimizer is not None
         super().create_optimizer(model)
         if not given and is_parallel(self.model):
-            _join_groups(self.optimizer, self.model)
+            decayed = set(self.get_decay_parameter_names(self.model))
+            _join_groups(self.optimizer, self.model, decayed, self.args.weight_decay)
         return self.optimizer
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
@@ -156,27 +157,19 @@ class ParallelTrainer(Base):
 __getattr__ = subclass_on_first_use("Trainer", ParallelTrainer, "transformers")
 
 
-def _join_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Undo that transformers divides the groups of a new optimizer by mesh: a schedule has a number for each group."""
-    place = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    joined: list[dict[str, Any]] = []
-    meshes: list[Any] = []
-    for group in optimizer.param_groups:
-        # transformers' test; a parameter of another stage is no DTensor
-        mesh = next((p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]), None)
-        if joined and mesh not in meshes and _options(group) == _options(joined[-1]):
-            meshes.append(mesh)
-            joined[-1]["params"] += group["params"]
-            # the order of one device
-            joined[-1]["params"].sort(key=lambda parameter: place[id(parameter)])
-        else:
-            meshes = [mesh]
-            joined.append(group)
-    optimizer.param_groups[:] = joined
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _join_groups(optimizer: torch.optim.Optimizer, model: nn.Module, decayed: set[str], decay: float) -> None:
+    """Undo that transformers divides its two groups of parameters by mesh: a schedule has a number for each group."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    # as transformers tells; a parameter of another stage is no DTensor
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for _, p in named}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    first, *others = ({**group, "params": [], "weight_decay": decay} for group in optimizer.param_groups)
+    if len(meshes) < 2 or held != {id(p) for _, p in named} or any(group != first for group in others):
+        return
+    second: dict[str, Any] = {**first, "params": [], "weight_decay": 0.0}
+    for name, parameter in named:
+        (first if name in decayed else second)["params"].append(parameter)
+    optimizer.param_groups[:] = [first, second]
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
