@@ -1,8 +1,10 @@
-"""The log of a run: plain lines, records that a resumed run goes on with, and nothing on other ranks."""
+"""The log of a run: plain lines, records that a resumed run goes on with, nothing on other ranks; and what ends a run."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from meshwright.recipes.reading import read_recipe
 from meshwright.training.log import Log
+from meshwright.training.ranks import signals
 from meshwright_dtensor.plan import ParallelPlan
 
 
@@ -75,3 +78,17 @@ def test_other_ranks_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     run(log, 0, 2)
     log.end(2, 15)
     assert capsys.readouterr().out == "" and not Path("run").exists()
+
+
+def test_signals_are_kept_and_a_rank_without_its_launcher_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    with signals() as received:
+        monkeypatch.setattr("os.getppid", lambda: 1)
+        # the shell of a run that nobody launched may end
+        assert received() == 0
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+        assert received() == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGINT)
+        assert received() == signal.SIGINT
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -65,7 +65,7 @@ def train(recipe: Recipe, log: Log) -> int:
             if not math.isfinite(loss + norm):
                 fix = "lower optimizer.lr, or raise schedule.warm_up"
                 raise UsageError(f"step {step}: the loss is {loss}, and the gradient's norm {norm}; {fix}")
-            received, used = largest(max(arrived, default=0), memory(run.device))
+            received, used = largest(arrived(), memory(run.device))
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
             if last or received or step % recipe.checkpoints.interval == 0:
                 keep = recipe.checkpoints.model_dump(exclude={"interval"})

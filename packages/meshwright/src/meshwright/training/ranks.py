@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,13 +36,21 @@ def largest(*values: float) -> tuple[int, ...]:
 
 
 @contextmanager
-def signals() -> Iterator[list[int]]:
-    """Inside, SIGINT (Ctrl-C) and SIGTERM do nothing but appear in the list."""
+def signals() -> Iterator[Callable[[], int]]:
+    """Inside, SIGINT (Ctrl-C) and SIGTERM do nothing but set what the function returns: the signal, or 0.
+
+    A rank whose launcher was killed, and which nobody would end, has SIGTERM too.
+    """
     arrived: list[int] = []
-    watched = (signal.SIGINT, signal.SIGTERM)
+    watched, launcher = (signal.SIGINT, signal.SIGTERM), os.getppid()
     before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in watched]
+
+    def received() -> int:
+        alone = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher
+        return max(arrived, default=signal.SIGTERM if alone else 0)
+
     try:
-        yield arrived
+        yield received
     finally:
         for number, handler in zip(watched, before, strict=True):
             signal.signal(number, handler)
