@@ -64,6 +64,8 @@ WRONG: dict[str, tuple[str, list[str]]] = {
     "uneven accumulation": ("accumulate = 3", ["accumulate: it must divide batch_size, 8"]),
     "no precision": ('precision = "fp8"', ["precision is 'fp8': it must be one of fp32, bf16"]),
     "no such data": ('data = "texts/"', ["line 3: data.files: there is no file texts/"]),
+    "no data": ('data = ""', ["data.files: there is no file ''"]),
+    "a run in its data": ('data = "llama"\nout = "llama/run"', ["out: llama/run is in llama, which is data"]),
     "no such function": ('data = "rows.py:lines"', ["data.function: rows.py has no function 'lines'"]),
     "no such file of a function": ('data = "row.py:rows"', ["data.function: there is no file row.py"]),
     "files and a function": (

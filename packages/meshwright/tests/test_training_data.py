@@ -160,5 +160,10 @@ def test_a_tokenizer_of_transformers() -> None:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     loaded = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[E]", unk_token="[U]")
     loaded.save_pretrained("words")
+    # as the folder of a model has it
+    for name in ("config.json", "model.safetensors"):
+        Path("words", name).write_text("{}")
+    assert recipe_of("data=texts", "model=words").vocabulary == "words"
+    assert recipe_of("data=texts", "model=words", "tokenizer=bytes").vocabulary == "bytes"
     made: Tokenizer = tokenizer_of(recipe_of("data=texts", "tokenizer=words"))
     assert (list(made.encode("to be to")), made.size, made.end) == ([0, 1, 0], 4, 2)

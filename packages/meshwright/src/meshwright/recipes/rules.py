@@ -7,7 +7,7 @@ reports a broken rule together with all other errors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,18 +46,12 @@ def expand(*patterns: str) -> list[Path]:
     """The files of some paths: a file, all files in a folder but hidden ones and __pycache__, or those of a pattern."""
     files: list[Path] = []
     for pattern in patterns:
-        path, inside = Path(pattern), Path(pattern).rglob("*") if Path(pattern).is_dir() else None
-        if inside is None:
-            files += (
-                [path] if path.is_file() else sorted(Path(file) for file in glob(pattern, recursive=True))
-            )
-        else:
-            shown = (
-                f
-                for f in inside
-                if not any(p.startswith((".", "__pycache__")) for p in f.relative_to(path).parts)
-            )
-            files += sorted(file for file in shown if file.is_file())
+        path, hidden = Path(pattern), (".", "__pycache__")
+        inside: Iterable[Path] = [path] if path.exists() else map(Path, glob(pattern, recursive=True))
+        if path.is_dir():
+            tree = ((file, file.relative_to(path).parts) for file in path.rglob("*"))
+            inside = (file for file, parts in tree if not any(part.startswith(hidden) for part in parts))
+        files += sorted(file for file in inside if file.is_file())
     return files
 
 
@@ -80,11 +74,9 @@ def source(value: Any, above: Above) -> str | None:
 
 def files(value: tuple[str, ...], above: Above) -> str | None:
     for pattern in value:
-        if not (found_files := expand(pattern)):
-            return f"there is no file {pattern}, and none in such a folder; check the path"
-        if find_spec("pyarrow") is None and (
-            tables := [file for file in found_files if file.suffix in TABLES]
-        ):
+        if not (matching := expand(pattern) if pattern else []):
+            return f"there is no file {pattern or repr(pattern)}, and none in such a folder; check the path"
+        if find_spec("pyarrow") is None and (tables := [file for file in matching if file.suffix in TABLES]):
             return f"{tables[0]} needs pyarrow; pip install pyarrow, or give JSONL"
     return None
 
@@ -132,6 +124,14 @@ def tokenizer(value: str, above: Above) -> str | None:
 
 def absent(value: str, above: Above) -> str | None:
     return f"{value} exists already; remove it first, or give another" if Path(value).exists() else None
+
+
+def outside(value: str, above: Above) -> str | None:
+    folders = [path for path in (above["data"].files if "data" in above else ()) if Path(path).is_dir()]
+    inside = next(
+        (path for path in folders if Path(value).resolve().is_relative_to(Path(path).resolve())), None
+    )
+    return f"{value} is in {inside}, which is data; give another folder" if inside else None
 
 
 def divides(value: int, above: Above) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -129,7 +130,7 @@ class Recipe(Table):
     model: Annotated[str | dict[str, Any], obeys(rules.model)]
     data: Annotated[Source, BeforeValidator(source_table), obeys(rules.source)]
     steps: Count
-    tokenizer: Annotated[str, obeys(rules.tokenizer)] = "bytes"
+    tokenizer: Annotated[str | None, obeys(rules.tokenizer)] = None
     batch_size: Count = 8
     accumulate: Annotated[Count, obeys(rules.divides)] = 1
     sequence_length: Annotated[int, Field(ge=2)] = 128
@@ -138,7 +139,7 @@ class Recipe(Table):
     clip_norm: Positive = 1.0
     precision: Literal["fp32", "bf16"] | None = None
     world_size: Count | None = None
-    out: str = "meshwright-run"
+    out: Annotated[str, obeys(rules.outside)] = "meshwright-run"
     export: Annotated[str | None, obeys(rules.absent)] = None
     optimizer: Optimizer = Optimizer()
     schedule: Annotated[Schedule, obeys(rules.warms_up)] = Schedule()
@@ -146,6 +147,12 @@ class Recipe(Table):
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints = Checkpoints()
     metrics: Metrics = Metrics()
+
+    @property
+    def vocabulary(self) -> str:
+        """The folder of the tokenizer, or "bytes"."""
+        brought = isinstance(self.model, str) and any(Path(self.model).glob("tokenizer*"))
+        return self.tokenizer or (str(self.model) if brought else "bytes")
 
     def keywords(self) -> dict[str, Any]:
         """What `mw.plan` is asked for."""

@@ -27,7 +27,7 @@ def make_model(recipe: Recipe, tokenizer: Tokenizer) -> nn.Module:
     config.use_cache = False
     sizes = config.get_text_config()
     if sizes.vocab_size < tokenizer.size:
-        rule = f"less than the {tokenizer.size} tokens of the tokenizer, {recipe.tokenizer}; name the model's tokenizer"
+        rule = f"less than the {tokenizer.size} tokens of the tokenizer, {recipe.vocabulary}; name the model's tokenizer"
         raise UsageError(f"model.vocab_size = {sizes.vocab_size} is {rule}")
     model = model_of("model", config, dtype=torch.float32)
     tables = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}

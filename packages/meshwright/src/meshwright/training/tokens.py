@@ -27,19 +27,19 @@ class Tokenizer:
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
     """The tokenizer of a recipe. "bytes": a token is a byte, and byte 0 ends a document. Raises UsageError."""
-    if recipe.tokenizer == "bytes":
+    if recipe.vocabulary == "bytes":
         return Tokenizer(str.encode, 256, 0)
     try:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(recipe.tokenizer)
+        loaded = AutoTokenizer.from_pretrained(recipe.vocabulary)
     except Exception as error:
         raise UsageError(
-            f"tokenizer: {recipe.tokenizer} cannot be read ({error}); give the folder of one"
+            f"tokenizer: {recipe.vocabulary} cannot be read ({error}); give the folder of one"
         ) from error
     if loaded.eos_token_id is None:
         raise UsageError(
-            f"tokenizer: {recipe.tokenizer} has no eos_token to end a document with; give it one"
+            f"tokenizer: {recipe.vocabulary} has no eos_token to end a document with; give it one"
         )
     return Tokenizer(
         lambda text: loaded(text, add_special_tokens=False)["input_ids"], len(loaded), loaded.eos_token_id
@@ -78,7 +78,7 @@ def prepared(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the documents of files, each with its end token, and where each ends; made once for a run's folder."""
     states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(json.dumps([recipe.tokenizer, column, states]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([recipe.vocabulary, column, states]).encode()).hexdigest()
     folder, dtype = (
         Path(recipe.out) / "data" / digest[:16],
         np.uint16 if tokenizer.size <= 1 << 16 else np.uint32,
