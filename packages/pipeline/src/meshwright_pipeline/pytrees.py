@@ -20,6 +20,7 @@ from meshwright_pipeline._torch import pytree
 _NO_STATE = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, partial)
 """Types whose objects have attributes that no call is given to write to."""
 
+_PACKAGE = f"{__name__.partition('.')[0]}."
 _PLAIN = (
     *(
         bool,
@@ -76,12 +77,17 @@ def leaves_of(tree: Any) -> list[Any]:
     return leaves
 
 
+def is_stand_in(value: Any) -> bool:
+    """Whether an object stands for an integer, in a search for repeated units."""
+    return type(value).__module__.startswith(_PACKAGE)
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value, alone or in lists, tuples and dicts, has nothing inside that only one stage could have."""
     return all(
         all(map(is_plain, leaf))
         if issubclass(kind := type(leaf), (set, frozenset))
-        else leaf is None or issubclass(kind, (torch.Tensor, *_PLAIN))
+        else leaf is None or issubclass(kind, (torch.Tensor, *_PLAIN)) or is_stand_in(leaf)
         for leaf in leaves_of(value)
     )
 

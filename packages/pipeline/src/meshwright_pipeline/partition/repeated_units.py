@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.errors import MeshwrightError
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES, hooks_of, pre_hooks_of, tensors_in
 from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.meta_model import SHOWN
@@ -105,11 +106,14 @@ class RepeatedUnitProfiler(Profiler):
             proxies.append(weakref.ref(attributes[name]))
         try:
             result = super().shape(unit, forward, call, device, drawn)
+        except MeshwrightError:
+            raise
         except Exception:
             # the model may need a real integer
             result = None
-        for (attributes, name), value in zip(places, values, strict=True):
-            attributes[name] = value
+        finally:
+            for (attributes, name), value in zip(places, values, strict=True):
+                attributes[name] = value
         # a proxy that is still referenced may be read later
         kept = any(proxy() is not None for proxy in proxies)
         if result is not None and not kept and not seen and dict(_attributes(module)) == before:

@@ -17,14 +17,13 @@ from torch import nn
 
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES
 from meshwright_pipeline.module_state import Place, comparable
-from meshwright_pipeline.pytrees import is_plain, leaves_of, tensors_of
+from meshwright_pipeline.pytrees import is_plain, is_stand_in, tensors_of
 from meshwright_pipeline.trace.profile import Key, Profile, Result
 from meshwright_pipeline.trace.side_outputs import CannotBeCut, part_of
 
 Read = tuple[str, str]
 """A unit, and the label path of its attribute (see side_outputs)."""
 
-_PACKAGE = f"{__name__.partition('.')[0]}."
 _MISSING = object()
 _CONTAINERS = (list, dict, set, deque)
 
@@ -83,11 +82,12 @@ def outside_of(modules: Iterable[tuple[str, nn.Module]]) -> Outside:
 
 
 def _mark(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
         return id(value), value._version
-    if is_plain(value) and not tensors_of(value):
-        return comparable(value)
-    return id(value), *map(id, leaves_of(value))
+    if kind in _CONTAINERS:
+        return comparable(value), *map(id, tensors_of(value))
+    return value if kind in (bool, int, float, str) else id(value)
 
 
 def check_outside(unit: str, before: Outside, after: Outside) -> None:
@@ -187,8 +187,7 @@ class _Watched:
 def _attributes(unit: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in unit.named_modules():
         for name, value in part.__dict__.items():
-            # not what stands for an integer in a search for repeated units
-            if name not in MODULE_ATTRIBUTES and not type(value).__module__.startswith(_PACKAGE):
+            if name not in MODULE_ATTRIBUTES and not is_stand_in(value):
                 yield f"{path}:{name}", value
 
 

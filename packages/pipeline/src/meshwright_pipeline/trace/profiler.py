@@ -75,6 +75,8 @@ class Profiler:
         self.settled = settled
         self._no_meta: set[Hashable] = set()
         """Kinds of units that do not run on the meta device."""
+        inside = {part for unit in units for part in model.get_submodule(unit).modules()}
+        self.around = [(path, part) for path, part in modules_outside(model, units) if part not in inside]
         self.stored: list[tuple[PlainAttributes, Iterable[str]]] = []
         """What the units of a run have stored in attributes; put back after it."""
 
@@ -155,8 +157,9 @@ class Profiler:
 
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         """The result of a unit call, as zeros. `drawn` records its random operations."""
-        stored = PlainAttributes(self.model.get_submodule(unit))
+        stored, outside = PlainAttributes(self.model.get_submodule(unit)), outside_of(self.around)
         result = self._shape(unit, forward, call, device, drawn)
+        check_outside(unit, outside, outside_of(self.around))
         result = replace(result, plain=stored.changed())
         self.stored.append((stored, result.plain))
         return result
@@ -273,10 +276,8 @@ class _ProfiledRun:
             self.of_batch.add(key)
         paused = contextlib.nullcontext() if self.tracer is None else self.tracer.paused()
         containers = pytrees.containers_of((args, kwargs))
-        outside = outside_of(self.around)
         with self.mode.unit(key), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
-        check_outside(key[0], outside, outside_of(self.around))
         self.results[key] = result
         self._put_side_outputs(key, result)
         for path, entry in result.put.items():
