@@ -16,7 +16,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.strategy import PlanRequest
-from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_planner import explain
 from meshwright_planner.clusters.file import write
 from meshwright_planner.clusters.registry import DGX_H100
@@ -55,6 +55,14 @@ def test_parts_of_the_step_add_up(plans: list[ParallelPlan]) -> None:
         assert sum(explained.seconds.values()) == pytest.approx(predicted.step_seconds)
         assert sum(predicted.split.exposed.values()) == pytest.approx(predicted.communication_seconds)
         assert sum(explained.memory.values()) == predicted.total_bytes
+
+
+def test_a_brief_report_is_one_screen_and_ends_with_the_figures(plans: list[ParallelPlan]) -> None:
+    report = explain(plans, cluster=DGX_H100, host=HOST, what_to_buy=False)
+    lines, best = report.brief().splitlines(), plans[0].predicted
+    assert best is not None and len(lines) < 40
+    assert lines[-1].startswith(f"{human_seconds(best.step_seconds)} a step, ") and " tokens/s, " in lines[-1]
+    assert not report.plans[0].upgrades and explain(plans, cluster=DGX_H100, host=HOST).plans[0].upgrades
 
 
 def test_report_data_equals_text(plans: list[ParallelPlan]) -> None:

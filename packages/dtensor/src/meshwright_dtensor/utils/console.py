@@ -16,12 +16,24 @@ _state = random.getstate()
 from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.measure import Measurement  # noqa: E402
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 random.setstate(_state)
 
-__all__ = ["Console", "Table", "as_text", "full_width", "show", "table_of"]
+__all__ = [
+    "Console",
+    "Progress",
+    "SpinnerColumn",
+    "Table",
+    "TextColumn",
+    "TimeElapsedColumn",
+    "as_text",
+    "full_width",
+    "show",
+    "table_of",
+]
 
 
 def table_of(columns: Iterable[str], rows: Iterable[Iterable[object]], right: Collection[str] = ()) -> Table:

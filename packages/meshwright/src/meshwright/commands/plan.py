@@ -11,6 +11,7 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands import options as opt
+from meshwright.commands.progress import progress
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plugins import PlannerSpec
 from meshwright_dtensor.strategy import Planner, PlanRequest
@@ -28,12 +29,15 @@ COMPARED = 5
 @opt.model_options
 @opt.plan_options
 @opt.number("--world-size", help="Ranks to plan for. [default: 1]")
-@opt.number("--top-k", default=1, show_default=True, help="How many plans to show whole, best first.")
+@opt.number("--top-k", default=1, show_default=True, help="How many plans --json and -v show, best first.")
 @opt.file("--output", "-o", help="Save the best plan here.")
 @click.option(
     "--trial", type=click.IntRange(2), help="Run the best so many here for a few steps; the fastest wins."
 )
 @click.option("--compare", metavar="NAMES", help="Also ask these planners, as alpa,mcmc; all in one table.")
+@click.option(
+    "--verbose", "-v", is_flag=True, help="Show plans whole: placements, collectives, other candidates."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, or the list of plans, as JSON.")
 @click.pass_obj
 def command(
@@ -45,6 +49,7 @@ def command(
     output: Path | None,
     trial: int | None,
     compare: str | None,
+    verbose: bool,
     as_json: bool,
 ) -> int:
     """Plan the parallelism of a model from one run on fake tensors; no accelerator is needed."""
@@ -59,11 +64,13 @@ def command(
         top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,
     )
     planners = [request.planner, *(name.strip() for name in (compare or "").split(","))]
-    instance, batch = chosen.source().to_plan(values=RUNS in planners)
-    if compare is not None:
-        return _compare(state, instance, batch, request, planners, as_json)
-    planner: Planner = state.host.get(PlannerSpec, request.planner).load()()
-    plans = planner.plan(instance, batch, request)
+    with progress("loading", as_json) as phase:
+        instance, batch = chosen.source().to_plan(values=RUNS in planners)
+        phase("planning")
+        if compare is not None:
+            return _compare(state, instance, batch, request, planners, as_json)
+        planner: Planner = state.host.get(PlannerSpec, request.planner).load()()
+        plans = planner.plan(instance, batch, request)
     if ranks.rank():
         return 0
     if trial is not None:
@@ -82,11 +89,19 @@ def command(
 
     size = plans[0].world_size
     machine = cluster_of(request.cluster, state.host, size).running(size)
-    click.echo(explain(plans, cluster=machine, host=state.host))
-    for place, plan in enumerate(plans[:top_k], 1):
-        click.echo(f"=== plan {place} ===\n{plan.explain()}")
+    report = explain(plans, cluster=machine, host=state.host, what_to_buy=False)
+    if verbose:
+        click.echo(report)
+        for place, plan in enumerate(plans[:top_k], 1):
+            click.echo(f"=== plan {place} ===\n{plan.explain()}")
+    saved = "PLAN" if output is None else str(output)
+    click.echo(
+        f"-v shows plans whole; meshwright explain {saved} --report: where time and memory go, what to buy next"
+    )
     if output is not None:
         click.echo(f"saved to {output}")
+    if not verbose:
+        click.echo(report.brief(), nl=False)
     return 0
 
 

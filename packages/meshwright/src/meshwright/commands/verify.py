@@ -13,6 +13,7 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands import options as opt
+from meshwright.commands.progress import progress
 from meshwright.sources import loss_of
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy.plan_request import unknown
@@ -94,14 +95,17 @@ def command(
 
     mw.init()
     torch.set_num_threads(1)
-    source = chosen.source()
-    if plan is None:
-        with mw.deferred_init():
-            instance = source.make()
-        instance, plan = opt.apply_request(instance, source.batch, request)
-        del instance
-    checks: Any = {"steps": steps, "optimizer": OPTIMIZERS[optimizer], "tolerance": tolerance}
-    report = mw.verify(source.make, source.batch, plan, **checks, loss=loss_of)
+    with progress("loading", as_json) as phase:
+        source = chosen.source()
+        if plan is None:
+            phase("planning")
+            with mw.deferred_init():
+                instance = source.make()
+            instance, plan = opt.apply_request(instance, source.batch, request)
+            del instance
+        phase(f"comparing {count_of(steps, 'step')} with one device")
+        checks: Any = {"steps": steps, "optimizer": OPTIMIZERS[optimizer], "tolerance": tolerance}
+        report = mw.verify(source.make, source.batch, plan, **checks, loss=loss_of)
     if ranks.rank() == 0:
         click.echo(json.dumps(report.to_dict()) if as_json else report.render())
     ok = report.ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, ClassVar
 
@@ -28,6 +29,8 @@ from meshwright_planner.search.optimality import Proof, settle
 from meshwright_planner.trace.batch import Batch, check_signature, scaled
 from meshwright_planner.trace.recorder.borrow_model import without_garbage_collection
 
+_LOG = logging.getLogger(__name__)
+
 
 class EagerPlanner(Planner):
     """Searches the degrees of every installed strategy. Deterministic: equal requests give equal plans.
@@ -46,10 +49,12 @@ class EagerPlanner(Planner):
     def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         """See Planner.plan."""
         host = self._host or discover()
+        _LOG.info("running %s on tensors without values", type(model).__name__)
         setting = self.setting(model, batch, request, host)
         choice = self.choose(Search(setting, self._rules or default_rules()), request)
         if all(c.excess_bytes for c in choice.ranked):
             raise infeasible(choice.search, sorted(choice.ranked, key=rank))
+        _LOG.info("proving how far the best is from any other")
         ranked, proof = self.proven(choice)
         searched = {axis: strategy.name for axis, strategy in setting.strategies.items()}
         notes, only = list(choice.notes), len(choice.legal) == 1

@@ -14,6 +14,7 @@ from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.console import Table, as_text, full_width, table_of
+from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.recompute.rules import in_words
 from meshwright_planner.reports.plan_view import PlanView, optimality, view_of
@@ -66,13 +67,29 @@ class Report:
     def __str__(self) -> str:
         if not self.plans:
             return "no plans\n"
-        first, table, lines = self.plans[0].plan, _table(self.plans), []
-        title = f"{first.world_size} rank(s) of {first.provenance.cluster or '?'}, one step per rank (comm: exposed communication)"
+        lines = []
         for number, view in enumerate(self.plans, 1):
             details = _details(view, alone=len(self.plans) == 1)
             lines += [f"{number}. {view.name}", *(f"   {line}" for line in details)]
+        return self._compared() + as_text(lines, self.width)
+
+    def brief(self) -> str:
+        """The plans next to each other, and the best one in words; its figures are the last line."""
+        if not self.plans:
+            return "no plans\n"
+        best = self.plans[0]
+        chosen = [f"1. {best.name}", *(f"   {line}" for line in _reasons(best))]
+        return self._compared() + as_text([*chosen, "", _figures(best)], self.width)
+
+    def _compared(self) -> str:
+        """A line on the job, and the table of the plans."""
+        first, table = self.plans[0].plan, _table(self.plans)
+        ranks = count_of(first.world_size, "rank")
+        title = (
+            f"{ranks} of {first.provenance.cluster or '?'}, one step per rank (comm: exposed communication)"
+        )
         # numbers are never cut off, however narrow the output is
-        return as_text([title, table], max(self.width, full_width(table))) + as_text(lines, self.width)
+        return as_text([title, table], max(self.width, full_width(table)))
 
 
 def explain(
@@ -81,6 +98,7 @@ def explain(
     *,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     host: PluginHost | None = None,
+    what_to_buy: bool = True,
 ) -> Report:
     """Plans next to each other, best first: degrees, parts of time and memory, bounds, and why the first one is best.
 
@@ -88,6 +106,7 @@ def explain(
         plans: one plan, or the list that `plan(..., top_k=k)` returned.
         width: columns of the text. A table that needs more gets them.
         cluster: adds links and hardware upgrades: a name, a file or a Cluster, as for `plan`; None leaves them out.
+        what_to_buy: replay each plan on better hardware, which may take longer than the search for the plan.
         host: where schedules and clusters are found; None discovers what is installed.
 
     Returns:
@@ -102,11 +121,34 @@ def explain(
     if cluster is not None and shown:
         size = shown[0].world_size
         machine = cluster_of(cluster, host or discover(), size).running(size)
-    return Report(tuple(view_of(plan, machine, host) for plan in shown), width)
+    return Report(tuple(view_of(plan, machine, host, what_to_buy) for plan in shown), width)
 
 
 def _details(view: PlanView, alone: bool) -> list[str]:
     """The lines of one plan; notes on other plans only where the plan is `alone`."""
+    lines = _reasons(view, alone) + _communication(view.plan, view.links)
+    remarks = (("note", view.elsewhere), ("next to buy", view.next_to_buy))
+    return lines + [f"{name}: {text}" for name, text in remarks if text is not None]
+
+
+def _figures(view: PlanView) -> str:
+    """The step and the memory of a plan in one line."""
+    predicted = view.plan.predicted
+    if predicted is None:
+        return f"{view.name}: nothing was predicted"
+    figures = [f"{human_seconds(predicted.step_seconds)} a step"]
+    batch = view.plan.provenance.batch
+    rows = batch.get("rows", 0)
+    for number, unit in ((rows, "rows"), (rows * batch.get("tokens", 0), "tokens")):
+        if number and predicted.step_seconds:
+            rate = number / predicted.step_seconds
+            figures.append(f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s")
+    limit = f" of {human_bytes(predicted.limit_bytes)}" if predicted.limit_bytes else ""
+    return ", ".join([*figures, f"{human_bytes(predicted.total_bytes)}{limit} on the fullest rank"])
+
+
+def _reasons(view: PlanView, alone: bool = False) -> list[str]:
+    """Why this plan, and the parts of its step and memory; notes on other plans only where it is `alone`."""
     plan, predicted = view.plan, view.plan.predicted
     lines = [n for n in plan.provenance.notes if alone or not n.startswith("also considered")]
     if predicted is not None and predicted.proof is not None:
@@ -121,10 +163,7 @@ def _details(view: PlanView, alone: bool) -> list[str]:
             lines.append("memory: " + ", ".join(f"{part.name} {part.text}" for part in view.memory_parts()))
         if view.memory.get("activations") == 0:
             lines.append(NO_ACTIVATIONS)
-    lines += _recompute_by_stage(plan)
-    lines += _communication(plan, view.links)
-    remarks = (("note", view.elsewhere), ("next to buy", view.next_to_buy))
-    return lines + [f"{name}: {text}" for name, text in remarks if text is not None]
+    return lines + _recompute_by_stage(plan)
 
 
 def _table(views: Sequence[PlanView]) -> Table:

@@ -137,8 +137,13 @@ class PlanView:
         }
 
 
-def view_of(plan: ParallelPlan, cluster: Cluster | None = None, host: PluginHost | None = None) -> PlanView:
-    """The view of a plan; links and upgrades need a cluster. `host`: see `explain`."""
+def view_of(
+    plan: ParallelPlan,
+    cluster: Cluster | None = None,
+    host: PluginHost | None = None,
+    what_to_buy: bool = True,
+) -> PlanView:
+    """The view of a plan; links and upgrades need a cluster. `host`, `what_to_buy`: see `explain`."""
     predicted = plan.predicted
     bound = next((n for n in plan.provenance.notes if n.startswith("bound by ")), "")
     memory = {} if predicted is None else predicted.memory_bytes
@@ -154,6 +159,8 @@ def view_of(plan: ParallelPlan, cluster: Cluster | None = None, host: PluginHost
     links = {c.axis: crossed(plan, c.axis, cluster) for c in plan.collectives}
     view = replace(view, elsewhere=elsewhere(plan, cluster), links=links)
     if predicted is None or predicted.split is None:
+        return view
+    if not what_to_buy:
         return view
     full = predicted.total_bytes > FULL * memory_limit(plan, cluster)
     return replace(view, upgrades=tuple(upgrades(plan, cluster, host)), memory_full=full)

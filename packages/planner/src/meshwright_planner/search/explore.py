@@ -15,6 +15,7 @@ Four facts keep the number of configurations small:
 from __future__ import annotations
 
 import bisect
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.utils.bytesize import human_seconds
+from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.candidate import Candidate, estimated, rank
 from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point, alike, is_number, middle
 from meshwright_planner.evaluation.context import SHARED, ended_by
@@ -30,6 +33,8 @@ from meshwright_planner.placement.ilp import Unsolved
 from meshwright_planner.search.finalists import FEW, SPARE, Estimates, exactly
 from meshwright_planner.search.hill_climb import EXACT, Legal, adjacent, narrowed, refusals, starts, untried
 from meshwright_planner.search.lower_bound import floor_of
+
+_LOG = logging.getLogger(__name__)
 
 SLACK = 1.1
 """A configuration that does not fit is dropped where it is slower than the best by this factor. Another way may be faster."""
@@ -77,6 +82,7 @@ class _Explorer:
         keeps: all combinations are tried, so that estimates are worth keeping for the proof.
         without_recompute: (degrees, way) -> ZeRO stage -> seconds of the step without recompute, and of its sharing.
         tried: (degrees, way) -> its best estimate, None where there is none.
+        among: what is searched, in words.
     """
 
     search: Search
@@ -90,6 +96,7 @@ class _Explorer:
     without_recompute: dict[tuple[object, ...], dict[int, tuple[float, float]]] = field(default_factory=dict)
     tried: dict[tuple[Degrees, Any], Candidate | None] = field(default_factory=dict)
     ended: bool = False
+    among: str = ""
 
     @property
     def late(self) -> bool:
@@ -246,6 +253,8 @@ class _Explorer:
         return self.seconds[place] if place >= 0 else math.inf
 
     def _estimate(self, point: Point) -> Candidate | None:
+        best = f", best {human_seconds(self.seconds[0])} a step" if self.seconds else ""
+        _LOG.info("%s of %s tried%s", count_of(self.estimates, "configuration"), self.among, best)
         try:
             self.estimates += 1
             estimate = self.search.estimate(point, self.bound)
@@ -338,7 +347,7 @@ def explore(search: Search, wanted: int = 1) -> Choice:
         PlanError: strategies refuse every one of them.
     """
     legal = search.combinations()
-    explorer = _Explorer(search, wanted)
+    explorer = _Explorer(search, wanted, among=count_of(len(legal), "combination") + " of degrees")
     narrow = narrowed(search, legal)
     explorer.keeps = len(narrow) == len(legal) <= FEW
     choice = _explored(explorer, legal, narrow)
@@ -370,6 +379,7 @@ def _explored(explorer: _Explorer, legal: Legal, default: Legal) -> Choice:
     estimates = explorer.ranked()
     if not estimates:
         raise explorer.refused[0]
+    _LOG.info("solving the placements of the best exactly")
     exact = exactly(search, estimates, explorer.evaluate, wanted, len(by_key) <= EXACT, explorer.ended)
     if not exact:
         raise explorer.refused[0]
