@@ -103,6 +103,7 @@ def test_tables(suffix: str) -> None:
         ("a.txt", b"\xff\xfe", "no text in UTF-8 .*0xff"),
         ("a.txt", b"short", "has 6 tokens, and a row sequence_length = 8"),
         ("a.jsonl", b'{"text": "a"}\nx\n', "line 2 of a.jsonl is no JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', "line 3 of a.jsonl is no JSON object"),
         ("a.jsonl", b'{"txt": "a"}\n', "'text' of document 0 of a.jsonl is None"),
         ("a.jsonl", b'{"text": [1, 256]}\n', "document 0 has token 256, not one of the 256"),
         ("a.bin", b"abc", "a.bin cannot be read"),

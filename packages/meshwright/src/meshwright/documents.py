@@ -38,15 +38,16 @@ def documents(files: Sequence[Path], column: str) -> Iterator[str | list[int]]:
 
 
 def _lines(file: Path, column: str) -> Iterator[Any]:
-    with open(file, encoding="utf-8") as lines:
+    """The values of a field of the objects in a file of JSONL."""
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                value = json.loads(line).get(column)
+                values = [json.loads(line).get(column)] if line.strip() else []
             except (ValueError, AttributeError) as error:
                 raise UsageError(
                     f"data: line {number} of {file} is no JSON object ({error}); correct it"
                 ) from error
-            yield value
+            yield from values
 
 
 def _rows(file: Path, column: str) -> Iterator[Any]:
