@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+import meshwright as mw
 from meshwright.configs import config_of, model_of
 from meshwright.recipes.rules import is_function
 from meshwright.recipes.schema import Recipe
@@ -53,3 +56,15 @@ def set_rate(recipe: Recipe, optimizer: torch.optim.Optimizer, step: int) -> flo
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
+
+
+def export(recipe: Recipe, folder: str, model: nn.Module, first: bool) -> None:
+    """Write a folder for `from_pretrained`: weights, config and, on the first rank, the tokenizer. Collective."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", None) is False:
+        config.use_cache = True
+    mw.export(folder, model=model)
+    if first and recipe.vocabulary != "bytes":
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(recipe.vocabulary).save_pretrained(folder)

@@ -22,7 +22,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.recipes.schema import Recipe
 from meshwright.sources import loss_of
-from meshwright.training.building import make_model, make_optimizer, set_rate
+from meshwright.training.building import export, make_model, make_optimizer, set_rate
 from meshwright.training.data import IGNORED, Order, identity, in_order, loader_of, rows_of
 from meshwright.training.log import Log, memory
 from meshwright.training.ranks import first_rank_first, largest, signals
@@ -76,7 +76,7 @@ def train(recipe: Recipe, log: Log) -> int:
         if saving is not None:
             saving.wait()
     if recipe.export and not received:
-        mw.export(recipe.export, model=run.model)
+        export(recipe, recipe.export, run.model, first=log.active)
     log.end(done["step"], received)
     return 128 + received if received else 0
 
