@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.ranks import signals
 from meshwright.recipes.reading import read_recipe
 from meshwright.training.log import Log
-from meshwright.training.ranks import signals
 from meshwright_dtensor.plan import ParallelPlan
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one command: which one this process is, starting the others with torchrun, and failing once.
+"""Ranks of one command: which one this process is, starting the others with torchrun, agreeing, and failing once.
 
 A command that runs on several ranks is started either by torchrun (the environment then holds RANK and WORLD_SIZE) or
 by itself: `launch` is torchrun's own entry point, called in this process so that the ranks' exit code is not lost.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.names import count_of
+
+T = TypeVar("T")
 
 MAX_LOCAL_RANKS = 64
 
@@ -85,6 +88,53 @@ def launch(size: int, arguments: Sequence[str], module: str = "meshwright", grac
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def first_rank_first(work: Callable[[], T]) -> T:
+    """What `work` returns, on every rank, after it was done on rank 0: the others find the files that it wrote."""
+    import torch.distributed as dist
+
+    first, failed = dist.get_rank() == 0, list[Exception | None]([None])
+    if first:
+        try:
+            result = work()
+        except Exception as error:
+            failed = [error]
+    dist.broadcast_object_list(failed, src=0)
+    if failed[0] is not None:
+        raise failed[0]
+    return result if first else work()
+
+
+def largest(*values: float) -> tuple[int, ...]:
+    """The largest of each value on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tuple(int(value) for value in tensor.tolist())
+
+
+@contextmanager
+def signals() -> Iterator[Callable[[], int]]:
+    """Inside, SIGINT (Ctrl-C) and SIGTERM do nothing but set what the function returns: the signal, or 0.
+
+    A rank whose launcher was killed, and which nobody would end, has SIGTERM too.
+    """
+    arrived: list[int] = []
+    watched, launcher = (signal.SIGINT, signal.SIGTERM), os.getppid()
+    before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in watched]
+
+    def received() -> int:
+        alone = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher
+        return max(arrived, default=signal.SIGTERM if alone else 0)
+
+    try:
+        yield received
+    finally:
+        for number, handler in zip(watched, before, strict=True):
+            signal.signal(number, handler)
 
 
 def fail(message: str, code: int, data: str | None = None) -> NoReturn:

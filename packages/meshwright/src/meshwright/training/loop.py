@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.ranks import first_rank_first, largest, signals
 from meshwright.recipes.schema import Recipe
 from meshwright.sources import loss_of
 from meshwright.training.building import export, make_model, make_optimizer, set_rate
 from meshwright.training.data import IGNORED, Order, identity, in_order, loader_of, rows_of
 from meshwright.training.log import Log, memory
-from meshwright.training.ranks import first_rank_first, largest, signals
 from meshwright.training.tokens import tokenizer_of
 from meshwright_dtensor.errors import UsageError
 
