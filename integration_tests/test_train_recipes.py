@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.recipes.reading import read_recipe
 from meshwright.training.data import Order, loader_of, rows_of
 from meshwright.training.tokens import tokenizer_of
+from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 SOURCES = f"{sysconfig.get_path('stdlib')}/a*.py"
@@ -142,5 +143,9 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(rank_pool: RankPool, tm
     done = run_on(rank_pool, 2, [*arguments, "plan.pp=2"], tmp_path)
     assert f"from step {step} to 6" in done[0].stderr and json.loads(done[0].stdout)["signal"] == 0
     resumed = losses(tmp_path)
+    with pytest.raises(
+        UsageError, match="run is a run with seed = 0, not 1: a run goes on with the same rows"
+    ):
+        run_on(rank_pool, 1, [*arguments, "seed=1"], tmp_path)
     run_on(rank_pool, 1, [*arguments, f"out={tmp_path / 'whole' / 'run'}"], tmp_path)
     assert resumed == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)

@@ -158,12 +158,11 @@ def on(device: torch.device, batch: Batch) -> Batch:
 
 def same_data(before: dict[str, int], now: dict[str, int], recipe: Recipe) -> dict[str, int]:
     """What was done before, if the run can go on with the same rows in the same order. Raises UsageError."""
-    for name, value in now.items():
-        if name not in ("step", "rows_seen") and before[name] != value:
-            rule = (
-                "a run goes on with the same rows in the same order; give the earlier value, or another out"
-            )
-            raise UsageError(
-                f"{recipe.out} was trained with {name} = {before[name]}, and now it is {value}: {rule}"
-            )
+    names = [name for name in ("sequence_length", "seed") if before[name] != now[name]]
+    cause = ", ".join(f"{name} = {before[name]}, not {now[name]}" for name in names)
+    if not cause and (before["data"], before["rows"]) != (now["data"], now["rows"]):
+        cause = "other data, or another tokenizer or packing"
+    if cause:
+        rule = "a run goes on with the same rows in the same order; restore that, or give another out"
+        raise UsageError(f"{recipe.out} is a run with {cause}: {rule}")
     return before
