@@ -66,3 +66,29 @@ def check(rank: int, size: int, pins: dict[str, Any]) -> list[str]:
 def test_frozen_between_steps(rank_pool: RankPool, pins: dict[str, Any]) -> None:
     for wrong in rank_pool.run(4, check, pins, timeout=150):
         assert not wrong
+
+
+def frozen_inside_of_a_step(rank: int, size: int, pins: dict[str, Any]) -> list[Any]:
+    """The gradients on one device and on many, of a loss that is older than a call of the model with frozen parts.
+
+    PEFT does so where another adapter, the reference of DPO, computes between the forward and the backward pass.
+    """
+    batch = CASES["gpt2"].batch()
+    gradients = []
+    for model in one_and_many(CASES["gpt2"].model, batch, **pins):
+        torch.manual_seed(0)
+        loss = model(**batch).loss
+        model.transformer.h.requires_grad_(False)
+        with torch.no_grad():
+            model(**batch)
+        model.transformer.h.requires_grad_(True)
+        loss.backward()
+        gradients.append([None if p.grad is None else whole(p.grad) for p in model.parameters()])
+    return gradients
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"zero": 3}], ids=str)
+def test_frozen_between_forward_and_backward(rank_pool: RankPool, pins: dict[str, Any]) -> None:
+    for expected, many in rank_pool.run(2, frozen_inside_of_a_step, pins):
+        for value, other in zip(expected, many, strict=True):
+            assert float((value - other).abs().max()) <= LIMIT * float(value.abs().max())

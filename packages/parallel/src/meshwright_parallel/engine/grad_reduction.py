@@ -55,8 +55,11 @@ class DataReduction:
         self._parameters = [e for e in unique.values() if e[2] or unsharded_of(e[1]) is not None]
         used = {axis for name, p, partial in self._parameters for axis in _slot(name, p, partial).all_axes}
         self.axes = tuple(a for a in sizes if a in used)
-        self._handles: list[RemovableHandle] = []
+        # by place in _parameters: the leaf whose gradient is watched, from when it first requires one
+        self._watched: dict[int, tuple[torch.Tensor, list[RemovableHandle]]] = {}
         self._slots: list[Slot] = []
+        # place in _parameters -> index of its slot
+        self._slot_at: dict[int, int] = {}
         self._unsharded: list[UnshardedParameter | None] = []
         self._buckets: list[Bucket] = []
         self._leaves: list[tuple[torch.Tensor, bool]] = []
@@ -82,53 +85,79 @@ class DataReduction:
 
         Raises UnsupportedError: a gradient has a user's hook, which would get one rank's part of it.
         """
-        for (previous, required), (name, parameter, _) in zip(self._leaves, self._parameters, strict=True):
-            leaf = leaf_of(parameter)
-            if leaf is not previous or leaf.requires_grad != required:
-                self._install()
-                break
+        self._follow()
+        for (leaf, _), (name, _, _) in zip(self._leaves, self._parameters, strict=True):
             if core.gradient_hooks(leaf) > 2:
                 raise UnsupportedError(
                     f"parameter {name!r} has a gradient hook, which would run before the sum over ranks, on this rank's part "
                     "of the gradient; read or change .grad after backward() instead"
                 )
 
+    def _follow(self) -> None:
+        for (previous, required), (_, parameter, _) in zip(self._leaves, self._parameters, strict=True):
+            leaf = leaf_of(parameter)
+            if leaf is not previous or leaf.requires_grad != required:
+                self._install()
+                break
+
     def remove(self) -> None:
         """Remove all hooks: gradients stay partial from now on."""
-        for handle in self._handles:
+        for place in list(self._watched):
+            self._unwatch(place)
+
+    def _unwatch(self, place: int) -> None:
+        for handle in self._watched.pop(place)[1]:
             handle.remove()
-        self._handles.clear()
 
     def _install(self) -> None:
-        self.remove()
         self._forget_pass()
         self._leaves = [(leaf_of(p), p.requires_grad) for _, p, _ in self._parameters]
-        self._slots = [_slot(name, p, axes) for name, p, axes in self._parameters if p.requires_grad]
-        self._unsharded = [unsharded_of(p) for _, p, _ in self._parameters if p.requires_grad]
+        trained = [place for place, (_, required) in enumerate(self._leaves) if required]
+        self._slot_at = {place: index for index, place in enumerate(trained)}
+        self._slots = [_slot(*self._parameters[place]) for place in trained]
+        self._unsharded = [unsharded_of(self._parameters[place][1]) for place in trained]
         for index, slot in enumerate(self._slots):
             slot.index = index
         # the last parameter usually has the first gradient; the first pass shows the true order
         self._buckets = make_buckets(self._slots[::-1], self.bucket_sizes)
         self._ordered = False
-        for slot in self._slots:
-            self._handles.append(slot.leaf.register_hook(self._before(slot)))
-            self._handles.append(slot.leaf.register_post_accumulate_grad_hook(_after(self, slot.index)))
+        for place, slot in zip(trained, self._slots, strict=True):
+            self._watch(place, slot.leaf)
+
+    def _watch(self, place: int, leaf: torch.Tensor) -> None:
+        """Once and for all: a graph may be older than a change of `requires_grad` that is undone before its backward pass."""
+        if place in self._watched:
+            if self._watched[place][0] is leaf:
+                return
+            self._unwatch(place)
+        before = leaf.register_hook(self._before(place, leaf))
+        self._watched[place] = leaf, [before, leaf.register_post_accumulate_grad_hook(_after(self, place))]
+
+    def _slot_of(self, place: int) -> Slot | None:
+        """None of a parameter that requires no gradient, which autograd does not accumulate either."""
+        index = self._slot_at.get(place)
+        return None if index is None else self._slots[index]
 
     # ------------------------------------------------------------------------------------ hooks of a leaf
-    def _before(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        leaf, index = slot.leaf, slot.index
-
+    def _before(self, place: int, leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor | None]:
         def before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
             # torch.autograd.grad accumulates nothing, and returns this sum
             if gradient_is_captured():
+                if place not in self._slot_at:
+                    self._follow()
+                slot = self._slots[self._slot_at[place]]
                 # create_graph=True: a partial sum, which autograd completes where it is used
                 return None if torch.is_grad_enabled() else self._sum_now(slot, gradient)
             if torch.is_grad_enabled():
                 raise UnsupportedError(
-                    f"backward(create_graph=True) would put the gradient of {slot.name!r}, which is summed over ranks, and its "
-                    "graph into .grad; use torch.autograd.grad(loss, parameters, create_graph=True)"
+                    f"backward(create_graph=True) would put the gradient of {self._parameters[place][0]!r}, which is summed over "
+                    "ranks, and its graph into .grad; use torch.autograd.grad(loss, parameters, create_graph=True)"
                 )
             self._begin_pass()
+            trained = self._slot_of(place)
+            if trained is None:
+                return None
+            slot, index = trained, trained.index
             # twice in one pass (reentrant checkpointing): finish the first
             if index in self._priors:
                 self._finish()
@@ -176,6 +205,7 @@ class DataReduction:
         if self._running is not None and self._running() is not None:
             # the same pass, or a nested one
             return
+        self._follow()
         self._forget_pass()
 
         def end_of_backward() -> None:
@@ -252,7 +282,7 @@ def _slot(name: str, parameter: torch.Tensor, axes: Axes) -> Slot:
     return Slot(name, unsharded.leaf(), rest, stored, unsharded.axis, unsharded.shards, unsharded.group.index)
 
 
-def _after(engine: DataReduction, index: int) -> Callable[[torch.Tensor], None]:
+def _after(engine: DataReduction, place: int) -> Callable[[torch.Tensor], None]:
     """The hook after accumulation; it refers to the engine weakly.
 
     The garbage collector does not see hooks of this kind, so a cycle through one would never be freed. The hook before
@@ -262,8 +292,9 @@ def _after(engine: DataReduction, index: int) -> Callable[[torch.Tensor], None]:
 
     def after_accumulation(leaf: torch.Tensor) -> None:
         engine = reference()
-        if engine is not None:
-            engine._arrived(engine._slots[index])
+        slot = None if engine is None else engine._slot_of(place)
+        if engine is not None and slot is not None:
+            engine._arrived(slot)
 
     return after_accumulation
 
