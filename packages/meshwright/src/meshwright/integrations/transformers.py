@@ -9,10 +9,11 @@ class SFTTrainer(ParallelTrainer, trl.SFTTrainer): ...
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,7 @@ class ParallelTrainer(Base):
             super()._move_model_to_device(model, device)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.train()
         self._make_parallel(self.get_train_dataloader)
         return super()._inner_training_loop(*args, **kwargs)
 
@@ -101,12 +103,26 @@ class ParallelTrainer(Base):
             return
         # the loop reads this batch again, with the same numbers
         streams = rng.state()
-        batch = next(iter(loader()))
+        batch = self._call_of(next(iter(loader())))
         rng.restore(streams)
         if isinstance(self._parallel, ParallelPlan):
             parallelize(self.model, self._parallel, batch=batch)
         else:
             auto_parallelize(self.model, batch, **(self._parallel or {}))
+
+    def _call_of(self, batch: Any) -> Any:
+        """What the trainer calls the model with for a batch of its data loader."""
+        inputs = self._prepare_inputs(batch)
+        count = self._get_num_items_in_batch([inputs], self.args.device)
+        hook = self.model.register_forward_pre_hook(_tell_call, prepend=True, with_kwargs=True)
+        try:
+            # which may take something out
+            self.compute_loss(self.model, dict(inputs), num_items_in_batch=count)
+        except _Called as call:
+            return call.batch
+        finally:
+            hook.remove()
+        return inputs
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """See transformers."""
@@ -155,6 +171,21 @@ class ParallelTrainer(Base):
 
 
 __getattr__ = subclass_on_first_use("Trainer", ParallelTrainer, "transformers")
+
+
+class _Called(BaseException):
+    """Ends a call of the model before it begins. `batch`: its arguments, as a batch."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self.batch = batch
+
+
+def _tell_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    if args and kwargs:
+        names = inspect.signature(model.forward).bind_partial(*args).arguments
+        args, kwargs = (), {**names, **kwargs}
+    raise _Called(args or kwargs)
 
 
 def _join_groups(optimizer: torch.optim.Optimizer, model: nn.Module, decayed: set[str], decay: float) -> None:
