@@ -173,7 +173,7 @@ class Switching(nn.Module):
         super().__init__()
         self.seen: dict[str, list[str]] = {"words": ["a"]}
         here = [self.seen] if inside else []
-        self.layers = nn.ModuleList(Switches(here) for _ in range(4))
+        self.layers = nn.ModuleList(Switches([*here]) for _ in range(4))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = x * len(self.seen["words"])
@@ -195,6 +195,54 @@ class Switches(nn.Module):
         for seen in self.here:
             seen["words"].append("c")
         return torch.tanh(self.linear(x))
+
+
+class Common(nn.Module):
+    """The first layer leaves something of its values in an object, and the last layer or the model takes it there."""
+
+    def __init__(
+        self, keep: Callable[[Any, Tensor], None], take: Callable[[Any], Any], made: Any, last: bool
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Keeps(keep, take, made, place, last) for place in range(4))
+        self.take = None if last else lambda: take(made)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.square().mean()
+        return {"loss": loss + self.take().mean() if self.take is not None else loss}
+
+
+class Keeps(nn.Module):
+    """Keeps where it is the first, and takes where it is the last, if layers take at all."""
+
+    def __init__(self, keep: Any, take: Any, made: Any, place: int, last: bool) -> None:
+        super().__init__()
+        self.linear, self.keep, self.take, self.made = nn.Linear(WIDTH, WIDTH), keep, take, made
+        self.first, self.last = place == 0, place == 3 and last
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.first:
+            self.keep(self.made, y)
+        return y * self.take(self.made) if self.last else y
+
+
+class Table:
+    """A class that everybody sees."""
+
+    held: list[Tensor]
+
+
+def holds(made: Any, y: Tensor) -> None:
+    """In the class."""
+    Table.held = [y.square()]
+
+
+def counts(made: Any, y: Tensor) -> None:
+    """A number."""
+    made["number"] = 2.0
 
 
 def appended(layer: Any, x: Tensor) -> list[int]:
@@ -228,6 +276,18 @@ REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = MappingProxyType(
         "attributes of the model": (
             lambda: Switching(inside=True),
             "module 'layers.0' writes to 'seen' of the model in its forward",
+        ),
+        "classes, taken by a layer": (
+            lambda: Common(holds, lambda made: Table.held[0], None, last=True),
+            "and module 'layers.3' reads it there",
+        ),
+        "classes, taken by the model": (
+            lambda: Common(holds, lambda made: Table.held[0], None, last=False),
+            "and code outside of it reads it there",
+        ),
+        "dicts of several layers": (
+            lambda: Common(counts, lambda made: made.get("number", 1.0), {}, last=True),
+            "module 'layers.0' writes to 'layers.0.made', which modules share, in its forward",
         ),
         "any object in attributes": (
             lambda: Measured(lambda layer, x: Opaque(x.shape), lambda made: made.x[1]),

@@ -126,6 +126,21 @@ def attribute_tensors(leaf: Any) -> list[torch.Tensor]:
 ATTRIBUTES = "."
 """The place of the attributes of an object in a path."""
 
+
+def tensors_within(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a tree, and those in attributes of its objects and of the objects there."""
+    seen: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        value = waiting.pop()
+        for leaf in leaves_of(value):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif id(leaf) not in seen and not issubclass(type(leaf), _NO_STATE):
+                seen.add(id(leaf))
+                waiting.append(dict(getattr(leaf, "__dict__", {})))
+
+
 Containers = dict[tuple[Any, ...], Any]
 """Lists and dicts by their path in a tree."""
 

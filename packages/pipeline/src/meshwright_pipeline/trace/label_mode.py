@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ _READS_PARAMETERS = (
     "without pp"
 )
 
+_HIDDEN = (
+    "module {!r} leaves a tensor where no other stage has it (a global list, an object or a list that modules share, a class), and "
+    "{} reads it there. Return it, keep it in an attribute of the module, or plan without pp"
+)
+
 _SHAPE_ONLY = frozenset(
     "empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full rand_like randn_like "
     "is_same_size is_set_to".split()
@@ -51,6 +56,10 @@ class LabelMode(TorchDispatchMode):
         # of what code between units has turned into numbers; all that follows may depend on them
         self.numbers = NO_LABELS
         self._depth = 0
+        # tensors that a unit has computed -> the unit; those of code between units are others, with labels
+        self._computed = WeakTensorKeys()
+        # made of no other tensors
+        self._constant = WeakTensorKeys()
         # the tensors are kept, so that no other tensor gets their memory
         self._returned: dict[int, tuple[Tensor, Label]] = {}
         # what was written to a view is in its base, and in all other views
@@ -83,6 +92,7 @@ class LabelMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if call := collective_of(func, args):
             raise UnsupportedError(OF_A_GROUP.format(f"module {self.key[0] or 'the model'!r}", call))
+        self._check_given(args, kwargs)
         if not (self.meta or self._depth) and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
             raise RuntimeError("parameters of units are read between units")
         random = _torch.draws(func, args, kwargs)
@@ -96,9 +106,35 @@ class LabelMode(TorchDispatchMode):
             self.draws.note(self.key, func, args, kwargs, result)
             if self.chance is not None and not self._depth and result.numel() == 1:
                 result.fill_(self.chance)
-        if not self._depth:
+        if self._depth:
+            self._note_computed(func, args, kwargs, result)
+        else:
             self._label(func, args, kwargs, result)
         return result
+
+    def _note_computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the tensors that a unit computes from others; those made from none (a mask), every stage may make too."""
+        given = tensors_of((args, kwargs))
+        if given and not all(tensor in self._constant for tensor in given):
+            computed = [] if func._schema.is_mutable else tensors_of(result)
+            for tensor in computed:
+                self._computed[tensor] = self.key[0]
+        elif not func._schema.is_mutable:
+            for tensor in tensors_of(result):
+                self._constant[tensor] = True
+
+    def _check_given(self, args: Any, kwargs: Any) -> None:
+        """Raise CannotBeCut if a tensor was computed inside of another unit, and has not been handed out by it."""
+        for tensor in tensors_of((args, kwargs)):
+            unit = self._computed.get(tensor, self.key[0])
+            if unit != self.key[0]:
+                reader = f"module {self.key[0]!r}" if self._depth else "code outside of it"
+                raise CannotBeCut(_HIDDEN.format(unit, reader))
+
+    def hand_out(self, tensors: Iterable[Tensor]) -> None:
+        """Others may use these tensors of units: each stage has its part of a cache."""
+        for tensor in tensors:
+            self._computed.pop(tensor, None)
 
     def _label(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Label the result of an operation between units."""

@@ -10,6 +10,9 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from logging import Logger
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -26,6 +29,9 @@ Read = tuple[str, str]
 
 _MISSING = object()
 _CONTAINERS = (list, dict, set, deque)
+_SHARED = "="
+"""In place of the path of a module, for objects that several units have."""
+_STATELESS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, partial, Logger)
 
 
 class PlainAttributes:
@@ -71,9 +77,22 @@ Outside = dict[Place, tuple[Any, Any]]
 """Attributes of modules outside of units: the value, and what changes where it is written to."""
 
 
-def outside_of(modules: Iterable[tuple[str, nn.Module]]) -> Outside:
-    """The attributes and buffers of modules."""
-    return {
+def shared_objects(model: nn.Module, units: Iterable[str]) -> dict[str, Any]:
+    """Objects, lists and dicts in attributes of several units, by the path of one of these attributes."""
+    held: dict[int, tuple[set[str], str, Any]] = {}
+    for unit in units:
+        for at, value in _attributes(model.get_submodule(unit)):
+            kind = type(value)
+            if kind in _CONTAINERS or (hasattr(value, "__dict__") and not issubclass(kind, _STATELESS)):
+                path = ".".join(part for part in (unit, *at.split(":")) if part)
+                held.setdefault(id(value), (set(), path, value))[0].add(unit)
+    return {path: value for owners, path, value in held.values() if len(owners) > 1}
+
+
+def outside_of(modules: Iterable[tuple[str, nn.Module]], shared: Mapping[str, Any]) -> Outside:
+    """The attributes and buffers of modules, and objects that units share."""
+    objects = {(_SHARED, path): (value, comparable(value)) for path, value in shared.items()}
+    return objects | {
         (path, name): (value, _mark(value))
         for path, part in modules
         for name, value in (*part.__dict__.items(), *part._buffers.items())
@@ -94,9 +113,10 @@ def check_outside(unit: str, before: Outside, after: Outside) -> None:
     """Raise CannotBeCut if the call of a unit has written to modules outside of units, which other stages have too."""
     for at in (*before, *after):
         if at not in before or at not in after or before[at][1] != after[at][1]:
-            where = f"module {at[0]!r}" if at[0] else "the model"
+            where = f" of module {at[0]!r}" if at[0] else " of the model"
+            where = ", which modules share," if at[0] == _SHARED else where
             raise CannotBeCut(
-                f"module {unit!r} writes to {at[1]!r} of {where} in its forward, and other stages would not have it. Return it, "
+                f"module {unit!r} writes to {at[1]!r}{where} in its forward, and other stages would not have it. Return it, "
                 "keep it in an attribute of the module, or plan without pp"
             )
 

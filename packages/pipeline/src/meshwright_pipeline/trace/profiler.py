@@ -36,6 +36,7 @@ from meshwright_pipeline.trace.plain_attributes import (
     Read,
     check_outside,
     outside_of,
+    shared_objects,
 )
 from meshwright_pipeline.trace.profile import BETWEEN, PARAMETERS, Key, Label, Profile, Result
 from meshwright_pipeline.trace.rng_replay import DrawLog
@@ -77,6 +78,7 @@ class Profiler:
         """Kinds of units that do not run on the meta device."""
         inside = {part for unit in units for part in model.get_submodule(unit).modules()}
         self.around = [(path, part) for path, part in modules_outside(model, units) if part not in inside]
+        self.shared = shared_objects(model, units)
         self.stored: list[tuple[PlainAttributes, Iterable[str]]] = []
         """What the units of a run have stored in attributes; put back after it."""
 
@@ -157,9 +159,12 @@ class Profiler:
 
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         """The result of a unit call, as zeros. `drawn` records its random operations."""
-        stored, outside = PlainAttributes(self.model.get_submodule(unit)), outside_of(self.around)
+        stored, outside = (
+            PlainAttributes(self.model.get_submodule(unit)),
+            outside_of(self.around, self.shared),
+        )
         result = self._shape(unit, forward, call, device, drawn)
-        check_outside(unit, outside, outside_of(self.around))
+        check_outside(unit, outside, outside_of(self.around, self.shared))
         result = replace(result, plain=stored.changed())
         self.stored.append((stored, result.plain))
         return result
@@ -278,6 +283,7 @@ class _ProfiledRun:
         containers = pytrees.containers_of((args, kwargs))
         with self.mode.unit(key), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
+        self.mode.hand_out(pytrees.tensors_within((args, kwargs)))
         self.results[key] = result
         self._put_side_outputs(key, result)
         for path, entry in result.put.items():
