@@ -34,6 +34,17 @@ def main() -> None:
             )
             print(f"| {name}, {'float32' if option == 'no' else option} | {' | '.join(cells)} |", flush=True)
         with suppress(ImportError):
+            from . import fabric_script
+
+            for option in LIMITS:
+                place = Path(folder) / f"fabric {option}"
+                exact = fabric_script.one_device(option, place)
+                cells = _cells(pool, fabric_script, option, exact, place, resumes=False)
+                print(
+                    f"| Lightning Fabric, {'float32' if option == 'no' else option} | {' | '.join(cells)} |",
+                    flush=True,
+                )
+        with suppress(ImportError):
             from . import trl_script
 
             for method, name in {"SFT": "TRL SFTTrainer", "DPO": "TRL DPOTrainer with LoRA"}.items():
