@@ -26,6 +26,7 @@ _DEEP = 4
 _PRINTED = (float, complex, range, slice, torch.dtype, torch.device)
 """Types whose text tells the whole value."""
 
+_HASHED = (bool, int, float, str, bytes)
 _LISTS = (list, tuple, deque)
 _OPAQUE = (type, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
 
@@ -55,7 +56,7 @@ def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
         parameters, buffers = tensors_in(part)
         attributes = {name: value for name, value in part.__dict__.items() if name not in MODULE_ATTRIBUTES}
         for name, value in (attributes | parameters | buffers).items():
-            state[path, name] = comparable(value, 0, seen)
+            state[path, name] = comparable(value, seen, values=True)
     return state
 
 
@@ -65,11 +66,14 @@ def changed_places(before: State, after: State) -> list[Place]:
     return [at for at in places if at not in before or at not in after or before[at] != after[at]]
 
 
-def comparable(value: Any, depth: int = 0, seen: dict[int, Any] | None = None) -> Any:
-    """A value that differs from another one if the original was changed. `seen`: containers and objects by id."""
+def comparable(value: Any, seen: dict[int, Any] | None = None, values: bool = False, depth: int = 0) -> Any:
+    """A value that differs from another one if the original was changed.
+
+    seen: containers and objects by id. values: compare the values of tensors too, not only their shapes.
+    """
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
-        ordinary = not value.is_meta and value.numel() <= LARGE
+        ordinary = values and not value.is_meta and value.numel() <= LARGE
         return TensorValues(value) if ordinary else (torch.Tensor, value.shape)
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return type(value), value
@@ -86,16 +90,18 @@ def comparable(value: Any, depth: int = 0, seen: dict[int, Any] | None = None) -
     if id(value) not in seen:
         # in case it contains itself
         seen[id(value)] = type(value)
-        seen[id(value)] = _contents(value, depth, seen)
+        seen[id(value)] = _contents(value, seen, values, depth + 1)
     return seen[id(value)]
 
 
-def _contents(value: Any, depth: int, seen: dict[int, Any]) -> Any:
+def _contents(value: Any, seen: dict[int, Any], values: bool, depth: int) -> Any:
     if isinstance(value, _LISTS):
-        return type(value), *(comparable(item, depth + 1, seen) for item in value)
+        return type(value), *(comparable(item, seen, values, depth) for item in value)
     if isinstance(value, (set, frozenset)):
-        return type(value), len(value)
+        return type(value), len(value), frozenset(item for item in value if isinstance(item, _HASHED))
     entries = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
     if not isinstance(entries, Mapping):
         return type(value)
-    return type(value), *(tuple(comparable(x, depth + 1, seen) for x in entry) for entry in entries.items())
+    return type(value), *(
+        tuple(comparable(x, seen, values, depth) for x in entry) for entry in entries.items()
+    )

@@ -131,6 +131,11 @@ class LabelMode(TorchDispatchMode):
                 reader = f"module {self.key[0]!r}" if self._depth else "code outside of it"
                 raise CannotBeCut(_HIDDEN.format(unit, reader))
 
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """All stages have these tensors, and can compute what depends on them alone."""
+        for tensor in tensors:
+            self._constant[tensor] = True
+
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
         """Others may use these tensors of units: each stage has its part of a cache."""
         for tensor in tensors:

@@ -112,7 +112,9 @@ def _mark(value: Any) -> Any:
 def check_outside(unit: str, before: Outside, after: Outside) -> None:
     """Raise CannotBeCut if the call of a unit has written to modules outside of units, which other stages have too."""
     for at in (*before, *after):
-        if at not in before or at not in after or before[at][1] != after[at][1]:
+        (old, was), (new, now) = before.get(at, (None, None)), after.get(at, (None, None))
+        # a tensor that is made once (a mask), every stage makes where it needs it
+        if was != now and not (old is None and isinstance(new, torch.Tensor)):
             where = f" of module {at[0]!r}" if at[0] else " of the model"
             where = ", which modules share," if at[0] == _SHARED else where
             raise CannotBeCut(

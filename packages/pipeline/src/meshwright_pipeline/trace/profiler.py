@@ -228,6 +228,8 @@ class _ProfiledRun:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
         """Run the model, and return what was recorded."""
         self._label_inputs(args, kwargs)
+        for _, part in self.profiler.around:
+            self.mode.hold((*part.parameters(recurse=False), *part.buffers(recurse=False)))
         side_outputs.check_backward_hooks(self.model, self.units)
         writes = StateWrites(self.model, self.units)
         children = {module: dict(module._modules) for module in self.model.modules()}
