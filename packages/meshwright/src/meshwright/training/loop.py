@@ -27,6 +27,7 @@ from meshwright.training.building import export, make_model, make_optimizer, set
 from meshwright.training.data import IGNORED, Order, identity, in_order, loader_of, rows_of
 from meshwright.training.log import Log, memory
 from meshwright.training.tokens import tokenizer_of
+from meshwright_checkpoint.state import rng
 from meshwright_dtensor.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
@@ -132,8 +133,9 @@ def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:
 
 
 def evaluate(run: Run) -> float:
-    """The mean loss over the batches that are held out."""
+    """The mean loss over the batches that are held out; training goes on with the random numbers that it had."""
     total = seen = 0.0
+    streams = rng.state()
     training = [module for module in run.model.modules() if module.training]
     run.model.eval()
     with torch.no_grad():
@@ -143,6 +145,8 @@ def evaluate(run: Run) -> float:
             seen += share
     for module in training:
         module.training = True
+    # the checkpoint of this step is written already, and a run without an evaluation draws none
+    rng.restore(streams)
     return total / seen
 
 

@@ -1,0 +1,45 @@
+"""The parts of the trainer's loop that need no ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from meshwright.recipes.reading import read_recipe
+from meshwright.recipes.schema import Recipe
+from meshwright.training.loop import Run, evaluate
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A recipe in the current folder, which has a text."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("to be, or not to be")
+    return read_recipe(["model.model_type=gpt2", "steps=4", "data=text.txt", "out=run"])
+
+
+class Noisy(nn.Module):
+    """Draws random numbers whether it is trained or not."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"loss": x.sum() + torch.rand(()) + random.random() + np.random.rand()}
+
+
+def test_training_has_the_same_random_numbers_after_an_evaluation(recipe: Recipe) -> None:
+    model = Noisy()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    run = Run(recipe, torch.device("cpu"), model, optimizer, iter([]), [{"x": torch.ones(2)}] * 2, {})
+    drawn = []
+    for evaluated in (False, True):
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(3)
+        if evaluated:
+            assert evaluate(run) > 2 and model.training
+        drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]
