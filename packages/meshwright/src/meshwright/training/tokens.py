@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,20 @@ def check_tokens(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> None:
         raise UsageError(f"data: {where} has token {wrong}, {rule}; name the tokenizer that made the tokens")
 
 
+def as_tokens(ids: Any, where: str, column: str) -> np.ndarray:
+    """The tokens of a document as integers of shape (n,), which bytes and lists of integers are. Raises UsageError."""
+    try:
+        array = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids)
+    except ValueError:
+        # lists of different lengths
+        array = np.empty((0, 0))
+    if array.ndim == 1 and (array.dtype.kind in "iu" or not len(array)):
+        return array if len(array) else array.astype(np.int64)
+    wrong = next((item for item in ids if type(item) is not int), ids)
+    rule = "its tokens are one list of integers; set data.column to such a one, or to one of text"
+    raise UsageError(f"data: {column!r} of {where} has {wrong!r:.60}, a {type(wrong).__name__}: {rule}")
+
+
 def tokens_of(file: Path, dtype: str | None) -> np.ndarray:
     """The tokens of a file, which stay on the disk: numpy's .npy, or .bin without a header. Raises UsageError."""
     try:
@@ -91,7 +106,7 @@ def prepared(
         with open(folder / "tokens.bin", "wb") as target:
             for document in documents(files, column):
                 ids = tokenizer.encode(document) if isinstance(document, str) else document
-                array = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids, np.int64)
+                array = as_tokens(ids, f"document {len(lengths)}", column)
                 check_tokens(array, tokenizer, f"document {len(lengths)}")
                 target.write(np.append(array, tokenizer.end).astype(dtype).tobytes())
                 lengths.append(len(array) + 1)
