@@ -81,6 +81,10 @@ WRONG: dict[str, tuple[str, list[str]]] = {
         'data = "tokens.bin"\npacking = false',
         ["packing: files of tokens have no documents"],
     ),
+    "documents of tokens to evaluate": (
+        'packing = false\nevaluation.data = ["text.txt", "tokens.bin"]',
+        ["evaluation: files of tokens in its data have no documents"],
+    ),
     "no model_type": ("model = {n_layer = 2}", ["model: a table is a config of transformers", "model_type"]),
     "a dtype of the model": (
         'model = {model_type = "gpt2", dtype = "bfloat16"}',

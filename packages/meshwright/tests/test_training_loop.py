@@ -43,3 +43,15 @@ def test_training_has_the_same_random_numbers_after_an_evaluation(recipe: Recipe
             assert evaluate(run) > 2 and model.training
         drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
     assert drawn[0] == drawn[1]
+
+
+def test_a_function_without_labels_may_be_held_out(recipe: Recipe) -> None:
+    padded, x = recipe.model_copy(update={"packing": False}), torch.ones(1)
+    model = nn.Module()
+    model.forward = lambda x, labels=None: {"loss": x.sum()}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    held_out = [{"x": x}, {"x": 2 * x}]
+    run = Run(padded, torch.device("cpu"), model, optimizer, iter([]), held_out, {})
+    assert evaluate(run) == 1.5
+    run.held_out = [{"x": x, "labels": torch.ones(1, 3)}, {"x": 2 * x, "labels": torch.ones(1, 2)}]
+    assert evaluate(run) == pytest.approx(4 / 3)

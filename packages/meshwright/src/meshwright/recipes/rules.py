@@ -149,8 +149,19 @@ def packing(value: bool, above: Above) -> str | None:
         return None
     if data.function:
         return "it has no effect on the rows of a function; leave it out"
-    tokens = any(file.suffix in TOKEN_FILES for file in expand(*data.files))
-    return "files of tokens have no documents to keep apart; leave it out" if tokens else None
+    return "files of tokens have no documents to keep apart; leave it out" if has_tokens(data) else None
+
+
+def has_tokens(source: Any) -> bool:
+    """Whether one of a source's files holds tokens."""
+    return any(file.suffix in TOKEN_FILES for file in expand(*source.files))
+
+
+def evaluation(value: Any, above: Above) -> str | None:
+    """A function's rows may be held out too: a loss counts as its labels, if it has any."""
+    if above.get("packing", True) or not has_tokens(value.data):
+        return None
+    return "files of tokens in its data have no documents to keep apart; give text, or leave packing out"
 
 
 def warms_up(value: Any, above: Above) -> str | None:

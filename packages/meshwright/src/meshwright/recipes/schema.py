@@ -144,7 +144,7 @@ class Recipe(Table):
     optimizer: Optimizer = Optimizer()
     schedule: Annotated[Schedule, obeys(rules.warms_up)] = Schedule()
     plan: Annotated[Plan, BeforeValidator(plan_table), obeys(rules.plan)] = Plan()
-    evaluation: Evaluation | None = None
+    evaluation: Annotated[Evaluation | None, obeys(rules.evaluation)] = None
     checkpoints: Checkpoints = Checkpoints()
     metrics: Metrics = Metrics()
 

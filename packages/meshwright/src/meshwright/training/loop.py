@@ -152,7 +152,9 @@ def evaluate(run: Run) -> float:
 
 def weight(run: Run, batch: Batch) -> int:
     """How much the mean loss of a batch counts: as its labels where rows are padded, all batches alike otherwise."""
-    return 1 if run.recipe.packing else int((batch["labels"][:, 1:] != IGNORED).sum())
+    if run.recipe.packing or "labels" not in batch:
+        return 1
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 def on(device: torch.device, batch: Batch) -> Batch:
