@@ -143,9 +143,15 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(rank_pool: RankPool, tm
     done = run_on(rank_pool, 2, [*arguments, "plan.pp=2"], tmp_path)
     assert f"from step {step} to 6" in done[0].stderr and json.loads(done[0].stdout)["signal"] == 0
     resumed = losses(tmp_path)
-    with pytest.raises(
-        UsageError, match="run is a run with seed = 0, not 1: a run goes on with the same rows"
-    ):
-        run_on(rank_pool, 1, [*arguments, "seed=1"], tmp_path)
+    changes = {
+        "seed=1": "seed = 0, not 1",
+        "model.n_head=4": "model.n_head = 2, not 4",
+        "optimizer.name=adam": "optimizer.name = adamw, not adam",
+    }
+    for change, expected in changes.items():
+        with pytest.raises(
+            UsageError, match=f"run is a run with {expected}: a run goes on with the same rows"
+        ):
+            run_on(rank_pool, 1, [*arguments, change], tmp_path)
     run_on(rank_pool, 1, [*arguments, f"out={tmp_path / 'whole' / 'run'}"], tmp_path)
     assert resumed == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,17 @@ import torch
 
 from meshwright.recipes.reading import read_recipe
 from meshwright.recipes.schema import Recipe
-from meshwright.training.data import IGNORED, Order, identity, in_order, loader_of, rows_of
-from meshwright.training.tokens import Tokenizer, tokenizer_of
+from meshwright.training.data import (
+    IGNORED,
+    Order,
+    check_same,
+    identity,
+    in_order,
+    loader_of,
+    rows_of,
+    settings_of,
+)
+from meshwright.training.tokens import Tokenizer, checksum, tokenizer_of
 from meshwright_dtensor.errors import UsageError
 
 TEXTS = ["to be, or not to be", "x", "", "that is the question"]
@@ -142,12 +152,67 @@ def test_loading_draws_nothing_from_the_models_random_numbers() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def identity_of(*words: str) -> dict[str, Any]:
+    recipe = recipe_of(*words)
+    return identity(rows_for(*words), recipe, tokenizer_of(recipe))
+
+
 def test_a_run_knows_its_data() -> None:
-    recipe = recipe_of("data=texts")
-    first = identity(rows_for("data=texts"), recipe)
-    assert identity(rows_for("data.files=a.jsonl", "data.column=story"), recipe) == first
+    first = identity_of("data=texts")
+    assert identity_of("data.files=a.jsonl", "data.column=story") == first
     Path("texts/0.txt").write_text("To be, or not to be")
-    assert identity(rows_for("data=texts"), recipe) != first
+    assert identity_of("data=texts") != first
+    # a row that is neither the first, the middle nor the last one; then cuts of documents alone
+    for name, ids in (("a", [0] * 40), ("b", [*[0] * 9, 1, *[0] * 30])):
+        Path(f"{name}.jsonl").write_text(json.dumps({"text": ids}))
+    assert identity_of("data=a.jsonl") != identity_of("data=b.jsonl")
+    Path("b.jsonl").write_text(f'{{"text": {[0] * 20}}}\n{{"text": {[0] * 19}}}')
+    assert identity_of("data=a.jsonl") == identity_of("data=b.jsonl")
+    assert identity_of("data=a.jsonl", "packing=false") != identity_of("data=b.jsonl", "packing=false")
+
+
+def test_a_file_with_the_time_and_size_of_another_is_read_again() -> None:
+    rows_for("data=texts")
+    file = Path("texts/0.txt")
+    time = file.stat().st_mtime_ns
+    file.write_text(TEXTS[0].upper())
+    os.utime(file, ns=(time, time))
+    assert bytes(rows_for("data=texts")[0]["input_ids"].tolist()) == b"TO BE, O"
+
+
+def test_a_large_array_is_read_in_pieces() -> None:
+    class Seen:
+        size, read = 1 << 40, 0
+
+        def __getitem__(self, places: slice) -> np.ndarray:
+            assert 0 <= places.start < places.stop <= self.size
+            self.read += 1
+            return np.zeros(1, np.uint16)
+
+    seen: Any = Seen()
+    assert checksum(("", seen)) and seen.read == 256
+    whole = np.arange(9)
+    assert checksum(("", whole)) == checksum(("", whole.astype(np.uint16))) != checksum(("", whole[:8]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"tokens": 1, "rows": 5}, "a run with other data: a run goes on with the same rows"),
+        ({"rows": 5}, "other data, of 4 rows and not 5"),
+        ({"tokenizer": 1, "tokens": 1}, "a run with other files of the tokenizer:"),
+        ({"packing": False, "tokens": 1, "rows": 5}, "a run with packing = True, not False:"),
+        ({"optimizer.name": "sgd"}, "optimizer.name = adamw, not sgd: .*give another out"),
+        ({"seed": 1, "model.n_head": 4}, "a run with seed = 0, not 1, model.n_head = 2, not 4:"),
+    ],
+)
+def test_what_a_run_goes_on_with(changed: dict[str, Any], expected: str) -> None:
+    before = {"tokens": 0, "rows": 4, "tokenizer": 0, "packing": True, "seed": 0, "optimizer.name": "adamw"}
+    before |= settings_of({"n_head": 2, "dtype": "float32", "_attn_implementation": "eager"})
+    now = before | settings_of({"n_head": 2, "dtype": "bfloat16", "new_in_transformers": 3})
+    check_same(before, now, "run")
+    with pytest.raises(UsageError, match=expected):
+        check_same(before, now | changed, "run")
 
 
 def test_a_function_returns_a_dataset() -> None:
@@ -175,3 +240,14 @@ def test_a_tokenizer_of_transformers() -> None:
     assert recipe_of("data=texts", "model=words", "tokenizer=bytes").vocabulary == "bytes"
     made: Tokenizer = tokenizer_of(recipe_of("data=texts", "tokenizer=words"))
     assert (list(made.encode("to be to")), made.size, made.end) == ([0, 1, 0], 4, 2)
+    Path("words").rename("moved")
+    assert tokenizer_of(recipe_of("data=texts", "tokenizer=moved")).digest == made.digest
+    # the same folder and size, and other tokens
+    text = Path("moved/tokenizer.json").read_text()
+    changed = text.replace('"to": 0', '"to": 1').replace('"be": 1', '"be": 0')
+    Path("moved/tokenizer.json").write_text(changed)
+    other = recipe_of("data=texts", "tokenizer=moved")
+    assert changed != text and tokenizer_of(other).digest != made.digest
+    for tokenizer in (made, tokenizer_of(other)):
+        rows_of(other.data, other, tokenizer)
+    assert len(list(Path("run/data").iterdir())) == 2

@@ -135,7 +135,7 @@ def collect(
         "plan": None if plan is None else json.loads(plan.to_json()),
         "model": {
             "cls": type(inner).__qualname__,
-            "config": _config(inner),
+            "config": config_of(inner),
             "aliases": names.aliases,
             "extra_state": {name: encode(value, put, name) for name, value in names.extra_state.items()},
         },
@@ -161,8 +161,8 @@ def _putter(collected: CollectedState, prefix: str) -> Callable[[str, torch.Tens
     return put
 
 
-def _config(model: nn.Module) -> dict[str, Any] | None:
-    """The config of a transformers model, with which a checkpoint can be exported."""
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The config of a transformers model, with which a checkpoint can be exported; None for another."""
     config: Any = getattr(model, "config", None)
     text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from meshwright.recipes.rules import TOKEN_FILES, expand
 from meshwright.recipes.schema import Recipe, Source
 from meshwright.sources import call_with
-from meshwright.training.tokens import Tokenizer, check_tokens, prepared, tokens_of
+from meshwright.training.tokens import Tokenizer, check_tokens, checksum, prepared, tokens_of
 from meshwright_dtensor.errors import UsageError
 
 IGNORED = -100
@@ -129,9 +128,46 @@ def _outlast_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def identity(rows: Any, recipe: Recipe) -> dict[str, int]:
-    """What must be equal for a run to go on with the same rows in the same order."""
-    samples = [rows[n] for n in (0, len(rows) // 2, len(rows) - 1)] if recipe.data.function is None else []
-    content = b"".join(tensor.numpy().tobytes() for sample in samples for tensor in sample.values())
-    length, seed = recipe.sequence_length, recipe.seed
-    return {"data": zlib.crc32(content), "rows": len(rows), "sequence_length": length, "seed": seed}
+def identity(rows: Any, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What must be equal for a run to go on; of a function's rows only their number is compared."""
+    parts = [] if not isinstance(rows, Rows) else [*rows.parts, *([] if rows.ends is None else [rows.ends])]
+    return {
+        "tokens": checksum(*(("", part) for part in parts)),
+        "tokenizer": tokenizer.digest,
+        "rows": len(rows),
+        "sequence_length": recipe.sequence_length,
+        "packing": recipe.packing,
+        "seed": recipe.seed,
+        "optimizer.name": recipe.optimizer.name,
+    }
+
+
+def check_same(before: dict[str, Any], now: dict[str, Any], out: str) -> None:
+    """Check that a run in the folder `out` can go on: what must be equal, before and now. Raises UsageError."""
+    texts = {
+        "tokens": "other data",
+        "rows": "other data, of {} rows and not {}",
+        "tokenizer": "other files of the tokenizer",
+    }
+    wrong = [name for name in now if name in before and before[name] != now[name]]
+    # which follow from other fields
+    follows = {
+        "tokenizer": ("tokens", "rows"),
+        "sequence_length": ("rows",),
+        "packing": ("tokens", "rows"),
+        "tokens": ("rows",),
+    }
+    wrong = [name for name in wrong if not any(name in follows.get(other, ()) for other in wrong)]
+    if wrong:
+        cause = ", ".join(
+            texts.get(name, f"{name} = {{}}, not {{}}").format(before[name], now[name]) for name in wrong
+        )
+        rule = "a run goes on with the same rows in the same order, and the same model and optimizer"
+        raise UsageError(f"{out} is a run with {cause}: {rule}; restore that, or give another out")
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """The settings of a model that must be equal, from its config as JSON; nothing of one without such a config."""
+    passing = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+    kept = (config or {}).items()
+    return {f"model.{k}": v for k, v in kept if not k.startswith("_") and k not in passing}

@@ -24,10 +24,22 @@ from meshwright.ranks import first_rank_first, largest, signals
 from meshwright.recipes.schema import Recipe
 from meshwright.sources import loss_of
 from meshwright.training.building import export, make_model, make_optimizer, set_rate
-from meshwright.training.data import IGNORED, Order, identity, in_order, loader_of, rows_of
+from meshwright.training.data import (
+    IGNORED,
+    Order,
+    check_same,
+    identity,
+    in_order,
+    loader_of,
+    rows_of,
+    settings_of,
+)
 from meshwright.training.log import Log, memory
 from meshwright.training.tokens import tokenizer_of
+from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.state import rng
+from meshwright_checkpoint.state.collect import config_of
+from meshwright_checkpoint.storage.backend import storage_of
 from meshwright_dtensor.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
@@ -43,7 +55,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
     held_out: Iterable[Batch]
-    done: dict[str, int]
+    done: dict[str, Any]
 
 
 def train(recipe: Recipe, log: Log) -> int:
@@ -95,6 +107,13 @@ def set_up(recipe: Recipe) -> Run:
         seed(recipe.seed)
     with mw.deferred_init():
         model = make_model(recipe, tokenizer)
+    done, same = {"step": 0, "rows_seen": 0}, identity(rows, recipe, tokenizer)
+    if path := mw.latest(Path(recipe.out) / "checkpoints"):
+        saved = storage_of(path, DEFAULT).manifest()
+        check_same(
+            saved.extra | settings_of(saved.model.config), same | settings_of(config_of(model)), recipe.out
+        )
+        done = {name: saved.extra[name] for name in done}
     if recipe.plan.file:
         model = mw.parallelize(model, mw.ParallelPlan.load(recipe.plan.file), batch=example)
     else:
@@ -104,9 +123,8 @@ def set_up(recipe: Recipe) -> Run:
     def batches(rows: Any, order: Iterable[list[int]], workers: int) -> Iterable[Batch]:
         return mw.shard_loader(loader_of(rows, order, workers), model=model)
 
-    done = {"step": 0, "rows_seen": 0, **identity(rows, recipe)}
-    if path := mw.latest(Path(recipe.out) / "checkpoints"):
-        done = same_data(mw.load(path, model=model, optimizer=optimizer), done, recipe)
+    if path:
+        mw.load(path, model=model, optimizer=optimizer)
         for group in optimizer.param_groups:
             # the recipe's settings, not those that were saved
             group.update(optimizer.defaults)
@@ -115,7 +133,7 @@ def set_up(recipe: Recipe) -> Run:
     order = Order(len(rows), size, recipe.seed, first=done["rows_seen"])
     endless = iter(batches(rows, order, recipe.data.workers))
     evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
-    return Run(recipe, device, model, optimizer, endless, evaluated, done)
+    return Run(recipe, device, model, optimizer, endless, evaluated, {**done, **same})
 
 
 def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:
@@ -160,15 +178,3 @@ def weight(run: Run, batch: Batch) -> int:
 def on(device: torch.device, batch: Batch) -> Batch:
     """The batch on a device."""
     return {name: tensor.to(device) for name, tensor in batch.items()}
-
-
-def same_data(before: dict[str, int], now: dict[str, int], recipe: Recipe) -> dict[str, int]:
-    """What was done before, if the run can go on with the same rows in the same order. Raises UsageError."""
-    names = [name for name in ("sequence_length", "seed") if before[name] != now[name]]
-    cause = ", ".join(f"{name} = {before[name]}, not {now[name]}" for name in names)
-    if not cause and (before["data"], before["rows"]) != (now["data"], now["rows"]):
-        cause = "other data, or another tokenizer or packing"
-    if cause:
-        rule = "a run goes on with the same rows in the same order; restore that, or give another out"
-        raise UsageError(f"{recipe.out} is a run with {cause}: {rule}")
-    return before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,18 @@ from meshwright.documents import documents
 from meshwright.recipes.schema import Recipe
 from meshwright_dtensor.errors import UsageError
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files of a tokenizer, in addition to those that its class names."""
+
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """encode: from a text to token ids. size: of the vocabulary. end: the token after each document."""
+    """encode: from a text to token ids. size: of the vocabulary. end: the token after each document. digest: of its files."""
 
     encode: Callable[[str], Sequence[int]]
     size: int
     end: int
+    digest: int = 0
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
@@ -42,9 +47,35 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
         raise UsageError(
             f"tokenizer: {recipe.vocabulary} has no eos_token to end a document with; give it one"
         )
+    names = sorted({*loaded.vocab_files_names.values(), *_FILES})
+    files = [file for file in (Path(recipe.vocabulary, name) for name in names) if file.is_file()]
+    digest = checksum(*((file.name, bytes_of(file)) for file in files))
     return Tokenizer(
-        lambda text: loaded(text, add_special_tokens=False)["input_ids"], len(loaded), loaded.eos_token_id
+        lambda text: loaded(text, add_special_tokens=False)["input_ids"],
+        len(loaded),
+        loaded.eos_token_id,
+        digest,
     )
+
+
+def checksum(*named: tuple[str, np.ndarray]) -> int:
+    """The CRC of names and arrays: of all values, or of 256 even pieces of an array with more than 2 ** 28 values."""
+    crc, piece = 0, 1 << 20
+    for name, array in named:
+        crc = zlib.crc32(f"{name} {array.size} ".encode(), crc)
+        few = array.size <= 256 * piece
+        starts = (
+            range(0, array.size, piece) if few else np.linspace(0, array.size - piece, 256, dtype=np.int64)
+        )
+        for start in starts:
+            # the same for the same values of another type
+            crc = zlib.crc32(array[start : start + piece].astype("<u4").tobytes(), crc)
+    return crc
+
+
+def bytes_of(file: Path) -> np.ndarray:
+    """The bytes of a file, which stay on the disk."""
+    return np.memmap(file, np.uint8, "r") if file.stat().st_size else np.empty(0, np.uint8)
 
 
 def check_tokens(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> None:
@@ -92,8 +123,12 @@ def prepared(
     files: Sequence[Path], column: str, recipe: Recipe, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the documents of files, each with its end token, and where each ends; made once for a run's folder."""
-    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(json.dumps([recipe.vocabulary, column, states]).encode()).hexdigest()
+    # a copied file may have the time of the one that it replaces
+    states = [
+        (str(file.resolve()), file.stat().st_mtime_ns, checksum(("", bytes_of(file)))) for file in files
+    ]
+    made_with = [recipe.vocabulary == "bytes", tokenizer.digest, column, states]
+    digest = hashlib.sha256(json.dumps(made_with).encode()).hexdigest()
     folder, dtype = (
         Path(recipe.out) / "data" / digest[:16],
         np.uint16 if tokenizer.size <= 1 << 16 else np.uint32,
