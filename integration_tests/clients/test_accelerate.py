@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import meshwright as mw
@@ -45,6 +46,30 @@ def test_accelerate_has_the_numbers_of_one_device(
     )
     assert len(resumed[0]["losses"]) == 3
     check(resumed, exact[precision], LIMITS[precision])
+
+
+class Part(torch.Tensor):
+    """Stands for a global tensor."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return torch.arange(4)
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_tensors_for_metrics_are_whole_among_other_values(as_objects: bool) -> None:
+    from accelerate.state import GradientState
+
+    from meshwright.integrations.accelerate import Accelerator
+
+    accelerator: Any = object.__new__(Accelerator)
+    accelerator.gradient_state = GradientState()
+    part = torch.arange(2).as_subclass(Part)
+    (y, rest), only = (
+        accelerator.gather_for_metrics(given, use_gather_object=as_objects)
+        for given in ((part, [1, 2]), {"y": part})
+    )
+    assert rest == [1, 2]
+    assert all(type(value) is torch.Tensor and len(value) == 4 for value in (y, only["y"]))
 
 
 @contextmanager

@@ -95,6 +95,11 @@ class AcceleratorMethods(Base):
 
         return recursively_apply(whole, tensor)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """See accelerate; as `gather`, also for tensors among other values (a collective call)."""
+        # which accelerate takes as objects, without gather()
+        return self.gather(super().gather_for_metrics(input_data, use_gather_object))
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of one device, on rank 0; empty on the others (a collective call)."""
         return full_state_dict(model)
