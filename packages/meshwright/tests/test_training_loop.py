@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from torch import nn
 
 from meshwright.recipes.reading import read_recipe
 from meshwright.recipes.schema import Recipe
-from meshwright.training.loop import Run, evaluate
+from meshwright.training import loop
+from meshwright.training.loop import Run, evaluate, train
+from meshwright_dtensor.errors import UsageError
 
 
 @pytest.fixture
@@ -55,3 +58,20 @@ def test_a_function_without_labels_may_be_held_out(recipe: Recipe) -> None:
     assert evaluate(run) == 1.5
     run.held_out = [{"x": x, "labels": torch.ones(1, 3)}, {"x": 2 * x, "labels": torch.ones(1, 2)}]
     assert evaluate(run) == pytest.approx(4 / 3)
+
+
+def test_a_run_ends_with_the_checkpoint_that_is_being_written(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    done = {"step": 0, "rows_seen": 0}
+    run = Run(recipe, torch.device("cpu"), nn.Identity(), optimizer, iter([]), [], done)
+    losses, handle = iter([1.0, float("nan")]), MagicMock()
+    often = recipe.checkpoints.model_copy(update={"interval": 1})
+    monkeypatch.setattr(loop, "set_up", lambda recipe: run)
+    monkeypatch.setattr(loop, "train_step", lambda run, batches: (next(losses), 1.0))
+    monkeypatch.setattr(loop, "largest", lambda *values: values)
+    monkeypatch.setattr(loop.mw, "save", lambda *args, **keywords: handle)
+    with pytest.raises(UsageError, match="step 2: the loss is nan"):
+        train(recipe.model_copy(update={"checkpoints": often}), MagicMock())
+    handle.wait.assert_called_once_with()

@@ -76,6 +76,9 @@ def train(recipe: Recipe, log: Log) -> int:
             done.update(step=done["step"] + 1, rows_seen=done["rows_seen"] + recipe.batch_size)
             step, last = done["step"], done["step"] == recipe.steps
             if not math.isfinite(loss + norm):
+                if saving is not None:
+                    # the ranks end at once
+                    saving.wait()
                 fix = "lower optimizer.lr, or raise schedule.warm_up"
                 raise UsageError(f"step {step}: the loss is {loss}, and the gradient's norm {norm}; {fix}")
             received, used = largest(arrived(), memory(run.device))
