@@ -73,6 +73,21 @@ def test_padded_rows_keep_documents_apart() -> None:
     assert all((row["labels"] == IGNORED).equal(row["attention_mask"] == 0) for row in kept)
 
 
+@pytest.mark.parametrize("data", ["**/*.jsonl", "*/*.jsonl", "**/*"])
+def test_what_a_run_has_written_is_no_data(data: str) -> None:
+    Path("run").mkdir()
+    Path("run/b.jsonl").write_text('{"story": "that is the question"}')
+    arguments = [f"data.files={data}", "data.column=story", "packing=false"]
+    # a text has no columns
+    Path("texts").rename(".texts")
+    before = identity_of(*arguments)
+    Path("run/metrics.jsonl").write_text('{"step": 1, "story": "is it read?"}')
+    Path("run/checkpoints").mkdir()
+    Path("run/checkpoints/part.bin").write_bytes(b"abc")
+    assert identity_of(*arguments) == before
+    assert len(rows_for("data.files=run/metrics.jsonl", *arguments[1:])) == 2
+
+
 def test_files_of_tokens_are_taken_as_they_are() -> None:
     np.arange(20, dtype=np.uint16).tofile("a.bin")
     np.save("b.npy", np.arange(100, 117, dtype=np.int32))

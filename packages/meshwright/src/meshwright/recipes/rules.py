@@ -24,6 +24,8 @@ from meshwright_dtensor.utils.names import suggestion
 
 Above = Mapping[str, Any]
 TOKEN_FILES = (".bin", ".npy")
+WRITTEN = ("metrics.jsonl", "plan.json", "recipe.json", "checkpoints", "data", "tensorboard")
+"""What a run writes into its folder."""
 
 
 def obeys(rule: Callable[[Any, Above], str | None]) -> AfterValidator:
@@ -42,16 +44,23 @@ def is_function(value: object) -> bool:
     return isinstance(value, str) and ".py:" in value
 
 
-def expand(*patterns: str) -> list[Path]:
-    """The files of some paths: a file, all files in a folder but hidden ones and __pycache__, or those of a pattern."""
+def expand(*patterns: str, out: str | None = None) -> list[Path]:
+    """The files of some paths: a file, all files in a folder but hidden ones and __pycache__, or those of a pattern.
+
+    out: a run's folder; what runs write there is left out, unless a path names the file.
+    """
     files: list[Path] = []
+    written = [Path(out, name).resolve() for name in WRITTEN] if out is not None else []
     for pattern in patterns:
         path, hidden = Path(pattern), (".", "__pycache__")
         inside: Iterable[Path] = [path] if path.exists() else map(Path, glob(pattern, recursive=True))
         if path.is_dir():
             tree = ((file, file.relative_to(path).parts) for file in path.rglob("*"))
             inside = (file for file, parts in tree if not any(part.startswith(hidden) for part in parts))
-        files += sorted(file for file in inside if file.is_file())
+        matching = sorted(file for file in inside if file.is_file())
+        if not path.is_file():
+            matching = [file for file in matching if not any(map(file.resolve().is_relative_to, written))]
+        files += matching
     return files
 
 
@@ -149,17 +158,19 @@ def packing(value: bool, above: Above) -> str | None:
         return None
     if data.function:
         return "it has no effect on the rows of a function; leave it out"
-    return "files of tokens have no documents to keep apart; leave it out" if has_tokens(data) else None
+    return (
+        "files of tokens have no documents to keep apart; leave it out" if has_tokens(data, above) else None
+    )
 
 
-def has_tokens(source: Any) -> bool:
+def has_tokens(source: Any, above: Above) -> bool:
     """Whether one of a source's files holds tokens."""
-    return any(file.suffix in TOKEN_FILES for file in expand(*source.files))
+    return any(file.suffix in TOKEN_FILES for file in expand(*source.files, out=above.get("out")))
 
 
 def evaluation(value: Any, above: Above) -> str | None:
     """A function's rows may be held out too: a loss counts as its labels, if it has any."""
-    if above.get("packing", True) or not has_tokens(value.data):
+    if above.get("packing", True) or not has_tokens(value.data, above):
         return None
     return "files of tokens in its data have no documents to keep apart; give text, or leave packing out"
 

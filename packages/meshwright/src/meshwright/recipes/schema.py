@@ -134,12 +134,12 @@ class Recipe(Table):
     batch_size: Count = 8
     accumulate: Annotated[Count, obeys(rules.divides)] = 1
     sequence_length: Annotated[int, Field(ge=2)] = 128
-    packing: Annotated[bool, obeys(rules.packing)] = True
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     clip_norm: Positive = 1.0
     precision: Literal["fp32", "bf16"] | None = None
     world_size: Count | None = None
     out: Annotated[str, obeys(rules.outside)] = "meshwright-run"
+    packing: Annotated[bool, obeys(rules.packing)] = True
     export: Annotated[str | None, obeys(rules.absent)] = None
     optimizer: Optimizer = Optimizer()
     schedule: Annotated[Schedule, obeys(rules.warms_up)] = Schedule()

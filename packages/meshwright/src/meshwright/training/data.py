@@ -74,7 +74,7 @@ def rows_of(source: Source, recipe: Recipe, tokenizer: Tokenizer) -> Any:
             rule = "it must return a dataset with len() and [index], of dicts of tensors"
             raise UsageError(f"data: {source.function} returned a {type(rows).__name__}; {rule}")
         return rows
-    files = expand(*source.files)
+    files = expand(*source.files, out=recipe.out)
     parts = [tokens_of(file, source.dtype) for file in files if file.suffix in TOKEN_FILES]
     ends = None
     if texts := [file for file in files if file.suffix not in TOKEN_FILES]:
