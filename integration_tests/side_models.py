@@ -173,7 +173,8 @@ class Switching(nn.Module):
         super().__init__()
         self.seen: dict[str, list[str]] = {"words": ["a"]}
         here = [self.seen] if inside else []
-        self.layers = nn.ModuleList(Switches([*here]) for _ in range(4))
+        words = {"words": ["a"]} if inside else self.seen
+        self.layers = nn.ModuleList(Switches([*here], words) for _ in range(4))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = x * len(self.seen["words"])
@@ -187,14 +188,14 @@ class Switching(nn.Module):
 class Switches(nn.Module):
     """Adds to a list that is in a dict of the model."""
 
-    def __init__(self, here: list[dict[str, list[str]]]) -> None:
+    def __init__(self, here: list[dict[str, list[str]]], seen: dict[str, list[str]]) -> None:
         super().__init__()
-        self.linear, self.here = nn.Linear(WIDTH, WIDTH), here
+        self.linear, self.here, self.words = nn.Linear(WIDTH, WIDTH), here, seen["words"]
 
     def forward(self, x: Tensor) -> Tensor:
         for seen in self.here:
             seen["words"].append("c")
-        return torch.tanh(self.linear(x))
+        return torch.tanh(self.linear(x)) * len(self.words)
 
 
 class Common(nn.Module):
@@ -227,6 +228,52 @@ class Keeps(nn.Module):
         if self.first:
             self.keep(self.made, y)
         return y * self.take(self.made) if self.last else y
+
+
+class Scale(nn.Module):
+    """A module without parameters that all layers have: what the first one stores in it, the others take."""
+
+    def __init__(self, store: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.store, self.number, self.row = store, 1.0, torch.ones(WIDTH)
+
+
+class Scales(nn.Module):
+    """Of a shared Scale."""
+
+    def __init__(self, scale: Scale, first: bool) -> None:
+        super().__init__()
+        self.linear, self.scale, self.first = nn.Linear(WIDTH, WIDTH), scale, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.first:
+            self.scale.store(self.scale, y)
+        return y * self.scale.number * self.scale.row
+
+
+class Scaled(nn.Module):
+    """Layers with a shared Scale."""
+
+    def __init__(self, store: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        scale = Scale(store)
+        self.layers = nn.ModuleList(Scales(scale, place == 0) for place in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def stores_a_row(scale: Any, y: Tensor) -> None:
+    """A tensor."""
+    scale.row = y[:, :1].square()
+
+
+def stores_a_number(scale: Any, y: Tensor) -> None:
+    """A number."""
+    scale.number = 2.0
 
 
 class Table:
@@ -263,6 +310,7 @@ RUN: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "dicts in attributes": lambda: Measured(
             lambda layer, x: {"all": [2, "b"]}, lambda made: made["all"][0]
         ),
+        "tensors in shared modules": lambda: Scaled(stores_a_row),
         "sizes that are put": lambda: Measured(lambda layer, x: x.shape[1:], torch.Size.numel, given=True),
         "slices that are put": lambda: Measured(
             lambda layer, x: slice(3), lambda made: made.stop, given=True
@@ -284,6 +332,14 @@ REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = MappingProxyType(
         "classes, taken by the model": (
             lambda: Common(holds, lambda made: Table.held[0], None, last=False),
             "and code outside of it reads it there",
+        ),
+        "numbers in shared modules": (
+            lambda: Scaled(stores_a_number),
+            "module 'layers.0.scale' stores 'number' in its forward, and module 'layers.1', which holds it too, reads it",
+        ),
+        "functions in attributes": (
+            lambda: Measured(lambda layer, x: lambda: float(x.shape[1]), lambda made: made()),
+            "stores function 'made' in its forward, and code outside of it reads it",
         ),
         "dicts of several layers": (
             lambda: Common(counts, lambda made: made.get("number", 1.0), {}, last=True),

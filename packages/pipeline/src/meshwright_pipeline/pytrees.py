@@ -87,7 +87,9 @@ def is_plain(value: Any) -> bool:
     return all(
         all(map(is_plain, leaf))
         if issubclass(kind := type(leaf), (set, frozenset))
-        else leaf is None or issubclass(kind, (torch.Tensor, *_PLAIN)) or is_stand_in(leaf)
+        else leaf is None
+        or (issubclass(kind, (torch.Tensor, *_PLAIN)) and getattr(leaf, "__closure__", None) is None)
+        or is_stand_in(leaf)
         for leaf in leaves_of(value)
     )
 

@@ -58,17 +58,20 @@ class LabelMode(TorchDispatchMode):
         self._depth = 0
         # tensors that a unit has computed -> the unit; those of code between units are others, with labels
         self._computed = WeakTensorKeys()
-        # made of no other tensors
-        self._constant = WeakTensorKeys()
+        # of the unit that runs
+        self._parameters = WeakTensorKeys()
         # the tensors are kept, so that no other tensor gets their memory
         self._returned: dict[int, tuple[Tensor, Label]] = {}
         # what was written to a view is in its base, and in all other views
         self._written: dict[int, tuple[Tensor, frozenset[Label]]] = {}
 
     @contextlib.contextmanager
-    def unit(self, key: Key) -> Iterator[None]:
-        """Inside, the operations belong to this unit call."""
+    def unit(self, key: Key, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Inside, the operations belong to this unit call. `parameters`: of the unit."""
         self._depth, self.key = self._depth + 1, key
+        self._parameters = WeakTensorKeys()
+        for parameter in parameters:
+            self._parameters[parameter] = True
         try:
             yield
         finally:
@@ -113,15 +116,13 @@ class LabelMode(TorchDispatchMode):
         return result
 
     def _note_computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the tensors that a unit computes from others; those made from none (a mask), every stage may make too."""
-        given = tensors_of((args, kwargs))
-        if given and not all(tensor in self._constant for tensor in given):
-            computed = [] if func._schema.is_mutable else tensors_of(result)
-            for tensor in computed:
-                self._computed[tensor] = self.key[0]
-        elif not func._schema.is_mutable:
+        """Note the tensors that a unit computes from its arguments and parameters; others (a mask), every stage may make too."""
+        if not func._schema.is_mutable and any(
+            tensor in self._computed or tensor in self.labels or tensor in self._parameters
+            for tensor in tensors_of((args, kwargs))
+        ):
             for tensor in tensors_of(result):
-                self._constant[tensor] = True
+                self._computed[tensor] = self.key[0]
 
     def _check_given(self, args: Any, kwargs: Any) -> None:
         """Raise CannotBeCut if a tensor was computed inside of another unit, and has not been handed out by it."""
@@ -130,11 +131,6 @@ class LabelMode(TorchDispatchMode):
             if unit != self.key[0]:
                 reader = f"module {self.key[0]!r}" if self._depth else "code outside of it"
                 raise CannotBeCut(_HIDDEN.format(unit, reader))
-
-    def hold(self, tensors: Iterable[Tensor]) -> None:
-        """All stages have these tensors, and can compute what depends on them alone."""
-        for tensor in tensors:
-            self._constant[tensor] = True
 
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
         """Others may use these tensors of units: each stage has its part of a cache."""

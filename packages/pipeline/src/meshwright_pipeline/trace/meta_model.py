@@ -249,3 +249,9 @@ def others_as_zeros(model: nn.Module, units: Iterable[str], device: torch.device
 def unit_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors in the attributes of a module and its submodules."""
     return [tensor for *_, tensor in tensor_attributes(module)]
+
+
+def parameters_of(module: nn.Module) -> list[Tensor]:
+    """What a unit of a skeleton has in place of its parameters."""
+    held = (part.__dict__.get(name) for part in module.modules() for name in part.__dict__.get(_NAMES, ()))
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]

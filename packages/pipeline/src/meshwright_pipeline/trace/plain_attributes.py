@@ -106,7 +106,7 @@ def _mark(value: Any) -> Any:
         return id(value), value._version
     if kind in _CONTAINERS:
         return comparable(value), *map(id, tensors_of(value))
-    return value if kind in (bool, int, float, str) else id(value)
+    return comparable(value) if kind in (bool, int, float, str) else id(value)
 
 
 def check_outside(unit: str, before: Outside, after: Outside) -> None:
@@ -141,12 +141,49 @@ class PlainReads:
         self._owners: dict[tuple[nn.Module, str], list[Read]] = {}
         for unit, at in self._stored:
             self._owners.setdefault(part_of(model.get_submodule(unit), at), []).append((unit, at))
+        self._units = {key[0]: set(model.get_submodule(key[0]).modules()) for key in profile.order}
+        shared = [at for at in self._owners if sum(at[0] in parts for parts in self._units.values()) > 1]
+        self._first = {(part, name): copy.copy(part.__dict__.get(name, _MISSING)) for part, name in shared}
+        self._expected = self._by_call(profile)
+        self._read_inside: set[tuple[nn.Module, str]] = set()
         self.reads: set[Read] = set()
+
+    def _by_call(self, profile: Profile) -> dict[Key, dict[tuple[nn.Module, str], Any]]:
+        """Unit call -> the values of what units share after it."""
+        now, by_call = dict(self._first), {}
+        for key in profile.order:
+            for place, owners in self._owners.items():
+                for unit, at in owners:
+                    if unit == key[0] and place in now and at in profile.results[key].plain:
+                        now[place] = profile.results[key].plain[at]
+            by_call[key] = dict(now)
+        return by_call
+
+    def ended(self, key: Key) -> None:
+        """After a call that has begun as if no other call had written to what units share.
+
+        Raises CannotBeCut: it has read some of that, and has not written the value that all calls before gave it (a cache does).
+        """
+        for part, name in self._read_inside:
+            now, expected = part.__dict__.get(name, _MISSING), self._expected.get(key, {})
+            if (part, name) in expected and comparable(now) != comparable(expected[part, name]):
+                writer, at = self._owners[part, name][0]
+                inside = f"{writer}.{at.partition(':')[0]}".rstrip(".")
+                raise CannotBeCut(
+                    f"module {inside!r} stores {name!r} in its forward, and module {key[0]!r}, which holds it too, reads it: on "
+                    "another stage it has the value of before. Return it, or plan without pp"
+                )
+        self._read_inside.clear()
+        for (part, name), value in self._first.items():
+            part.__dict__.pop(name, None)
+            if value is not _MISSING:
+                part.__dict__[name] = copy.copy(value)
 
     def note(self, part: nn.Module, name: str) -> None:
         """Record a read. Raises CannotBeCut: other stages cannot have that value."""
         owners = self._owners.get((part, name), [])
-        if any(unit == self._running() for unit, _ in owners):
+        if part in self._units.get(self._running(), ()):
+            self._read_inside.add((part, name))
             return
         for unit, at in owners:
             value = self._stored[unit, at]
@@ -157,7 +194,7 @@ class PlainReads:
                     f"{stored}before it is called: the value of the forward before, which other stages do not have. Keep it in the "
                     "code that reads it, or plan without pp"
                 )
-            if not is_plain(value):
+            if not is_plain(value) or (part, name) in self._first:
                 raise CannotBeCut(
                     f"{stored}there. Other stages do not have it: return it, store plain values or tensors, or plan without pp"
                 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -28,7 +28,7 @@ from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.label_mode import BATCH, LabelMode, ValueReads
 from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.meta_model import put_expanded_zeros, unit_tensors
+from meshwright_pipeline.trace.meta_model import parameters_of, put_expanded_zeros, unit_tensors
 from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
 from meshwright_pipeline.trace.plain_attributes import (
     PlainAttributes,
@@ -143,6 +143,7 @@ class Profiler:
         self.forget()
         run = _ProfiledRun(self, device, None)
         reads = PlainReads(self.model, profile, lambda: run.mode.key[0], run.results)
+        run.ended = reads.ended
         with reads.watching():
             run.run(*call)
         return frozenset(reads.reads)
@@ -221,15 +222,14 @@ class _ProfiledRun:
         self.consumes: dict[Key, frozenset[Label]] = {}
         self.results: dict[Key, Result] = {}
         self.of_batch: set[Key] = set()
-        # what units have set
-        self._put: dict[tuple[nn.Module, str], Any] = {}
+        self.ended: Callable[[Key], None] = lambda key: None
+        # what units have set: (unit, module, name)
+        self._put: dict[tuple[str, nn.Module, str], Any] = {}
         self._old_attributes: list[tuple[nn.Module, str, Any]] = []
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
         """Run the model, and return what was recorded."""
         self._label_inputs(args, kwargs)
-        for _, part in self.profiler.around:
-            self.mode.hold((*part.parameters(recurse=False), *part.buffers(recurse=False)))
         side_outputs.check_backward_hooks(self.model, self.units)
         writes = StateWrites(self.model, self.units)
         children = {module: dict(module._modules) for module in self.model.modules()}
@@ -276,15 +276,16 @@ class _ProfiledRun:
         """Runs in place of a unit's forward."""
         # tensors inside objects count too: the stage that gets the object may read them
         inside = [tensor for leaf in leaves_of((args, kwargs)) for tensor in pytrees.attribute_tensors(leaf)]
-        labels = self.mode.of((args, kwargs, inside)) | self._assigned(self.model.get_submodule(key[0]))
+        labels = self.mode.of((args, kwargs, inside)) | self._assigned(key[0])
         labels |= self.mode.numbers
         self.consumes[key] = labels - {BATCH}
         if BATCH in labels or any(label[:2] in self.of_batch for label in labels):
             self.of_batch.add(key)
         paused = contextlib.nullcontext() if self.tracer is None else self.tracer.paused()
         containers = pytrees.containers_of((args, kwargs))
-        with self.mode.unit(key), paused:
+        with self.mode.unit(key, parameters_of(self.model.get_submodule(key[0]))), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
+        self.ended(key)
         self.mode.hand_out(pytrees.tensors_within((args, kwargs)))
         self.results[key] = result
         self._put_side_outputs(key, result)
@@ -292,12 +293,13 @@ class _ProfiledRun:
             entry.put(containers, self._labelled(key, path, result.side[path]))
         return self._labelled(key, "", result.output)
 
-    def _assigned(self, unit: nn.Module) -> frozenset[Label]:
-        """The labels of what code between units has put into attributes of the modules of a unit, which the unit may read."""
+    def _assigned(self, name: str) -> frozenset[Label]:
+        """The labels of what code between units, or another unit, has put into attributes of the modules of a unit."""
+        unit = self.model.get_submodule(name)
         given = [
             [leaf() for leaf in leaves]
             for path, (value, leaves) in side_outputs.attribute_leaves(unit).items()
-            if self._put.get(side_outputs.part_of(unit, path), _MISSING) is not value
+            if self._put.get((name, *side_outputs.part_of(unit, path)), _MISSING) is not value
         ]
         return frozenset(label for label in self.mode.of(given) if label[1] != PARAMETERS)
 
@@ -308,7 +310,7 @@ class _ProfiledRun:
             if side_outputs.is_attribute(path):
                 part, name = side_outputs.part_of(unit, path)
                 self._old_attributes.append((part, name, part.__dict__.get(name, _MISSING)))
-                part.__dict__[name] = self._put[part, name] = self._labelled(key, path, value)
+                part.__dict__[name] = self._put[key[0], part, name] = self._labelled(key, path, value)
             else:
                 part = unit.get_submodule(path)
                 call_hooks(part, hooks_of(part), self._labelled(key, path, value))

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES, tensors_in
 from meshwright_pipeline.module_state import Place, comparable
-from meshwright_pipeline.pytrees import full_value, is_plain, tensors_of
+from meshwright_pipeline.pytrees import entries_of, full_value, is_plain, tensors_of
 
 Tensor = torch.Tensor
 
@@ -52,7 +51,13 @@ class WrittenState:
                 buffers[name] = value
         for (path, name), value in zip(self.plain, values[count:], strict=True):
             assert value is not None
-            model.get_submodule(path).__dict__[name] = pickle.loads(value.numpy(force=True).tobytes())
+            attributes, now = (
+                model.get_submodule(path).__dict__,
+                pickle.loads(value.numpy(force=True).tobytes()),
+            )
+            # others may have the same list or dict
+            if not _write_into(attributes.get(name), now):
+                attributes[name] = now
 
 
 NO_WRITES = WrittenState()
@@ -98,6 +103,7 @@ class StateWrites:
         which may change in a later forward."""
         now, before = dict(self._present()), self._plain
         changed = {at for at, like in now.items() if before.get(at, like) != like or at not in before}
+        changed = {at for at in changed if _can_be_sent(self._parts[at[0]].__dict__[at[1]])}
         counting = {path for path, name in changed if _is_number(self._parts[path].__dict__[name])}
         return tuple(
             at
@@ -112,15 +118,30 @@ class StateWrites:
                     yield (path, name), comparable(value)
 
 
-def _check_sendable(path: str, name: str, value: Any) -> None:
+def _write_into(old: Any, new: Any) -> bool:
+    """Give a list, dict or set the contents of another one, and so those inside of it; whether it could be done."""
+    if type(old) is not type(new) or type(new) not in (list, dict, set):
+        return False
+    if isinstance(new, set):
+        old.clear()
+        old.update(new)
+        return True
+    before, now = entries_of(old), entries_of(new)
+    contents = {k: before[k] if k in before and _write_into(before[k], x) else x for k, x in now.items()}
+    old.clear()
+    if isinstance(new, dict):
+        old.update(contents)
+    else:
+        old.extend(contents.values())
+    return True
+
+
+def _can_be_sent(value: Any) -> bool:
     try:
         pickle.dumps(value)
-    except Exception as error:
-        where = f"module {path!r}" if path else "the model"
-        raise UnsupportedError(
-            f"{where} stores a {type(value).__name__} in {name!r} in its forward, which cannot be sent to other stages ({error}). "
-            "Store plain values or tensors, or plan without pp"
-        ) from error
+    except Exception:
+        return False
+    return True
 
 
 def _is_number(value: Any) -> bool:
