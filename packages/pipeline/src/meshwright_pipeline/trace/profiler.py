@@ -286,7 +286,7 @@ class _ProfiledRun:
         with self.mode.unit(key, parameters_of(self.model.get_submodule(key[0]))), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
         self.ended(key)
-        self.mode.hand_out(pytrees.tensors_within((args, kwargs)))
+        self.mode.hand_out(pytrees.tensors_within((args, kwargs, result.output, result.side)))
         self.results[key] = result
         self._put_side_outputs(key, result)
         for path, entry in result.put.items():
