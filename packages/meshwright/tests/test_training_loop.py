@@ -70,7 +70,7 @@ def test_a_run_ends_with_the_checkpoint_that_is_being_written(
     often = recipe.checkpoints.model_copy(update={"interval": 1})
     monkeypatch.setattr(loop, "set_up", lambda recipe: run)
     monkeypatch.setattr(loop, "train_step", lambda run, batches: (next(losses), 1.0))
-    monkeypatch.setattr(loop, "largest", lambda *values: values)
+    monkeypatch.setattr(loop, "extremes", lambda values, group: [(value, value) for value in values])
     monkeypatch.setattr(loop.mw, "save", lambda *args, **keywords: handle)
     with pytest.raises(UsageError, match="step 2: the loss is nan"):
         train(recipe.model_copy(update={"checkpoints": often}), MagicMock())

@@ -106,16 +106,6 @@ def first_rank_first(work: Callable[[], T]) -> T:
     return result if first else work()
 
 
-def largest(*values: float) -> tuple[int, ...]:
-    """The largest of each value on all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tuple(int(value) for value in tensor.tolist())
-
-
 @contextmanager
 def signals() -> Iterator[Callable[[], int]]:
     """Inside, SIGINT (Ctrl-C) and SIGTERM do nothing but set what the function returns: the signal, or 0.

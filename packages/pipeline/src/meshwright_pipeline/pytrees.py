@@ -17,7 +17,7 @@ import torch
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 
-_NO_STATE = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, partial)
+NO_STATE = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, partial)
 """Types whose objects have attributes that no call is given to write to."""
 
 _PACKAGE = f"{__name__.partition('.')[0]}."
@@ -31,15 +31,15 @@ _PLAIN = (
         bytes,
         range,
         slice,
-        set,
-        frozenset,
         Enum,
         type,
         FunctionType,
         BuiltinFunctionType,
+        torch.Size,
     ),
-    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+"""Types of values that are the same on all stages."""
 
 
 def map_leaves(change: Callable[[int, torch.Tensor], Any], tree: Any) -> Any:
@@ -138,7 +138,7 @@ def tensors_within(tree: Any) -> Iterator[torch.Tensor]:
         for leaf in leaves_of(value):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
-            elif id(leaf) not in seen and not issubclass(type(leaf), _NO_STATE):
+            elif id(leaf) not in seen and not issubclass(type(leaf), NO_STATE):
                 seen.add(id(leaf))
                 waiting.append(dict(getattr(leaf, "__dict__", {})))
 
@@ -165,7 +165,7 @@ def _add_containers(
         seen.add(id(value))
         containers[path] = value
     elif not issubclass(kind, tuple):
-        held = getattr(value, "__dict__", None) if attributes and not issubclass(kind, _NO_STATE) else None
+        held = getattr(value, "__dict__", None) if attributes and not issubclass(kind, NO_STATE) else None
         if type(held) is dict:
             _add_containers(held, (*path, ATTRIBUTES), False, containers, seen)
         return

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.ranks import first_rank_first, largest, signals
+from meshwright.ranks import first_rank_first, signals
 from meshwright.recipes.schema import Recipe
 from meshwright.sources import loss_of
 from meshwright.training.building import export, make_model, make_optimizer, set_rate
@@ -41,6 +41,7 @@ from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.state.collect import config_of
 from meshwright_checkpoint.storage.backend import storage_of
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.mesh import extremes
 
 Batch = dict[str, torch.Tensor]
 
@@ -81,7 +82,7 @@ def train(recipe: Recipe, log: Log) -> int:
                     saving.wait()
                 fix = "lower optimizer.lr, or raise schedule.warm_up"
                 raise UsageError(f"step {step}: the loss is {loss}, and the gradient's norm {norm}; {fix}")
-            received, used = largest(arrived(), memory(run.device))
+            received, used = (most for _, most in extremes([arrived(), memory(run.device)], None))
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
             if last or received or step % recipe.checkpoints.interval == 0:
                 keep = recipe.checkpoints.model_dump(exclude={"interval"})

@@ -1,6 +1,6 @@
 """Decides which outputs of a model are additive over microbatches. Only then can 1F1B start a backward before the last forward.
 
-The code between units is traced twice, on a microbatch and on the batch (see row_tracer). If no rule proves that the loss
+The code between units is traced twice, on a microbatch and on the batch (see trace/rows/tracer.py). If no rule proves that the loss
 is additive, the code after the units runs once on the whole batch (see runtime.full_batch_tail).
 """
 

@@ -10,9 +10,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from logging import Logger
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch import nn
 
 from meshwright_pipeline._torch import MODULE_ATTRIBUTES
 from meshwright_pipeline.module_state import Place, comparable
-from meshwright_pipeline.pytrees import is_plain, is_stand_in, tensors_of
+from meshwright_pipeline.pytrees import NO_STATE, is_plain, is_stand_in, tensors_of
 from meshwright_pipeline.trace.profile import Key, Profile, Result
 from meshwright_pipeline.trace.side_outputs import CannotBeCut, part_of
 
@@ -31,7 +29,6 @@ _MISSING = object()
 _CONTAINERS = (list, dict, set, deque)
 _SHARED = "="
 """In place of the path of a module, for objects that several units have."""
-_STATELESS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, partial, Logger)
 
 
 class PlainAttributes:
@@ -83,8 +80,10 @@ def shared_objects(model: nn.Module, units: Iterable[str]) -> dict[str, Any]:
     for unit in units:
         for at, value in _attributes(model.get_submodule(unit)):
             kind = type(value)
-            if kind in _CONTAINERS or (hasattr(value, "__dict__") and not issubclass(kind, _STATELESS)):
-                path = ".".join(part for part in (unit, *at.split(":")) if part)
+            if kind in _CONTAINERS or (
+                hasattr(value, "__dict__") and not issubclass(kind, (*NO_STATE, Logger))
+            ):
+                path = f"{_module_of(unit, at)}.{at.partition(':')[2]}"
                 held.setdefault(id(value), (set(), path, value))[0].add(unit)
     return {path: value for owners, path, value in held.values() if len(owners) > 1}
 
@@ -111,7 +110,7 @@ def _mark(value: Any) -> Any:
 
 def check_outside(unit: str, before: Outside, after: Outside) -> None:
     """Raise CannotBeCut if the call of a unit has written to modules outside of units, which other stages have too."""
-    for at in (*before, *after):
+    for at in before | after:
         (old, was), (new, now) = before.get(at, (None, None)), after.get(at, (None, None))
         # a tensor that is made once (a mask), every stage makes where it needs it
         if was != now and not (old is None and isinstance(new, torch.Tensor)):
@@ -167,10 +166,9 @@ class PlainReads:
         for part, name in self._read_inside:
             now, expected = part.__dict__.get(name, _MISSING), self._expected.get(key, {})
             if (part, name) in expected and comparable(now) != comparable(expected[part, name]):
-                writer, at = self._owners[part, name][0]
-                inside = f"{writer}.{at.partition(':')[0]}".rstrip(".")
+                writer = _module_of(*self._owners[part, name][0])
                 raise CannotBeCut(
-                    f"module {inside!r} stores {name!r} in its forward, and module {key[0]!r}, which holds it too, reads it: on "
+                    f"module {writer!r} stores {name!r} in its forward, and module {key[0]!r}, which holds it too, reads it: on "
                     "another stage it has the value of before. Return it, or plan without pp"
                 )
         self._read_inside.clear()
@@ -187,8 +185,10 @@ class PlainReads:
             return
         for unit, at in owners:
             value = self._stored[unit, at]
-            inside = f"{unit}.{at.partition(':')[0]}".rstrip(".")
-            stored = f"module {inside!r} stores {type(value).__name__} {name!r} in its forward, and code outside of it reads it "
+            stored = (
+                f"module {_module_of(unit, at)!r} stores {type(value).__name__} {name!r} in its forward, and code outside of it "
+                "reads it "
+            )
             if all(key[0] != unit for key in self._results):
                 raise CannotBeCut(
                     f"{stored}before it is called: the value of the forward before, which other stages do not have. Keep it in the "
@@ -241,6 +241,11 @@ class _Watched:
         if self._name not in part.__dict__:
             raise AttributeError(self._name)
         del part.__dict__[self._name]
+
+
+def _module_of(unit: str, at: str) -> str:
+    """The path of the module that has an attribute."""
+    return f"{unit}.{at.partition(':')[0]}".rstrip(".")
 
 
 def _attributes(unit: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Traces the code between units on a few rows, and applies the rules of row_provenance to every operation.
+"""Traces the code between units on a few rows, and applies the rules of `provenance` to every operation.
 
 The code is traced twice: on the rows of a microbatch and on those of the batch. Comparing the two shows which values are
 constants and which depend on the number of rows.
