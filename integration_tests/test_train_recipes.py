@@ -17,7 +17,7 @@ import torch
 from commands import run_on
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.recipes.reading import read_recipe
+from meshwright.recipes.recipe_input import read_recipe
 from meshwright.training.data import Order, loader_of, rows_of
 from meshwright.training.tokens import tokenizer_of
 from meshwright_dtensor.errors import UsageError

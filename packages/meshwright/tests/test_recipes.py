@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.recipes.reading import RecipeError, read_recipe
+from meshwright.recipes.recipe_input import RecipeError, read_recipe
 from meshwright.recipes.schema import Schedule
 
 GOOD = """
@@ -186,7 +186,7 @@ def test_yaml_says_the_same_and_settings_win(monkeypatch: pytest.MonkeyPatch) ->
     Path("a.yaml").write_text("steps: 10\ndata: text.txt\nmodel:\n  n_layer: 2\n\nplan:\n  tpp: 3\n")
     with pytest.raises(RecipeError, match=r"line 3: model: a table.*\n.*line 7: plan.tpp.*'tp'"):
         read_recipe(["a.yaml"])
-    monkeypatch.setattr("meshwright.recipes.reading.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright.recipes.recipe_input.find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="pip install pyyaml"):
         read_recipe(["a.yaml"])
 

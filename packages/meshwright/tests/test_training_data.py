@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.recipes.reading import read_recipe
+from meshwright.recipes.recipe_input import read_recipe
 from meshwright.recipes.schema import Recipe
 from meshwright.training.data import (
     IGNORED,

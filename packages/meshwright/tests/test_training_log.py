@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.ranks import signals
-from meshwright.recipes.reading import read_recipe
+from meshwright.recipes.recipe_input import read_recipe
 from meshwright.training.log import Log
 from meshwright_dtensor.plan import ParallelPlan
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.recipes.reading import read_recipe
+from meshwright.recipes.recipe_input import read_recipe
 from meshwright.recipes.schema import Recipe
 from meshwright.training import loop
 from meshwright.training.loop import Run, evaluate, train

@@ -8,7 +8,7 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.recipes.reading import read_recipe
+from meshwright.recipes.recipe_input import read_recipe
 from meshwright.recipes.schema import Recipe
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.utils.names import count_of
@@ -81,8 +81,8 @@ def _rows(recipe: Recipe) -> tuple[Any, Any]:
 def _dry_run(recipe: Recipe, world_size: int, host: PluginHost, as_json: bool) -> None:
     """Do all up to the first step, without ranks, and print the plan. Raises what training would raise."""
     import meshwright as mw
-    from meshwright.training.building import make_model
     from meshwright.training.data import Order, loader_of
+    from meshwright.training.model_and_optimizer import make_model
     from meshwright_parallel.validation.checks import check_fit
 
     rows, tokenizer = _rows(recipe)

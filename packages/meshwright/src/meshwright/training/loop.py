@@ -23,7 +23,6 @@ import meshwright as mw
 from meshwright.ranks import first_rank_first, signals
 from meshwright.recipes.schema import Recipe
 from meshwright.sources import loss_of
-from meshwright.training.building import export, make_model, make_optimizer, set_rate
 from meshwright.training.data import (
     IGNORED,
     Order,
@@ -35,6 +34,7 @@ from meshwright.training.data import (
     settings_of,
 )
 from meshwright.training.log import Log, memory
+from meshwright.training.model_and_optimizer import export, make_model, make_optimizer, set_rate
 from meshwright.training.tokens import tokenizer_of
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.state import rng
