@@ -33,7 +33,7 @@ def progress(phase: str, quiet: bool = False) -> Iterator[Phase]:
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(phase, total=None)
-        logged = _Logged(lambda text: shown.update(task, description=text))
+        logged = _Logged(lambda text, now: shown.update(task, description=text, refresh=now))
         with _listening(logged):
             yield logged.begin
 
@@ -41,17 +41,20 @@ def progress(phase: str, quiet: bool = False) -> Iterator[Phase]:
 class _Logged(logging.Handler):
     """Shows a phase, and the last that was logged in it."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str, bool], None]) -> None:
+        """show: called with the text, and whether it is to be seen at once: of each kind of message, the first is."""
         super().__init__(logging.INFO)
-        self._show, self._phase = show, ""
+        self._show, self._phase, self._kind = show, "", ""
 
     def begin(self, phase: str) -> None:
         """Another phase begins."""
         self._phase = phase
-        self._show(phase)
+        self._show(phase, True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._show(f"{self._phase}: {record.getMessage()}" if self._phase else record.getMessage())
+        text = f"{self._phase}: {record.getMessage()}" if self._phase else record.getMessage()
+        self._show(text, record.msg != self._kind)
+        self._kind = record.msg
 
 
 @contextlib.contextmanager
