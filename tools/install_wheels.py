@@ -68,8 +68,8 @@ def build(name: str, folder: Path, wheels: Path) -> Path:
     return wheel
 
 
-def share_torch(constraints: Path, folders: Path) -> None:
-    """Make the shared torch and its dependencies part of this environment; install them first if they are new."""
+def shared_torch(constraints: Path, folders: Path) -> Path:
+    """The folder of the shared torch and its dependencies; they are installed first if they are new."""
     key = hashlib.sha256(sys.version.encode() + constraints.read_bytes()).hexdigest()[:16]
     folder = folders / f"torch-{key}"
     if not folder.exists():
@@ -77,7 +77,7 @@ def share_torch(constraints: Path, folders: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         pip("install", "--no-compile", "--constraint", str(constraints), "--target", str(unfinished), "torch")
         unfinished.rename(folder)
-    Path(sysconfig.get_path("purelib"), "shared_torch.pth").write_text(f"{folder}\n")
+    return folder
 
 
 def pip(*arguments: str) -> None:
@@ -97,7 +97,8 @@ def main() -> None:
         name: bracket + rest for name, bracket, rest in (r.partition("[") for r in arguments.requirements)
     }
     names = closure(list(extras), folders)
-    share_torch(constraints, ROOT / ".tox")
+    torch = shared_torch(constraints, ROOT / ".tox")
+    Path(sysconfig.get_path("purelib"), "shared_torch.pth").write_text(f"{torch}\n")
     wheels = {name: build(name, folders[name], arguments.wheels) for name in names}
     # The same version number with new content: pip would keep the old one.
     pip("uninstall", "-q", "-y", *names)
