@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from meshwright_dtensor.plugins import CostModelSpec, ScheduleSpec, StrategySpec, hookimpl
 
+meshwright_hook_api = "1.0"
+
 
 @hookimpl
 def meshwright_strategies() -> Iterator[StrategySpec]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from meshwright_dtensor.plugins import BackendSpec, CommandSpec, hookimpl
 
+meshwright_hook_api = "1.0"
+
 DEFAULT = "safetensors"
 """The default backend of save and load."""
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from meshwright_dtensor.plugins import CommandSpec, PlannerSpec, hookimpl
 
+meshwright_hook_api = "1.0"
+
 
 @hookimpl
 def meshwright_commands() -> Iterator[CommandSpec]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from meshwright_dtensor.plugins import PlacementSpec, StrategySpec, hookimpl
 
+meshwright_hook_api = "1.0"
+
 _AXES = {
     "data": "dp",
     "zero": "zero",

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from meshwright_dtensor.plugins import ScheduleSpec, StrategySpec, hookimpl
 
+meshwright_hook_api = "1.0"
+
 _SCHEDULES = {
     "gpipe": ("gpipe:GPipe", "all forwards, then all backwards; any number of stages a rank"),
     "1f1b": ("one_f_one_b:OneForwardOneBackward", "forwards, backwards in turns; few activations in flight"),

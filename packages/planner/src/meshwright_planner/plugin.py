@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from meshwright_dtensor.plugins import ClusterSpec, CostModelSpec, PlannerSpec, hookimpl
 
+meshwright_hook_api = "1.0"
+
 _PLANNERS = {
     "eager": "one eager run, all combinations of degrees, placements by integer programming",
     "manual": "degrees as given (remaining ranks go to dp), placements by integer programming",

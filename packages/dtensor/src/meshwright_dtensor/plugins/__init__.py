@@ -3,6 +3,7 @@
 Write a plugin with `hookimpl` and the records; use plugins with `discover()`, which returns a `PluginHost`.
 """
 
+from meshwright_dtensor.plugins.hook_api import HOOK_API as HOOK_API
 from meshwright_dtensor.plugins.hookspec import GROUP as GROUP
 from meshwright_dtensor.plugins.hookspec import RECORD_TYPES as RECORD_TYPES
 from meshwright_dtensor.plugins.hookspec import HookSpecs as HookSpecs

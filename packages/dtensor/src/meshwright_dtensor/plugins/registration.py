@@ -11,6 +11,7 @@ from typing import Any, cast
 import pluggy
 
 from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.plugins.hook_api import DECLARATION, refusal
 from meshwright_dtensor.plugins.hookspec import GROUP, PREFIX, RECORD_TYPES, HookSpecs
 from meshwright_dtensor.plugins.records import Problem, Record, Registered
 from meshwright_dtensor.utils.names import canonical, did_you_mean, listing, suggestion
@@ -97,6 +98,10 @@ class Collector:
         if misspelt:
             fix = f"correct it, or set {DISABLE}={source.entry_point}"
             self._errors.append(f"plugin {_who(source)}: {'; '.join(misspelt)}; {fix}")
+            return False
+        refused = refusal(getattr(plugin, DECLARATION, None))
+        if refused is not None:
+            self._problems.append(source.problem(refused))
             return False
         try:
             manager.register(plugin, name)
