@@ -60,9 +60,14 @@ class Record:
         Raises PluginError, naming distribution, target and fix, if the module or the attribute is missing or the
         module fails to import.
         """
-        where = f"{self.kind} {self.name!r} of {distribution or 'an unnamed distribution'} has target {self.target!r}"
+        return self._imported(self.target, "target", distribution)
+
+    def _imported(self, target: str, field: str, distribution: str | None) -> Any:
+        where = (
+            f"{self.kind} {self.name!r} of {distribution or 'an unnamed distribution'} has {field} {target!r}"
+        )
         fix = f"upgrade {distribution or 'its distribution'}, or set MESHWRIGHT_DISABLE_PLUGINS={distribution or '<its name>'}"
-        module_name, _, path = self.target.partition(":")
+        module_name, _, path = target.partition(":")
         try:
             value: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -131,7 +136,24 @@ class BackendSpec(Record, kind="checkpoint backend", provided_by="meshwright-che
 
 @dataclass(frozen=True, kw_only=True)
 class OpRuleSpec(Record, kind="op rule", provided_by="meshwright-dtensor"):
-    """Sharding rules for operators. The target is what `meshwright_dtensor.rules` documents."""
+    """Sharding rules for operators. The target is what `meshwright_dtensor.rules` documents.
+
+    examples: "package.module:function" of a function without arguments that yields calls of these operators, (function,
+        arguments), for the conformance suite, which tries every row on them.
+    """
+
+    examples: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.examples and not _TARGET.fullmatch(self.examples):
+            raise PluginError(
+                f"OpRuleSpec {self.name!r} has examples {self.examples!r}: write 'package.module:function'"
+            )
+
+    def load_examples(self, distribution: str | None = None) -> Any:
+        """Import and return the function; PluginError as for `load`."""
+        return self._imported(self.examples, "examples", distribution)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class RuleBook:
 
         rules, composites = first_party_rules(), first_party_composites()
         for name, registered in discover().op_rules().items():
-            for part in _parts(registered.load()):
+            for part in parts_of(registered.load()):
                 if isinstance(part, Composite):
                     composites.append(part)
                 elif isinstance(part, Mapping):
@@ -124,10 +124,11 @@ def first_party_composites() -> list[Composite]:
     return [kind() for kind in kinds]
 
 
-def _parts(target: Any) -> Iterator[Any]:
+def parts_of(target: Any) -> Iterator[Any]:
+    """The mappings and composites in the target of an OpRuleSpec."""
     if isinstance(target, (list, tuple)):
         for part in target:
-            yield from _parts(part)
+            yield from parts_of(part)
     else:
         yield target() if isinstance(target, type) and issubclass(target, Composite) else target
 
