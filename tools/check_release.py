@@ -9,9 +9,10 @@ Slow (about a quarter of an hour, most of it installing): it runs weekly and on 
 2. pages: license, classifiers, URLs, README as a package index shows it, CHANGELOG; version ranges between the packages;
    imports that are not declared.
 3. alone: each package from its wheel in an environment of its own, with the lowest versions of its dependencies.
-4. together: all packages and extras from wheels, with the lowest allowed versions of everything, of the frameworks of extras,
-   then with the highest: `pip check`, `meshwright doctor`, two ranks that plan, train, save and load, and tests of what the
-   dependencies are used for.
+4. template: examples/plugin-template installs, and passes the conformance suite.
+5. together: all packages and extras from wheels, with the lowest allowed versions of everything, of the frameworks of extras,
+   then with the highest: `pip check`, `meshwright doctor`, two ranks that plan, train, save and load, the conformance suite over
+   our own plugins, and tests of what the dependencies are used for.
 
 Environments share one torch, as those of tox do (tools/install_wheels.py).
 """
@@ -33,7 +34,8 @@ from release.environments import Environment, allowed_versions, missing_bounds, 
 from release.metadata import check_fields, check_imports, check_pins, check_readme, extras, project
 
 SMOKE = ROOT / "tools" / "release"
-STEPS = ("pages", "alone", "together")
+STEPS = ("pages", "alone", "template", "together")
+TEMPLATE = ROOT / "examples" / "plugin-template"
 
 TESTS = (
     "packages/dtensor/tests/plugins/test_plugin_host.py",
@@ -44,6 +46,9 @@ TESTS = (
     "packages/meshwright/tests/test_recipes.py",
 )
 """What depends on pluggy, pydantic and rich; on scipy; on jinja2; on fsspec; on pydantic and pyyaml."""
+
+SUITE = ("--pyargs", "meshwright_dtensor.testing.conformance", "-k", "not trial")
+"""The checks of all plugins that are installed, ours. The planner `trial` starts ranks of its own for each of them: minutes."""
 
 TOOLS = ("pytest", "hypothesis")
 FRAMEWORKS = frozenset({"transformers", "accelerate", "peft"})
@@ -89,14 +94,28 @@ class Release:
                 raise ReleaseError(f"{name} alone: {sorted(ours)} are installed, it declares {needed}")
             say(environment.run(SMOKE / "smoke_alone.py", name.replace("-", "_")))
 
+    def check_template(self) -> None:
+        """Step 4: nothing of the conformance suite is skipped, since all packages are there."""
+        environment = Environment.fresh(self.work / "template", self.torch)
+        folder = self.work / "plugin-template"
+        shutil.copytree(TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        wheels = [artifacts.wheel for artifacts in self.artifacts.values()]
+        environment.install([*wheels, f"acme-meshwright[test] @ {folder.as_uri()}"], ROOT / "constraints.txt")
+        pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs")
+        say(environment.run(*pytest, folder / "tests").strip().splitlines()[-1])
+        text = environment.run(*pytest, *SUITE, "--plugin", "acme-meshwright").strip().splitlines()[-1]
+        if "skipped" in text:
+            raise ReleaseError(f"template: {text}; all packages are installed, so every check has to run")
+        say(text)
+
     def check_all_together(self) -> None:
-        """Step 4."""
+        """Step 5."""
         self.check_together("lowest")
         self.check_together("lowest", frameworks=True)
         self.check_together("highest")
 
     def check_together(self, end: str, frameworks: bool = False) -> None:
-        """Step 4, with the "lowest" or the "highest" versions: of everything, or of the frameworks of extras alone.
+        """Step 5, with the "lowest" or the "highest" versions: of everything, or of the frameworks of extras alone.
 
         Frameworks ask for newer versions of what we declare too, so the lowest of all cannot be installed at once.
         """
@@ -120,6 +139,7 @@ class Release:
         say(environment.run(SMOKE / "smoke_alone.py", "meshwright"))
         say(environment.run(SMOKE / "smoke_together.py"))
         pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", ROOT / "pytest.ini")
+        say(environment.run(*pytest, *SUITE).strip().splitlines()[-1])
         if not frameworks:
             files = [ROOT / test for test in TESTS]
             say(environment.run(*pytest, "-m", "not slow", *files).strip().splitlines()[-1])
@@ -181,6 +201,7 @@ def main() -> int:
     jobs = {
         "pages": release.check_pages,
         "alone": release.check_alone,
+        "template": release.check_template,
         "together": release.check_all_together,
     }
     try:
