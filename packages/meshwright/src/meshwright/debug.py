@@ -1,8 +1,10 @@
-"""`mw.debug`: see what a parallel model does.
+"""`mw.debug`: see what a parallel model does::
 
-with mw.debug.communication() as log:
-    model(**batch).loss.backward()
-print(log.counts())
+    with mw.debug.communication() as log:
+        model(**batch).loss.backward()
+    print(log.counts())
+
+A log has an event for each collective: its axis, bytes, module and reason.
 """
 
 from __future__ import annotations

@@ -265,17 +265,19 @@ class Provenance(Model):
 class PlanFields(Model):
     """The fields of a `ParallelPlan`.
 
-    degrees: mesh axis -> degree, outermost axis first; their product is world_size.
-    strategies: mesh axis -> name of the strategy that works on it.
-    zero: ZeRO along the axis "zero"; required if that axis has more than one rank.
-    precision: None computes in the dtype of the parameters.
-    parameters: the first rule that matches a parameter's name places it; without one it is replicated.
-    activations: target states by call; the others are derived.
-    context: how the sequence is sharded on the axis "cp"; None takes the defaults of ContextSharing.
-    recompute: modules whose activations are recomputed in the backward pass; the first rule that matches counts.
-    experts: modules whose experts are sharded along the axis "ep" and get their tokens sent; without that axis, each data
-        rank runs them on its local tokens. If none is named, modules that a probe finds when the plan is applied.
-    pipeline: stages and schedule along the axis "pp"; required if that axis has more than one rank.
+    Attributes:
+        degrees: mesh axis -> degree, outermost axis first; their product is world_size.
+        strategies: mesh axis -> name of the strategy that works on it.
+        zero: ZeRO along the axis "zero"; required if that axis has more than one rank.
+        precision: None computes in the dtype of the parameters.
+        parameters: the first rule that matches a parameter's name places it; without one it is replicated.
+        activations: target states by call; the others are derived.
+        context: how the sequence is sharded on the axis "cp"; None takes the defaults of ContextSharing.
+        recompute: modules whose activations are recomputed in the backward pass; the first rule that matches counts.
+        experts: modules whose experts are sharded along the axis "ep" and get their tokens sent; without that axis,
+            each data rank runs them on its local tokens. If none is named, modules that a probe finds when the plan is
+            applied.
+        pipeline: stages and schedule along the axis "pp"; required if that axis has more than one rank.
     """
 
     version: Literal[1] = 1

@@ -1,7 +1,7 @@
 """The hooks that a plugin may implement. None takes an argument; each yields records.
 
 A plugin is a module (or object) with functions of these names marked `@hookimpl`, announced by an entry point of the
-group "meshwright" in its distribution's metadata:
+group "meshwright" in its distribution's metadata::
 
     [project.entry-points.meshwright]
     acme = "acme_parallel.plugin"
@@ -25,13 +25,13 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 
 class HookSpecs:
-    """Every hook there is. A function of a plugin that starts with "meshwright_" must be one of them."""
+    """Every hook there is. A function of a plugin that starts with `meshwright_` must be one of them."""
 
     @hookspec
     def meshwright_strategies(self) -> Iterable[specs.StrategySpec]:  # type: ignore[empty-body]
         """Register ways to parallelise along a mesh axis.
 
-        Example:
+        Example::
 
             from meshwright_dtensor.plugins import StrategySpec, hookimpl
 
@@ -49,7 +49,7 @@ class HookSpecs:
     def meshwright_planners(self) -> Iterable[specs.PlannerSpec]:  # type: ignore[empty-body]
         """Register planners, for `plan(..., planner="name")`.
 
-        Example:
+        Example::
 
             @hookimpl
             def meshwright_planners():
@@ -60,7 +60,7 @@ class HookSpecs:
     def meshwright_cost_models(self) -> Iterable[specs.CostModelSpec]:  # type: ignore[empty-body]
         """Register cost models, for `plan(..., cost_model="name")`.
 
-        Example:
+        Example::
 
             @hookimpl
             def meshwright_cost_models():
@@ -71,7 +71,7 @@ class HookSpecs:
     def meshwright_clusters(self) -> Iterable[specs.ClusterSpec]:  # type: ignore[empty-body]
         """Register clusters, for `plan(..., cluster="name")`.
 
-        Example:
+        Example::
 
             @hookimpl
             def meshwright_clusters():
@@ -82,7 +82,7 @@ class HookSpecs:
     def meshwright_schedules(self) -> Iterable[specs.ScheduleSpec]:  # type: ignore[empty-body]
         """Register pipeline schedules.
 
-        Example:
+        Example::
 
             @hookimpl
             def meshwright_schedules():
@@ -93,7 +93,7 @@ class HookSpecs:
     def meshwright_checkpoint_backends(self) -> Iterable[specs.BackendSpec]:  # type: ignore[empty-body]
         """Register places and formats to keep checkpoints in.
 
-        Example:
+        Example::
 
             @hookimpl
             def meshwright_checkpoint_backends():
@@ -104,7 +104,7 @@ class HookSpecs:
     def meshwright_op_rules(self) -> Iterable[specs.OpRuleSpec]:  # type: ignore[empty-body]
         """Register sharding rules for operators, your own or ones that torch has none for.
 
-        Example:
+        Example::
 
             @hookimpl
             def meshwright_op_rules():
@@ -115,7 +115,7 @@ class HookSpecs:
     def meshwright_placements(self) -> Iterable[specs.PlacementSpec]:  # type: ignore[empty-body]
         """Register placements: ways in which a mesh axis splits a tensor.
 
-        Example:
+        Example::
 
             @hookimpl
             def meshwright_placements():
@@ -126,7 +126,7 @@ class HookSpecs:
     def meshwright_commands(self) -> Iterable[specs.CommandSpec]:  # type: ignore[empty-body]
         """Register subcommands of `meshwright`.
 
-        Example:
+        Example::
 
             @hookimpl
             def meshwright_commands():

@@ -50,9 +50,10 @@ class Shape:
 class Schedule(ABC):
     """An order of forwards and backwards. Stateless; registered by a ScheduleSpec under `name`.
 
-    stages_each: stages per rank that a planner uses.
-    most_each: the largest number of stages per rank that a planner tries where `stages_each` does
-        not divide the layers of a model equally.
+    Attributes:
+        stages_each: stages per rank that a planner uses.
+        most_each: the largest number of stages per rank that a planner tries where `stages_each` does
+            not divide the layers of a model equally.
     """
 
     name: ClassVar[str]

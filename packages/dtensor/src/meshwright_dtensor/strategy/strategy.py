@@ -42,7 +42,7 @@ class Division(ABC):
 class Strategy(ABC):
     """A parallelism along one mesh axis. Subclasses are stateless: one instance may serve many models.
 
-    Class attributes:
+    Attributes:
         name: name in plans and plugin records, e.g. "tensor".
         axis: the mesh axis it owns, e.g. "tp".
         order: position of its axis in the mesh; small is outermost (data 10, tensor 40).

@@ -31,7 +31,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their total norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does.
+    """Scale gradients in place so that their total norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         parameters: tensors whose `.grad` counts: DTensors on any meshes and plain tensors, mixed as you like. A plain
