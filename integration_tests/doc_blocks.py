@@ -85,7 +85,7 @@ class Step:
 
 def steps(page: Path, folder: Path) -> Iterator[Step]:
     """The steps of a page; its files are written to `folder` where they come."""
-    found: list[tuple[str, int]] = []
+    sources: list[tuple[str, int]] = []
     listed = blocks(page)
     absent = False
     for index, block in enumerate(listed):
@@ -98,22 +98,22 @@ def steps(page: Path, folder: Path) -> Iterator[Step]:
         elif block.kind == "json":
             json.loads(block.text)
         elif block.kind in ("python", "run"):
-            found.append((block.text, block.line))
+            sources.append((block.text, block.line))
         elif block.kind == "error":
             shows = listed[index + 1]
             assert shows.kind == "text", f"{page.name}:{block.line}: no text block follows"
-            yield Step("python", (*found, (block.text, block.line)), shows.text.strip())
-            found = []
+            yield Step("python", (*sources, (block.text, block.line)), shows.text.strip())
+            sources = []
         elif block.kind == "sh":
-            if found:
-                yield Step("python", tuple(found))
-            found = []
+            if sources:
+                yield Step("python", tuple(sources))
+            sources = []
             for line in block.text.splitlines():
                 words = shlex.split(line, comments=True)
                 if words and words[0] not in NOT_RUN:
                     yield Step("long" if listed[index - 1].kind == "long" else "sh", command=tuple(words))
-    if found:
-        yield Step("python", tuple(found))
+    if sources:
+        yield Step("python", tuple(sources))
 
 
 def ranks(page: Path) -> int:
@@ -143,16 +143,16 @@ def forget(rank: int, size: int, folder: str) -> None:
 
 
 def run_python(rank: int, size: int, page: str, folder: str, job: list[Step]) -> str:
-    """Run steps of Python on a rank, each in a namespace of its own; returns what was printed."""
+    """Run steps of Python on a rank, in one namespace; returns what was printed."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    torch.manual_seed(0)
     with inside(folder) as out:
         for step in job:
-            _run_step(step, page)
+            _run_step(step, page, namespace)
     return out.getvalue()
 
 
-def _run_step(step: Step, page: str) -> None:
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    torch.manual_seed(0)
+def _run_step(step: Step, page: str, namespace: dict[str, Any]) -> None:
     *before, (last, line) = step.sources
     for text, start in before:
         exec(compile("\n" * (start - 1) + text, page, "exec"), namespace)
@@ -165,7 +165,9 @@ def _run_step(step: Step, page: str) -> None:
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         if not matches(step.message, message):
-            raise AssertionError(f"{page}:{line}: the page shows\n{step.message}\nraised is\n{message}") from error
+            raise AssertionError(
+                f"{page}:{line}: the page shows\n{step.message}\nraised is\n{message}"
+            ) from error
     else:
         raise AssertionError(f"{page}:{line}: nothing was raised; the page shows {step.message}")
 
@@ -177,7 +179,7 @@ def matches(shown: str, message: str) -> bool:
 
 
 def run_script(rank: int, size: int, folder: str, words: list[str]) -> str:
-    """Run a script on a rank, as torchrun does, in the world of the pool; returns what it printed."""
+    """Run a script on a rank, as torchrun does, in the world of the pool; returns its output."""
     arguments, sys.argv = sys.argv, list(words)
     os.environ["LOCAL_RANK"] = str(rank)
     destroy = dist.destroy_process_group
