@@ -20,6 +20,7 @@ Comments that readers do not see:
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 import json
@@ -147,8 +148,13 @@ def run_python(rank: int, size: int, page: str, folder: str, job: list[Step]) ->
     namespace: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(0)
     with inside(folder) as out:
-        for step in job:
-            _run_step(step, page, namespace)
+        try:
+            for step in job:
+                _run_step(step, page, namespace)
+        finally:
+            # the models of a page must not be alive on the next one
+            namespace.clear()
+            gc.collect()
     return out.getvalue()
 
 

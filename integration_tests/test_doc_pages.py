@@ -27,7 +27,11 @@ ELSEWHERE = {"train.md", "plugins.md"}
 
 
 def with_blocks() -> list[Path]:
-    return [p for p in PAGES if p.name not in ELSEWHERE and re.search(r"```(python|sh)\n", p.read_text())]
+    return [
+        p
+        for p in PAGES
+        if p.name not in ELSEWHERE and re.search(r"```(python|sh)\n|<!-- (run|error)\n", p.read_text())
+    ]
 
 
 @pytest.mark.slow
