@@ -42,6 +42,18 @@ def written_arguments(op: Any) -> list[str]:
     return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """The same number for tensors that share memory, while one of them is there; None for sparse and nested ones."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether torch has allocated the memory of a tensor: not that of an array of numpy, say."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().resizable()
+
+
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call of an overload draws random numbers. Attention draws none where its dropout is 0."""
     if torch.Tag.nondeterministic_seeded not in op.tags:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import MODULE_ATTRIBUTES, tensors_in
+from meshwright_pipeline._torch import MODULE_ATTRIBUTES, memory_of, tensors_in
+from meshwright_pipeline.pytrees import tensors_within
 
 Place = tuple[str, str]
 """The path of a module, and the name of its buffer or attribute."""
@@ -58,6 +59,38 @@ def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
         for name, value in (attributes | parameters | buffers).items():
             state[path, name] = comparable(value, seen, values=True)
     return state
+
+
+def tensors_held(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Place, torch.Tensor]]:
+    """The parameters and buffers of modules, and the tensors in their attributes and in what these hold."""
+    for path, part in parts:
+        parameters, buffers = tensors_in(part)
+        attributes = {name: value for name, value in part.__dict__.items() if name not in MODULE_ATTRIBUTES}
+        for name, value in (parameters | buffers | attributes).items():
+            for tensor in tensors_within(value):
+                yield (path, name), tensor
+
+
+def holders(model: nn.Module, units: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Name of a tensor of a unit or of the model around units -> the units whose modules hold its memory, "" for that model.
+
+    Only where several do: a buffer that all layers of a list have, say.
+    """
+    parts = {unit: list(model.get_submodule(unit).named_modules()) for unit in units}
+    inside = {part for held in parts.values() for _, part in held}
+    parts[""] = [(path, part) for path, part in model.named_modules() if part not in inside]
+    places: dict[int, dict[str, str]] = {}
+    for unit, held in parts.items():
+        for (path, name), tensor in tensors_held(held):
+            memory = memory_of(tensor)
+            where = ".".join(filter(None, (unit, path, name)))
+            places.setdefault(id(tensor) if memory is None else memory, {})[where] = unit
+    return {
+        where: frozenset(found.values())
+        for found in places.values()
+        if len(set(found.values())) > 1
+        for where in found
+    }
 
 
 def changed_places(before: State, after: State) -> list[Place]:

@@ -390,11 +390,15 @@ def differs(a: Tensor, b: Tensor) -> bool:
 def written_from_rows(before: State, whole: State, half: State) -> Place | None:
     """A tensor that a forward overwrites with values that depend on its rows; None if there is none."""
     for at, old in before.items():
-        new, other = whole.get(at), half.get(at)
-        if not isinstance(old, TensorValues) or not isinstance(new, TensorValues):
-            continue
-        if not isinstance(other, TensorValues):
-            continue
-        if new.like(old) and other.like(old) and old != new and differs(new.tensor, other.tensor):
+        if _from_rows(old, whole.get(at), half.get(at)):
             return at
     return None
+
+
+def _from_rows(old: Any, new: Any, half: Any) -> bool:
+    """The same for what stands in one place, also in lists and objects there."""
+    if isinstance(old, TensorValues) and isinstance(new, TensorValues) and isinstance(half, TensorValues):
+        return new.like(old) and half.like(old) and old != new and differs(new.tensor, half.tensor)
+    if isinstance(old, tuple) and isinstance(new, tuple) and isinstance(half, tuple):
+        return any(map(_from_rows, old, new, half))
+    return False

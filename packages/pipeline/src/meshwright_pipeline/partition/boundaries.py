@@ -58,11 +58,9 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
         last.append(calls[-1])
     _check_read_parameters(profile, owned, stage)
     held = [{unit for (unit, _), at in stage.items() if at == index} for index in range(len(owned.stages))]
-    reason = divided_state(profile.keeping, held, owned.everywhere, owned.buffers)
+    reason = divided_state(profile.keeping, held, owned.everywhere, owned.holders)
     if reason is not None:
-        raise PlanError(
-            "pipeline.stages", [list(stage) for stage in owned.stages], f"{reason}; name it in one stage"
-        )
+        raise PlanError("pipeline.stages", [list(stage) for stage in owned.stages], reason)
     *between, final = crossing(profile, stage, len(owned.stages) + 1)
     return Cut(stage, tuple(last), tuple(between), final)
 
@@ -71,21 +69,30 @@ def divided_state(
     keeping: Mapping[str, Collection[str]],
     stages: Sequence[Collection[str]],
     everywhere: Collection[str],
-    buffers: Mapping[str, str],
+    holders: Mapping[str, frozenset[str]],
 ) -> str | None:
     """Why units cannot be on these stages: several of them hold state that calls write. None if none do.
 
-    `keeping`: see Profile. `everywhere`, `buffers`: see Ownership.
+    `keeping`: see Profile. `everywhere`: see Ownership. `holders`: see module_state.holders.
     """
+    around = sorted(name for name in keeping.get("", ()) if name in holders)
+    if around:
+        unit = min(holders[around[0]] - {""})
+        return (
+            f"the model writes to its {around[0]!r} between its modules, and module {unit!r} holds it too, on its own stage: pass "
+            "it to that module as an argument, or plan without pp"
+        )
     writers: dict[str, int] = {}
     for index, units in enumerate((everywhere, *stages)):
         for unit in sorted(units):
             for name in sorted(keeping.get(unit, ())):
-                path = f"{unit}.{name}"
-                if not index or writers.setdefault(buffers.get(path, path), index) != index:
+                path, others = f"{unit}.{name}", holders.get(f"{unit}.{name}", frozenset()) - {unit}
+                written = f"module {unit!r} writes to its {name.lstrip(':')!r} in each of its calls, and "
+                if "" in others:
+                    return f"{written}the model around it holds it too, on all stages: return it, or plan without pp"
+                if not index or writers.setdefault(path, index) != index or not others.issubset(units):
                     return (
-                        f"module {unit!r} writes to its {name.lstrip(':')!r} in each of its calls, and several stages hold it, "
-                        "each with a state of its own"
+                        f"{written}several stages hold it, each with a state of its own; name it in one stage"
                     )
     return None
 

@@ -19,6 +19,7 @@ from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.plan import PipelineRule
 from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_pipeline._torch import normalises_by_batch
+from meshwright_pipeline.module_state import holders
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -147,13 +148,13 @@ class Ownership:
         stages: for each stage the units that it may run, in the order of registration.
         everywhere: units that every stage holds and runs: named in `shared`, or without parameters and named in no stage.
         free: parameters outside of units, which every stage holds too.
-        buffers: further name of a buffer, in a module that has several -> its first name.
+        holders: see module_state.holders.
     """
 
     stages: tuple[tuple[str, ...], ...]
     everywhere: tuple[str, ...]
     free: tuple[str, ...]
-    buffers: Mapping[str, str] = field(default_factory=dict)
+    holders: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -190,16 +191,7 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
             text = f"module {unit!r} has parameters and is in no stage; name it in a stage, or in shared"
             raise PlanError("pipeline.stages", [list(stage) for stage in rule.stages], text)
     left = [unit for unit in units.names if unit not in placed]
-    return Ownership(tuple(stages), (*shared, *left), units.free, buffer_names(model))
-
-
-def buffer_names(model: nn.Module) -> dict[str, str]:
-    """Further name of a buffer, in a module that has several -> its first name."""
-    first: dict[int, str] = {}
-    named = list(model.named_buffers(remove_duplicate=False))
-    for name, buffer in named:
-        first.setdefault(id(buffer), name)
-    return {name: first[id(buffer)] for name, buffer in named if first[id(buffer)] != name}
+    return Ownership(tuple(stages), (*shared, *left), units.free, holders(model, units.names))
 
 
 def _named_in_parts(model: nn.Module, rule: PipelineRule) -> frozenset[str]:

@@ -18,9 +18,9 @@ from meshwright_dtensor.utils.memo import Memo
 from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline.analysis.loss_preview import LossChecker, LossForecast
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
+from meshwright_pipeline.module_state import holders
 from meshwright_pipeline.partition.boundaries import divided_state
 from meshwright_pipeline.partition.units import (
-    buffer_names,
     called_by_units,
     called_in_parts,
     find_units,
@@ -202,8 +202,11 @@ class ModelSurvey:
     def divided(self, stages: Iterable[Sequence[str]], everywhere: Collection[str]) -> str | None:
         """Why units cannot be on these stages, or on all; None if they can, as far as `loss_forecast` has seen the model."""
         keeping = self._loss_checker.keeping if self.loss_checked else {}
-        buffers = {} if self.model is None else buffer_names(self.model)
-        return divided_state(keeping, list(stages), everywhere, buffers) if keeping else None
+        return divided_state(keeping, list(stages), everywhere, self._holders) if keeping else None
+
+    @cached_property
+    def _holders(self) -> dict[str, frozenset[str]]:
+        return {} if self.model is None else holders(self.model, self.units)
 
     @property
     def loss_checked(self) -> bool:

@@ -16,6 +16,8 @@ from meshwright_pipeline import _torch
 from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys
 from meshwright_pipeline.hook_code import in_forward_hook
 from meshwright_pipeline.pytrees import is_expanded, tensors_of
+from meshwright_pipeline.trace.carried_tensors import CarriedTensors, LeftTensor
+from meshwright_pipeline.trace.known_memory import KnownMemory, written_tensors
 from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label
 from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
 from meshwright_pipeline.trace.rows.tracer import RowTracer
@@ -45,9 +47,17 @@ _SHAPE_ONLY = frozenset(
 class LabelMode(TorchDispatchMode):
     """Propagates labels through operations between units. Operations inside units are not followed."""
 
-    def __init__(self, tracer: RowTracer | None, meta: bool = True, chance: float | None = None) -> None:
-        """`meta`: code between units may use meta tensors. `chance`: the number that it gets where it draws one."""
+    def __init__(
+        self,
+        tracer: RowTracer | None,
+        meta: bool = True,
+        chance: float | None = None,
+        left: Iterable[LeftTensor] = (),
+    ) -> None:
+        """`meta`: code between units may use meta tensors. `chance`: the number that it gets where it draws one. `left`: by the
+        forward before."""
         super().__init__()
+        self.memory, self.carried = KnownMemory(), CarriedTensors(left)
         self.tracer, self.meta, self.chance = tracer, meta, chance
         self.labels = WeakTensorKeys()
         self.key = BETWEEN
@@ -96,6 +106,9 @@ class LabelMode(TorchDispatchMode):
         if call := collective_of(func, args):
             raise UnsupportedError(OF_A_GROUP.format(f"module {self.key[0] or 'the model'!r}", call))
         self._check_given(args, kwargs)
+        self.carried.note(func, args, kwargs, tensors_of((args, kwargs)))
+        if func._schema.is_mutable and not self._depth:
+            self.memory.check("code of the model between its modules", written_tensors(func, args, kwargs))
         if not (self.meta or self._depth) and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
             raise RuntimeError("parameters of units are read between units")
         random = _torch.draws(func, args, kwargs)
@@ -105,6 +118,7 @@ class LabelMode(TorchDispatchMode):
             result = self._execute(func, args, kwargs)
         else:
             result = self.tracer.run(func, args, kwargs)
+        self.memory.made(func, args, kwargs, result)
         if random:
             self.draws.note(self.key, func, args, kwargs, result)
             if self.chance is not None and not self._depth and result.numel() == 1:
@@ -150,6 +164,7 @@ class LabelMode(TorchDispatchMode):
 
     def read(self, tree: Any) -> None:
         """Note that code between units reads values of tensors. Raises CannotBeCut: those of parameters of units."""
+        self.carried.read(tensors_of(tree))
         labels = NO_LABELS if self._depth else self.of(tree)
         unit = min((label[0] for label in labels if label[1] == PARAMETERS), default=None)
         if unit is not None:
@@ -160,8 +175,7 @@ class LabelMode(TorchDispatchMode):
 
     def _write(self, func: Any, args: Any, kwargs: Any, labels: frozenset[Label]) -> None:
         """Note which memory an operation has written to, and label what shares it."""
-        named = _torch.named_arguments(func, args, kwargs)
-        for tensor in tensors_of([named[name] for name in _torch.written_arguments(func)]):
+        for tensor in written_tensors(func, args, kwargs):
             at = _memory_of(tensor)
             if at is not None:
                 before = self._written.get(at, (tensor, NO_LABELS))[1]

@@ -98,6 +98,7 @@ class Result:
         kept: the buffers and attributes that it writes.
         put: the paths in `side` of its entries in lists, dicts and objects of its arguments, and where they are.
         plain: the attributes without tensors that it stores (see plain_attributes).
+        read: the tensors that it reads without having or getting them (global ones, say).
     """
 
     output: Any
@@ -106,6 +107,7 @@ class Result:
     kept: frozenset[str] = frozenset()
     put: dict[str, Entry] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
+    read: tuple[torch.Tensor, ...] = ()
 
     @property
     def inside(self) -> dict[str, Any]:
@@ -153,8 +155,10 @@ class Profile:
 
     @cached_property
     def keeping(self) -> dict[str, frozenset[str]]:
-        """Unit -> the buffers and attributes that its calls write, which other calls may read."""
-        return {unit: result.kept for (unit, _), result in self.results.items() if result.kept}
+        """Unit -> the tensors that its calls write, which other calls may read; "" -> those of the model around units."""
+        around = frozenset(".".join(filter(None, at)) for at in self.kept.buffers)
+        units = {unit: result.kept for (unit, _), result in self.results.items() if result.kept}
+        return units | ({"": around} if around else {})
 
     def plain(self, key: Key) -> dict[str, Any]:
         """The plain attributes that a unit call stores and code outside reads."""

@@ -22,8 +22,17 @@ from meshwright_dtensor.model.device import forked_random
 from meshwright_dtensor.trace.one_device import on_one_device
 from meshwright_pipeline import pytrees
 from meshwright_pipeline._torch import hooks_of
-from meshwright_pipeline.pytrees import expanded_zeros, is_expanded, leaves_of, map_leaves, tensors_of
+from meshwright_pipeline.module_state import tensors_held
+from meshwright_pipeline.pytrees import (
+    expanded_zeros,
+    is_expanded,
+    leaves_of,
+    map_leaves,
+    tensors_of,
+    tensors_within,
+)
 from meshwright_pipeline.trace import side_outputs
+from meshwright_pipeline.trace.carried_tensors import HeldTensors, LeftTensor
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.label_mode import BATCH, LabelMode, ValueReads
@@ -79,6 +88,8 @@ class Profiler:
         inside = {part for unit in units for part in model.get_submodule(unit).modules()}
         self.around = [(path, part) for path, part in modules_outside(model, units) if part not in inside]
         self.shared = shared_objects(model, units)
+        self._left: tuple[LeftTensor, ...] | None = None
+        """What the first run has left in modules outside of units; () once a second one was seen not to read it."""
         self.stored: list[tuple[PlainAttributes, Iterable[str]]] = []
         """What the units of a run have stored in attributes; put back after it."""
 
@@ -133,8 +144,17 @@ class Profiler:
             changed = next((a or b for a, b in zip_longest(profile.order, order) if a != b), None)
             if changed is not None:
                 raise side_outputs.CannotBeCut(_CHANCE.format(changed[0]))
-        self.settled = True
+        if self._left and not self.settled:
+            self._check_carried(call, device, self._left)
+        self.settled, self._left = True, ()
         return replace(profile, plain_reads=self._plain_reads(call, device, profile))
+
+    def _check_carried(self, call: Call, device: torch.device, left: tuple[LeftTensor, ...]) -> None:
+        """Raise CannotBeCut if a second forward reads tensors that the first one has left outside of units."""
+        self.forget()
+        run = _ProfiledRun(self, device, None, left=left)
+        run.run(*call)
+        run.mode.carried.check(run.left)
 
     def _plain_reads(self, call: Call, device: torch.device, profile: Profile) -> frozenset[Read]:
         """Which plain attributes that units store are read by code outside of them, from one more run where there are any."""
@@ -198,7 +218,10 @@ class Profiler:
         return expanded_zeros(like, device) if like.is_floating_point() or is_expanded(like) else like.clone()
 
     def _run(self, call: Call, device: torch.device, tracer: RowTracer | None) -> Profile:
-        return _ProfiledRun(self, device, tracer).run(*call)
+        run = _ProfiledRun(self, device, tracer)
+        profile = run.run(*call)
+        self._left = run.left if self._left is None else self._left
+        return profile
 
 
 class _ProfiledRun:
@@ -210,10 +233,12 @@ class _ProfiledRun:
         device: torch.device,
         tracer: RowTracer | None,
         chance: float | None = None,
+        left: Iterable[LeftTensor] = (),
     ) -> None:
         self.profiler, self.device, self.tracer = profiler, device, tracer
         self.model, self.units = profiler.model, profiler.units
-        self.mode = LabelMode(tracer, profiler.reads or device.type == "meta", chance)
+        self.mode = LabelMode(tracer, profiler.reads or device.type == "meta", chance, left)
+        self.left: tuple[LeftTensor, ...] = ()
         inside = {part for unit in self.units for part in self.model.get_submodule(unit).modules()}
         self.around = [
             (path, part) for path, part in modules_outside(self.model, self.units) if part not in inside
@@ -231,7 +256,10 @@ class _ProfiledRun:
         """Run the model, and return what was recorded."""
         self._label_inputs(args, kwargs)
         side_outputs.check_backward_hooks(self.model, self.units)
-        writes = StateWrites(self.model, self.units)
+        writes, held = StateWrites(self.model, self.units), HeldTensors(self.around)
+        given = list(tensors_within((args, kwargs)))
+        self.mode.memory.give(given)
+        self.mode.memory.give(tensor for _, tensor in tensors_held(self.model.named_modules()))
         children = {module: dict(module._modules) for module in self.model.modules()}
         try:
             functions = self.tracer or contextlib.nullcontext()
@@ -258,6 +286,7 @@ class _ProfiledRun:
                 f"no module of this {type(self.model).__name__} that can be placed on a stage was called. "
                 "A pipeline needs modules that are called through module(...)"
             )
+        self.left = held.left(lambda tensor: bool(self.mode.of([tensor])), self.mode.wrote_to, given)
         return self._profile(output, writes)
 
     def _label_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -285,6 +314,8 @@ class _ProfiledRun:
         containers = pytrees.containers_of((args, kwargs))
         with self.mode.unit(key, parameters_of(self.model.get_submodule(key[0]))), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
+        # what it reads elsewhere (a global tensor), code between units may have written
+        self.consumes[key] |= self.mode.of(result.read) - {BATCH}
         self.ended(key)
         self.mode.hand_out(pytrees.tensors_within((args, kwargs, result.output, result.side)))
         self.results[key] = result
@@ -296,10 +327,12 @@ class _ProfiledRun:
     def _assigned(self, name: str) -> frozenset[Label]:
         """The labels of what code between units, or another unit, has put into attributes of the modules of a unit."""
         unit = self.model.get_submodule(name)
+        parts = dict(unit.named_modules())
         given = [
-            [leaf() for leaf in leaves]
-            for path, (value, leaves) in side_outputs.attribute_leaves(unit).items()
-            if self._put.get((name, *side_outputs.part_of(unit, path)), _MISSING) is not value
+            tensor
+            for (path, attribute), tensor in tensors_held(parts.items())
+            if self._put.get((name, parts[path], attribute), _MISSING)
+            is not parts[path].__dict__.get(attribute)
         ]
         return frozenset(label for label in self.mode.of(given) if label[1] != PARAMETERS)
 

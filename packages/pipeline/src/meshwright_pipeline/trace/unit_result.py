@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from meshwright_pipeline import _torch
-from meshwright_pipeline._torch import hooks_of
+from meshwright_pipeline._torch import hooks_of, memory_of
+from meshwright_pipeline.module_state import tensors_held
 from meshwright_pipeline.pytrees import (
     attribute_tensors,
     containers_of,
@@ -20,10 +21,12 @@ from meshwright_pipeline.pytrees import (
     is_expanded,
     leaves_of,
     map_leaves,
+    tensors_within,
 )
 from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.forward_hooks import Forward
-from meshwright_pipeline.trace.meta_model import back_on_meta, tensor_attributes, unit_tensors, with_zeros
+from meshwright_pipeline.trace.known_memory import UnitWrites
+from meshwright_pipeline.trace.meta_model import back_on_meta, with_zeros
 from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Result
 from meshwright_pipeline.trace.side_outputs import Entries
@@ -64,21 +67,23 @@ def unit_result(
             stack.enter_context(with_zeros(unit, device))
         args, kwargs = stack.enter_context(_given(argument, call))
         entries = Entries(containers_of((args, kwargs)))
-        before, buffers = side_outputs.attribute_leaves(unit), _versions(unit)
-        # no new tensor gets the id of one of these
-        held = [*unit.buffers(), *unit_tensors(unit)]
-        output = forward(*args, **kwargs)
+        before = side_outputs.attribute_leaves(unit)
+        state = [(at, tensor, memory_of(tensor)) for at, tensor in tensors_held(unit.named_modules())]
+        with UnitWrites(
+            name, (*tensors_within((args, kwargs)), *(tensor for _, tensor, _ in state))
+        ) as writes:
+            output = forward(*args, **kwargs)
         side_outputs.check_sendable(name, output, (args, kwargs))
         put = entries.changed(name)
         attributes, grown = side_outputs.new_side_outputs(before, unit)
-        kept = {
-            *attributes,
-            *(name for name, version in _versions(unit).items() if version != buffers.get(name)),
-        }
-        del held
+        written = (
+            at for at, tensor, memory in state if memory_of(tensor) != memory or writes.wrote_to(tensor)
+        )
+        kept = {*attributes, *(".".join(filter(None, at)) for at in written)}
         side = hook_outputs | attributes | {path: entry.of(entries.containers) for path, entry in put.items()}
     side = {path: map_leaves(stand_in, value) for path, value in side.items()}
-    return Result(map_leaves(stand_in, output), side, grown, frozenset(kept), put)
+    read = tuple(writes.read.values())
+    return Result(map_leaves(stand_in, output), side, grown, frozenset(kept), put, read=read)
 
 
 @contextlib.contextmanager
@@ -94,12 +99,3 @@ def _given(change: Callable[[int, torch.Tensor], torch.Tensor], call: Call) -> I
         for leaf, attributes in zip(objects, before, strict=True):
             vars(leaf).clear()
             vars(leaf).update(attributes)
-
-
-def _versions(unit: nn.Module) -> dict[str, tuple[int, int]]:
-    """Tensor of a module, which in a unit of a skeleton is an attribute -> what changes when it is written or assigned."""
-    versions = {name: (id(buffer), buffer._version) for name, buffer in unit.named_buffers()}
-    paths = {part: path for path, part in unit.named_modules()}
-    for part, name, tensor in tensor_attributes(unit):
-        versions[f"{paths[part]}.{name}" if paths[part] else name] = id(tensor), tensor._version
-    return versions

@@ -1,0 +1,95 @@
+"""The memory that a call is given or makes itself. What it writes elsewhere (a global tensor, say) no other stage has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from meshwright_pipeline._torch import (
+    TorchDispatchMode,
+    has_own_memory,
+    memory_of,
+    named_arguments,
+    op_name,
+    written_arguments,
+)
+from meshwright_pipeline.pytrees import tensors_of
+from meshwright_pipeline.trace.side_outputs import CannotBeCut
+
+_FOREIGN = (
+    "{} writes in place to a tensor that no module holds (a global one, or one of a closure or a class), and other stages would "
+    "not have what it writes. Make it a buffer of the module that writes it (register_buffer), or plan without pp"
+)
+
+
+class KnownMemory:
+    """The memory of given tensors, and of what is made from then on."""
+
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+        # they are kept, so that no other tensor gets the memory of one of them
+        self._given: list[Tensor] = []
+        self._known: set[int | None] = set()
+        self.give(given)
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an operation has made; views and what it has written to are known or not as before."""
+        if func._schema.is_mutable:
+            return
+        # torch.tensor() makes its tensor unseen
+        given = (
+            {memory_of(tensor) for tensor in tensors_of((args, kwargs))}
+            if op_name(func) != "lift_fresh"
+            else set()
+        )
+        self._known.update({memory_of(tensor) for tensor in tensors_of(result)} - given)
+
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors that the call has or gets too."""
+        given = list(tensors)
+        self._given += given
+        self._known.update(map(memory_of, given))
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return memory_of(tensor) in self._known
+
+    def check(self, who: str, written: Iterable[Tensor]) -> None:
+        """Raise CannotBeCut if one of the tensors that `who` is about to write to is neither given nor made."""
+        for tensor in written:
+            if tensor not in self and has_own_memory(tensor):
+                raise CannotBeCut(_FOREIGN.format(who))
+
+
+class UnitWrites(TorchDispatchMode):
+    """Records what the operations inside write to. `unit`: whose call it is. `given`: tensors that it has or gets.
+
+    read: the other tensors that they read (global ones, say), by id.
+    """
+
+    def __init__(self, unit: str, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._unit, self._memory = unit, KnownMemory(given)
+        self._written: set[int | None] = set()
+        self.read: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            written = written_tensors(func, args, kwargs)
+            self._memory.check(f"module {self._unit!r}", written)
+            self._written.update(map(memory_of, written))
+        self.read.update((id(x), x) for x in tensors_of((args, kwargs)) if x not in self._memory)
+        result = func(*args, **kwargs)
+        self._memory.made(func, args, kwargs, result)
+        return result
+
+    def wrote_to(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tensor was written to, maybe through `.data` or a view."""
+        return memory_of(tensor) in self._written
+
+
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call of an overload writes to."""
+    named = named_arguments(func, args, kwargs)
+    return tensors_of([named[name] for name in written_arguments(func)])
