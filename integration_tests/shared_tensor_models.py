@@ -193,6 +193,28 @@ class Between(nn.Module):
         return {"loss": x.square().mean()}
 
 
+class Keeping(nn.Module):
+    """Layers and model keep results in attributes, for whoever reads them after the step; a layer also its own from before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(attribute(), assigned, read) for _ in range(4))
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.square().mean()
+        self.last = loss.detach()
+        return {"loss": loss}
+
+
+KEPT: dict[str, Callable[[Any], Tensor]] = {
+    "value of the first layer": lambda model: value_of(model.layers[0]),
+    "value of the last layer": lambda model: value_of(model.layers[3]),
+    "last": lambda model: model.last,
+}
+
 Make = Callable[[], nn.Module]
 _HOLDS = (registered, part_of_a_buffer, trained, attribute, in_an_object, in_a_list)
 _ASSIGNABLE = (attribute, in_an_object, in_a_list)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_tensor_models import REFUSED, ROWS, RUN, WIDTH
+from shared_tensor_models import KEPT, REFUSED, ROWS, RUN, WIDTH, Keeping
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError, UnsupportedError
@@ -72,3 +72,30 @@ def test_plans_by_hand_are_refused_in_the_first_step(rank_pool: RankPool) -> Non
     for found in rank_pool.run(2, refusals, list(REFUSED)):
         for name, (_, says) in REFUSED.items():
             assert says in found.get(name, "not refused"), name
+
+
+def kept(rank: int, size: int) -> tuple[list[float], dict[str, str]]:
+    """How far the losses of three steps are from one device's, and what reading kept results says after the last one."""
+    torch.manual_seed(0)
+    model, single = Keeping(), Keeping()
+    single.load_state_dict(model.state_dict())
+    model = mw.parallelize(model, by_hand(1), batch=batch())
+    gaps = []
+    for _ in range(3):
+        loss, expected = model(**batch())["loss"], single(**batch())["loss"]
+        loss.backward()
+        gaps.append(float(loss - expected))
+    says = {}
+    for name, get in KEPT.items():
+        try:
+            says[name] = f"{float(get(model).sum())} for {float(get(single).sum())}"
+        except UnsupportedError as error:
+            says[name] = str(error)
+    return gaps, says
+
+
+@pytest.mark.slow
+def test_results_in_attributes_cannot_be_read_after_a_step(rank_pool: RankPool) -> None:
+    for gaps, says in rank_pool.run(2, kept):
+        assert max(map(abs, gaps)) < 1e-6
+        assert all("in a pipeline each stage has its own" in text for text in says.values()), says

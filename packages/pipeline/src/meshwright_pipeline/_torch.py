@@ -111,6 +111,12 @@ def weight_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
 
 
+def computes_weight(module: nn.Module, name: str) -> bool:
+    """Whether a hook of torch.nn.utils computes this attribute from parameters."""
+    names = [(getattr(hook, "name", ""), getattr(hook, "_tensor_name", "")) for hook in weight_hooks(module)]
+    return any(name in each for each in names)
+
+
 @contextlib.contextmanager
 def forward_hooks(module: nn.Module, hooks: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
     """Inside, a module has exactly these forward hooks."""

@@ -31,6 +31,7 @@ from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
 from meshwright_pipeline.runtime.full_batch_tail import TailLeaves, tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
 from meshwright_pipeline.runtime.input_grads import InputGradients
+from meshwright_pipeline.runtime.left_tensors import LeftTensors
 from meshwright_pipeline.runtime.p2p.step import Failure, StepMessages
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
@@ -133,6 +134,7 @@ class PipelinedCall:
         self.preparation = Preparation(skeleton, owned, table, context, split)
         self.stage_ranks = StageRanks(self.preparation.mesh)
         self.sinks = Sinks(model, context.plain)
+        self.left = LeftTensors()
         self.end = StepEnd(context, table, tied, [self.sinks.forget, self.preparation.forget])
         self.rank = self.end.rank
         self.last: StepOutcome | None = None
@@ -176,6 +178,7 @@ class PipelinedCall:
 
     def _step(self, args: Any, kwargs: Any) -> Any:
         try:
+            self.left.show()
             self.flags.agree(self.model)
             plan = self.prepare((args, kwargs))
         except Exception as error:
@@ -267,6 +270,7 @@ class PipelinedCall:
         # the run holds the function that starts its backwards
         messages = weakref.ref(run.messages)
         step, state = StepResult(plan, run), plan.prepared.profile.kept
+        self.left.watch(self.model, plan.prepared.profile.left_anywhere)
         before = [] if per_microbatch else [x if x is None else x.clone() for x in state.held(self.model)]
         sinks = self.sinks.active() if plan.training else contextlib.nullcontext()
         with sinks, self._random_numbers(plan.prepared.streams) as step.drawn:
@@ -346,6 +350,7 @@ class PipelinedCall:
             sinks if per_microbatch else None, None, [*written, *expected], [*written, *step.outputs]
         )
         self._write_state(state, values[: len(written)])
+        self.left.hide(self.model, self.context.device)
         leaves, differentiable = values[len(written) :], differentiable[len(written) :]
         if not plan.training:
             return _like(plan.output, map(self._shown, leaves))
@@ -378,6 +383,8 @@ class PipelinedCall:
 
         def backward(gradients: list[Tensor | None]) -> list[Tensor | None]:
             with (
+                # what is recomputed reads attributes too
+                self.left.shown(self.model, self.context.device),
                 own_stages(self.model),
                 self.sinks.active(),
                 self._random_numbers(plan.prepared.streams, step.drawn),

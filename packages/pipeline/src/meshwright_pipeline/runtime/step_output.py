@@ -19,16 +19,24 @@ _CASTS = frozenset("detach clone contiguous to float double half bfloat16 cpu cu
 """Methods whose result is the same output, perhaps in another dtype: frameworks apply them to all that a model returns."""
 
 
+NOT_KEPT = (
+    "an output of a training step that a pipeline has not kept: the model computes its loss, so it returns "
+    'only that. Set pipeline.outputs to "all" in the plan, let the model add what you need to its loss, or compute the '
+    "loss outside (call the model without labels); calls under torch.no_grad() return everything"
+)
+
+
 class DroppedOutput(Staged, torch.Tensor):
-    """An output that the last stage has computed by microbatch and has not kept."""
+    """An output that the last stage has computed by microbatch and has not kept, or that each stage has left for itself."""
 
     _device: torch.device
+    _why: str
 
     @staticmethod
-    def of(output: torch.Tensor, device: torch.device) -> DroppedOutput:
-        """In the place of `output`, of a microbatch."""
+    def of(output: torch.Tensor, device: torch.device, why: str = NOT_KEPT) -> DroppedOutput:
+        """In the place of `output`, of a microbatch. `why` it is not there, and what to do."""
         dropped = torch.empty_like(output.detach(), device="meta").as_subclass(DroppedOutput)
-        dropped._device = device
+        dropped._device, dropped._why = device, why
         return dropped
 
     @classmethod
@@ -45,12 +53,11 @@ class DroppedOutput(Staged, torch.Tensor):
             dtypes = [x for x in dtypes if isinstance(x, torch.dtype)]
             with without_subclasses():
                 cast = args[0] if name in ("to", "cpu", "cuda") else getattr(args[0], name)()
-                return DroppedOutput.of(cast.to(dtypes[0]) if dtypes else cast, args[0]._device)
-        raise UnsupportedError(
-            f"{name} of an output of a training step that a pipeline has not kept: the model computes its loss, so it returns "
-            'only that. Set pipeline.outputs to "all" in the plan, let the model add what you need to its loss, or compute the '
-            "loss outside (call the model without labels); calls under torch.no_grad() return everything"
+                return DroppedOutput.of(cast.to(dtypes[0]) if dtypes else cast, args[0]._device, args[0]._why)
+        why = next(
+            (x._why for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DroppedOutput)), NOT_KEPT
         )
+        raise UnsupportedError(f"{name} of {why}")
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -7,6 +7,7 @@ sent to them after each step (see state_writes); other tensors are not, so such 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,9 +41,9 @@ class HeldTensors:
         `depends`: on the batch or results of units. `given`: the batch.
         """
         known = {id(tensor) for tensors in self._before.values() for tensor in tensors}
-        known.update(map(id, given))
+        batch = set(map(id, given))
         return tuple(
-            LeftTensor(at, tensor, depends(tensor))
+            LeftTensor(at, tensor, depends(tensor), id(tensor) in batch)
             for at, tensors in self._now().items()
             for tensor in tensors
             if (depends(tensor) or at in self._before) and (id(tensor) not in known or wrote_to(tensor))
@@ -57,18 +58,27 @@ class HeldTensors:
         return now
 
 
+@dataclass(frozen=True)
 class LeftTensor:
-    """A tensor that a forward has left in an attribute. `depends`: on the batch or results of units."""
+    """A tensor that a forward has left in an attribute.
 
-    def __init__(self, at: Place, tensor: Tensor, depends: bool) -> None:
-        self.at, self.tensor, self.depends = at, tensor, depends
+    Attributes:
+        at: the module and the attribute.
+        depends: on the batch or results of units.
+        given: it is one of the batch.
+    """
+
+    at: Place
+    tensor: Tensor
+    depends: bool
+    given: bool
 
 
 class CarriedTensors:
     """Watches whether a forward reads what the one before has left."""
 
     def __init__(self, left: Iterable[LeftTensor]) -> None:
-        self._left = {id(held.tensor): held for held in left}
+        self._left = {id(held.tensor): held for held in left if not held.given}
         self._read: dict[Place, LeftTensor] = {}
 
     def note(self, func: Any, args: Any, kwargs: Any, tensors: Iterable[Tensor]) -> None:

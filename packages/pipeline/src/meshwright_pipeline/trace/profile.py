@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
+from meshwright_pipeline.module_state import Place
 from meshwright_pipeline.pytrees import leaves_of
 from meshwright_pipeline.trace.side_outputs import Entry, is_attribute
 from meshwright_pipeline.trace.state_writes import NO_WRITES, WrittenState
@@ -131,6 +133,7 @@ class Profile:
         written: unit results that code between units writes to in place.
         kept: buffers and numbers outside of units that the forward writes.
         reads: code between units uses parameters of units, be it for nothing that is needed.
+        left: where the forward leaves tensors of the batch or of units outside of units, but in buffers -> one of its tensors.
         plain_reads: (unit, path) of the plain attributes that code outside of the unit reads.
     """
 
@@ -145,6 +148,7 @@ class Profile:
     written: Labels = NO_LABELS
     kept: WrittenState = NO_WRITES
     reads: bool = False
+    left: Mapping[Place, torch.Tensor] = field(default_factory=dict)
     plain_reads: frozenset[tuple[str, str]] = frozenset()
 
     @cached_property
@@ -152,6 +156,19 @@ class Profile:
         """(unit, call, place) of the unit attributes that code between units reads."""
         labels = self.final.union(*self.consumes.values())
         return frozenset(label[:3] for label in labels if is_attribute(label[2]))
+
+    @cached_property
+    def left_anywhere(self) -> dict[Place, torch.Tensor]:
+        """The same as `left`, with the attributes of units that hold tensors of their calls."""
+        left = dict(self.left)
+        for (unit, _), result in self.results.items():
+            for path, value in result.side.items():
+                if is_attribute(path):
+                    part, _, name = path.partition(":")
+                    left[".".join(filter(None, (unit, part))), name] = next(
+                        leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)
+                    )
+        return left
 
     @cached_property
     def keeping(self) -> dict[str, frozenset[str]]:

@@ -375,7 +375,10 @@ class _ProfiledRun:
         draws, of_batch, written = tuple(mode.draws.draws), frozenset(self.of_batch), frozenset(mode.written)
         state, order, results = WrittenState(tuple(buffers), writes.plain()), tuple(consumes), self.results
         reads = self.profiler.reads
-        return Profile(order, consumes, final, results, output, read, draws, of_batch, written, state, reads)
+        left = {held.at: held.tensor for held in self.left if held.depends}
+        return Profile(
+            order, consumes, final, results, output, read, draws, of_batch, written, state, reads, left
+        )
 
 
 def call_hooks(module: nn.Module, hooks: Any, output: Any) -> None:
