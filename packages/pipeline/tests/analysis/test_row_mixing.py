@@ -392,7 +392,9 @@ def written(
         if inside and rank:
             continue  # the second block is on the first rank
         ours, other = (many.layers[1], single.layers[1]) if inside else (many, single)
-        value, two = (torch.as_tensor(getattr(m, attribute), dtype=torch.float64) for m in (ours, other))
+        # as the next forward sees it
+        with call_of(many).left.shown(many, torch.device("cpu")):
+            value, two = (torch.as_tensor(getattr(m, attribute), dtype=torch.float64) for m in (ours, other))
         made[name] = value.shape == two.shape and far(value, two) < LIMIT
     return made
 
