@@ -44,14 +44,16 @@ def written_arguments(op: Any) -> list[str]:
 
 def memory_of(tensor: torch.Tensor) -> int | None:
     """The same number for tensors that share memory, while one of them is there; None for sparse and nested ones."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    return tensor.untyped_storage()._cdata
+    with without_functions():
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        return tensor.untyped_storage()._cdata
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
     """Whether torch has allocated the memory of a tensor: not that of an array of numpy, say."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().resizable()
+    with without_functions():
+        return tensor.layout is torch.strided and tensor.untyped_storage().resizable()
 
 
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
@@ -143,6 +145,11 @@ def ordinary_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def without_subclasses() -> contextlib.AbstractContextManager[Any]:
     """Inside, torch functions do not dispatch to tensor subclasses."""
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
+
+
+def without_functions() -> contextlib.AbstractContextManager[Any]:
+    """Inside, torch functions dispatch neither to tensor subclasses nor to modes that follow the functions of a model."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
 def leaf_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -198,9 +198,11 @@ class LabelMode(TorchDispatchMode):
 
 def _memory_of(tensor: Tensor) -> int | None:
     """The address of a tensor's storage; None if it has no memory."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return None
-    return tensor.untyped_storage().data_ptr() or None
+    # a tracer that counts the functions of a model does not see these
+    with _torch.without_functions():
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return None
+        return tensor.untyped_storage().data_ptr() or None
 
 
 class ValueReads(TorchFunctionMode):
