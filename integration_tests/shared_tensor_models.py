@@ -88,7 +88,7 @@ def copied(module: Any, x: Tensor) -> None:
 
 
 def added(module: Any, x: Tensor) -> None:
-    """Add to it behind the back of autograd."""
+    """Add to it in a way that autograd does not see."""
     value_of(module).data.add_(x.detach().mean(0))
 
 
@@ -118,7 +118,7 @@ def zero(module: Any) -> float:
 
 
 class Layer(nn.Module):
-    """Adds to its result what it reads, and writes then."""
+    """Adds to its result the tensor that it reads, and then writes there."""
 
     def __init__(self, hold: Hold, write: Write, read: Read) -> None:
         super().__init__()

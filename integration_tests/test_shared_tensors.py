@@ -30,17 +30,17 @@ def by_hand(microbatches: int) -> ParallelPlan:
 
 def check(rank: int, size: int, names: list[str]) -> dict[str, list[str]]:
     """What differs from one device in two steps."""
-    found = {}
+    outcomes = {}
     for name in names:
         report = verify(RUN[name], batch(), by_hand(1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-        found[name] = [f"{failure.kind} {failure.name}" for failure in report.failures]
-    return found
+        outcomes[name] = [f"{failure.kind} {failure.name}" for failure in report.failures]
+    return outcomes
 
 
 @pytest.mark.slow
 def test_what_one_stage_or_all_stages_have_is_that_of_one_device(rank_pool: RankPool) -> None:
-    for found in rank_pool.run(2, check, list(RUN)):
-        assert found == {name: [] for name in RUN}
+    for outcomes in rank_pool.run(2, check, list(RUN)):
+        assert outcomes == {name: [] for name in RUN}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -58,20 +58,20 @@ def test_several_microbatches_are_refused(name: str) -> None:
 
 def refusals(rank: int, size: int, names: list[str]) -> dict[str, str]:
     """The errors of the first steps of plans by hand."""
-    found = {}
+    outcomes = {}
     for name in names:
         try:
             mw.parallelize(REFUSED[name][0](), by_hand(1), batch=batch())(**batch())
         except (PlanError, UnsupportedError) as error:
-            found[name] = str(error)
-    return found
+            outcomes[name] = str(error)
+    return outcomes
 
 
 @pytest.mark.slow
 def test_plans_by_hand_are_refused_in_the_first_step(rank_pool: RankPool) -> None:
-    for found in rank_pool.run(2, refusals, list(REFUSED)):
+    for outcomes in rank_pool.run(2, refusals, list(REFUSED)):
         for name, (_, says) in REFUSED.items():
-            assert says in found.get(name, "not refused"), name
+            assert says in outcomes.get(name, "not refused"), name
 
 
 def kept(rank: int, size: int) -> tuple[list[float], dict[str, str]]:

@@ -86,10 +86,10 @@ def holders(model: nn.Module, units: Iterable[str]) -> dict[str, frozenset[str]]
             where = ".".join(filter(None, (unit, path, name)))
             places.setdefault(id(tensor) if memory is None else memory, {})[where] = unit
     return {
-        where: frozenset(found.values())
-        for found in places.values()
-        if len(set(found.values())) > 1
-        for where in found
+        where: frozenset(units_of.values())
+        for units_of in places.values()
+        if len(set(units_of.values())) > 1
+        for where in units_of
     }
 
 

@@ -40,13 +40,13 @@ class HeldTensors:
 
         `depends`: on the batch or results of units. `given`: the batch.
         """
-        known = {id(tensor) for tensors in self._before.values() for tensor in tensors}
+        earlier = {id(tensor) for tensors in self._before.values() for tensor in tensors}
         batch = set(map(id, given))
         return tuple(
             LeftTensor(at, tensor, depends(tensor), id(tensor) in batch)
             for at, tensors in self._now().items()
             for tensor in tensors
-            if (depends(tensor) or at in self._before) and (id(tensor) not in known or wrote_to(tensor))
+            if (depends(tensor) or at in self._before) and (id(tensor) not in earlier or wrote_to(tensor))
         )
 
     def _now(self) -> dict[Place, list[Tensor]]:
@@ -98,7 +98,7 @@ class CarriedTensors:
                 self._read[held.at] = held
 
     def check(self, left: Iterable[LeftTensor]) -> None:
-        """Raise CannotBeCut if the forward has read some that differ from forward to forward. `left`: what it has left itself."""
+        """Raise CannotBeCut if the forward has read some that differ from forward to forward. `left`: the tensors that this forward has left."""
         again = {held.at for held in left}
         for (path, name), held in self._read.items():
             if held.depends or held.at in again:

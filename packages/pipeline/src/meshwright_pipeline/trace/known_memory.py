@@ -1,4 +1,4 @@
-"""The memory that a call is given or makes itself. What it writes elsewhere (a global tensor, say) no other stage has."""
+"""The memory that a call is given or makes itself. Writes elsewhere (a global tensor, say) no other stage has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
 _FOREIGN = (
     "{} writes in place to a tensor that no module holds (a global one, or one of a closure or a class), and other stages would "
-    "not have what it writes. Make it a buffer of the module that writes it (register_buffer), or plan without pp"
+    "not have the new values. Make it a buffer of the module that writes it (register_buffer), or plan without pp"
 )
 
 
@@ -34,7 +34,7 @@ class KnownMemory:
         self.give(given)
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what an operation has made; views and what it has written to are known or not as before."""
+        """Note what an operation has made; views and written tensors are known or not as before."""
         if func._schema.is_mutable:
             return
         # torch.tensor() makes its tensor unseen

@@ -314,7 +314,7 @@ class _ProfiledRun:
         containers = pytrees.containers_of((args, kwargs))
         with self.mode.unit(key, parameters_of(self.model.get_submodule(key[0]))), paused:
             result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
-        # what it reads elsewhere (a global tensor), code between units may have written
+        # tensors that the unit reads elsewhere (a global tensor), code between units may have written
         self.consumes[key] |= self.mode.of(result.read) - {BATCH}
         self.ended(key)
         self.mode.hand_out(pytrees.tensors_within((args, kwargs, result.output, result.side)))
