@@ -98,7 +98,7 @@ class CarriedTensors:
                 self._read[held.at] = held
 
     def check(self, left: Iterable[LeftTensor]) -> None:
-        """Raise CannotBeCut if the forward has read some that differ from forward to forward. `left`: the tensors that this forward has left."""
+        """Raise CannotBeCut if the forward has read some that differ from forward to forward. `left`: by this forward."""
         again = {held.at for held in left}
         for (path, name), held in self._read.items():
             if held.depends or held.at in again:
