@@ -1,11 +1,11 @@
-"""The memory that a call is given or makes itself. Writes elsewhere (a global tensor, say) no other stage has."""
+"""The memory that a call is given or makes itself. A write elsewhere (to a global tensor, say) would be on one stage alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright_pipeline._torch import (
     TorchDispatchMode,
@@ -15,6 +15,7 @@ from meshwright_pipeline._torch import (
     op_name,
     written_arguments,
 )
+from meshwright_pipeline.module_state import tensors_held
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
@@ -62,14 +63,16 @@ class KnownMemory:
 
 
 class UnitWrites(TorchDispatchMode):
-    """Records what the operations inside write to. `unit`: whose call it is. `given`: tensors that it has or gets.
+    """Records what the operations of a unit's call write to. `given`: the tensors of its arguments.
 
     read: the other tensors that they read (global ones, say), by id.
     """
 
-    def __init__(self, unit: str, given: Iterable[Tensor]) -> None:
+    def __init__(self, name: str, unit: nn.Module, given: Iterable[Tensor]) -> None:
         super().__init__()
-        self._unit, self._memory = unit, KnownMemory(given)
+        held = tensors_held(unit.named_modules())
+        self._held = [(".".join(filter(None, at)), tensor, memory_of(tensor)) for at, tensor in held]
+        self._name, self._memory = name, KnownMemory([*given, *(tensor for _, tensor, _ in self._held)])
         self._written: set[int | None] = set()
         self.read: dict[int, Tensor] = {}
 
@@ -77,16 +80,20 @@ class UnitWrites(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             written = written_tensors(func, args, kwargs)
-            self._memory.check(f"module {self._unit!r}", written)
+            self._memory.check(f"module {self._name!r}", written)
             self._written.update(map(memory_of, written))
         self.read.update((id(x), x) for x in tensors_of((args, kwargs)) if x not in self._memory)
         result = func(*args, **kwargs)
         self._memory.made(func, args, kwargs, result)
         return result
 
-    def wrote_to(self, tensor: Tensor) -> bool:
-        """Whether the memory of a tensor was written to, maybe through `.data` or a view."""
-        return memory_of(tensor) in self._written
+    def written(self) -> set[str]:
+        """The names of the unit's tensors whose memory was written to, maybe through `.data` or a view, or replaced."""
+        return {
+            name
+            for name, tensor, memory in self._held
+            if memory in self._written or memory_of(tensor) != memory
+        }
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

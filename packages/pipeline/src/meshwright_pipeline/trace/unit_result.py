@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from meshwright_pipeline import _torch
-from meshwright_pipeline._torch import hooks_of, memory_of
-from meshwright_pipeline.module_state import tensors_held
+from meshwright_pipeline._torch import hooks_of
 from meshwright_pipeline.pytrees import (
     attribute_tensors,
     containers_of,
@@ -68,18 +67,12 @@ def unit_result(
         args, kwargs = stack.enter_context(_given(argument, call))
         entries = Entries(containers_of((args, kwargs)))
         before = side_outputs.attribute_leaves(unit)
-        state = [(at, tensor, memory_of(tensor)) for at, tensor in tensors_held(unit.named_modules())]
-        with UnitWrites(
-            name, (*tensors_within((args, kwargs)), *(tensor for _, tensor, _ in state))
-        ) as writes:
+        with UnitWrites(name, unit, tensors_within((args, kwargs))) as writes:
             output = forward(*args, **kwargs)
         side_outputs.check_sendable(name, output, (args, kwargs))
         put = entries.changed(name)
         attributes, grown = side_outputs.new_side_outputs(before, unit)
-        written = (
-            at for at, tensor, memory in state if memory_of(tensor) != memory or writes.wrote_to(tensor)
-        )
-        kept = {*attributes, *(".".join(filter(None, at)) for at in written)}
+        kept = {*attributes, *writes.written()}
         side = hook_outputs | attributes | {path: entry.of(entries.containers) for path, entry in put.items()}
     side = {path: map_leaves(stand_in, value) for path, value in side.items()}
     read = tuple(writes.read.values())
