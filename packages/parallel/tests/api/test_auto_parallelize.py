@@ -18,7 +18,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, hookimpl
 from meshwright_dtensor.strategy import Planner, PlanRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel import auto_parallelize, parallelize
+from meshwright_parallel import auto_parallelize, parallelize, shard_loader
 
 
 class Unsendable(Exception):
@@ -35,6 +35,7 @@ class Toy(Planner):
 
     def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         assert dist.get_rank() == 0
+        assert all(type(value) is torch.Tensor for value in batch.values())
         torch.rand(3)
         if request.global_batch_size == 13:
             raise Unsendable(("lock", 13))
@@ -65,6 +66,8 @@ def planned(rank: int, world_size: int) -> Any:
     assert torch.equal(torch.get_rng_state(), state)
     loss = model(**batch_of())
     torch.testing.assert_close(loss.full_tensor(), make()(**batch_of()))
+    sharded = next(iter(shard_loader([batch_of()])))  # on all ranks, while one of them plans
+    auto_parallelize(make(), sharded, planner="toy", plugins=host)
     with pytest.raises(
         InfeasibleError, match="nothing fits in 7 bytes"
     ):  # on every rank, not only on the first

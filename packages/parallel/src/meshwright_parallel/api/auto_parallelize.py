@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor._torch.modes import recordable, without_inference_mode
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
+from meshwright_dtensor.stored.gather import whole_value
 from meshwright_dtensor.strategy import PlanKeywords, PlanRequest, with_plan_keywords
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.ranks import same_plugins
@@ -44,6 +46,9 @@ def auto_parallelize(
     request = PlanRequest.of(keywords)
     request.check(sorted({registered.record.axis for registered in host.strategies().values()}))
     planner = host.get(PlannerSpec, request.planner)
+    with torch.no_grad():
+        # the first rank alone reads it when it plans; a batch of `shard_loader` is on all ranks
+        batch = pytree.tree_map(whole_value, batch)
     result: list[Any] = [None]
     if dist.get_rank() == 0:
         with torch.random.fork_rng(devices=()):
