@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
-from meshwright_pipeline.runtime.step_output import DroppedOutput, with_loss
+from meshwright_pipeline.runtime.results.step_output import DroppedOutput, with_loss
 
 CPU = torch.device("cpu")
 

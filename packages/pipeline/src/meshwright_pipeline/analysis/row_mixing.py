@@ -37,7 +37,7 @@ from meshwright_pipeline.trace.meta_model import meta_tensors
 from meshwright_pipeline.trace.microbatch import Call, microbatches, signature, snapshot
 from meshwright_pipeline.trace.profile import Key, Label, Labels, Profile, Result
 from meshwright_pipeline.trace.rng_replay import DrawLog
-from meshwright_pipeline.trace.state_writes import modules_outside
+from meshwright_pipeline.trace.state.state_writes import modules_outside
 
 Tensor = torch.Tensor
 

@@ -31,19 +31,19 @@ from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
 from meshwright_pipeline.runtime.full_batch_tail import TailLeaves, tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
 from meshwright_pipeline.runtime.input_grads import InputGradients
-from meshwright_pipeline.runtime.left_tensors import LeftTensors
 from meshwright_pipeline.runtime.p2p.step import Failure, StepMessages
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
+from meshwright_pipeline.runtime.results.left_tensors import LeftTensors
+from meshwright_pipeline.runtime.results.step_output import with_loss
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.settings import Settings
 from meshwright_pipeline.runtime.step_end import StepEnd
-from meshwright_pipeline.runtime.step_output import with_loss
 from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum
 from meshwright_pipeline.trace.loss import check_loss_path, loss_of, need_loss
 from meshwright_pipeline.trace.loss_denominators import Denominators
 from meshwright_pipeline.trace.microbatch import Call, microbatches, padded
 from meshwright_pipeline.trace.rng_replay import RngReplay, StepDraws
-from meshwright_pipeline.trace.state_writes import WrittenState
+from meshwright_pipeline.trace.state.state_writes import WrittenState
 
 Tensor = torch.Tensor
 LossMode = Literal["per_microbatch", "full_batch"]

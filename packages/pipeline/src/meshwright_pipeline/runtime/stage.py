@@ -26,11 +26,11 @@ from meshwright_pipeline.trace.loss import mark_unit_output
 from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
 from meshwright_pipeline.trace.meta_model import others_as_zeros
 from meshwright_pipeline.trace.microbatch import Call
-from meshwright_pipeline.trace.plain_attributes import differing, put_plain
 from meshwright_pipeline.trace.profile import Key, Label, Profile
 from meshwright_pipeline.trace.profiler import call_hooks
 from meshwright_pipeline.trace.rng_replay import RngReplay
 from meshwright_pipeline.trace.side_outputs import is_attribute, part_of
+from meshwright_pipeline.trace.state.plain_attributes import differing, put_plain
 
 Values = Mapping[Label, torch.Tensor]
 

@@ -16,12 +16,12 @@ from meshwright_pipeline import _torch
 from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys
 from meshwright_pipeline.hook_code import in_forward_hook
 from meshwright_pipeline.pytrees import is_expanded, tensors_of
-from meshwright_pipeline.trace.carried_tensors import CarriedTensors, LeftTensor
-from meshwright_pipeline.trace.known_memory import KnownMemory, written_tensors
 from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label
 from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
 from meshwright_pipeline.trace.rows.tracer import RowTracer
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
+from meshwright_pipeline.trace.state.carried_tensors import CarriedTensors, LeftTensor
+from meshwright_pipeline.trace.state.known_memory import KnownMemory, written_tensors
 
 BATCH: Label = ("", PARAMETERS - 1, "", 0)
 """The label of the rows of the batch."""

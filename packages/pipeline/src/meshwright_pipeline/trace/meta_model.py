@@ -17,7 +17,7 @@ from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_pipeline.pytrees import expanded_zeros
-from meshwright_pipeline.trace.state_writes import modules_outside
+from meshwright_pipeline.trace.state.state_writes import modules_outside
 
 Attribute = tuple[nn.Module, str, Tensor]
 """(submodule, attribute, tensor)."""

@@ -13,7 +13,7 @@ from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
 from meshwright_pipeline.module_state import Place
 from meshwright_pipeline.pytrees import leaves_of
 from meshwright_pipeline.trace.side_outputs import Entry, is_attribute
-from meshwright_pipeline.trace.state_writes import NO_WRITES, WrittenState
+from meshwright_pipeline.trace.state.state_writes import NO_WRITES, WrittenState
 
 Key = tuple[str, int]
 """A call of a unit: (name of the unit, index of this call in the forward)."""

@@ -32,14 +32,17 @@ from meshwright_pipeline.pytrees import (
     tensors_within,
 )
 from meshwright_pipeline.trace import side_outputs
-from meshwright_pipeline.trace.carried_tensors import HeldTensors, LeftTensor
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
 from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.label_mode import BATCH, LabelMode, ValueReads
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import parameters_of, put_expanded_zeros, unit_tensors
 from meshwright_pipeline.trace.microbatch import Call, rows_of, snapshot
-from meshwright_pipeline.trace.plain_attributes import (
+from meshwright_pipeline.trace.profile import BETWEEN, PARAMETERS, Key, Label, Profile, Result
+from meshwright_pipeline.trace.rng_replay import DrawLog
+from meshwright_pipeline.trace.rows.tracer import RowTracer
+from meshwright_pipeline.trace.state.carried_tensors import HeldTensors, LeftTensor
+from meshwright_pipeline.trace.state.plain_attributes import (
     PlainAttributes,
     PlainReads,
     Read,
@@ -47,10 +50,7 @@ from meshwright_pipeline.trace.plain_attributes import (
     outside_of,
     shared_objects,
 )
-from meshwright_pipeline.trace.profile import BETWEEN, PARAMETERS, Key, Label, Profile, Result
-from meshwright_pipeline.trace.rng_replay import DrawLog
-from meshwright_pipeline.trace.rows.tracer import RowTracer
-from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState, modules_outside
+from meshwright_pipeline.trace.state.state_writes import StateWrites, WrittenState, modules_outside
 from meshwright_pipeline.trace.unit_result import unit_result
 
 _MISSING = object()

@@ -26,7 +26,7 @@ from meshwright_pipeline.pytrees import (
     is_plain,
     leaves_of,
 )
-from meshwright_pipeline.trace.state_writes import modules_outside
+from meshwright_pipeline.trace.state.state_writes import modules_outside
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
 """Path -> the value, and a function for each of its leaves (tensors are referenced weakly)."""

@@ -24,11 +24,11 @@ from meshwright_pipeline.pytrees import (
 )
 from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.forward_hooks import Forward
-from meshwright_pipeline.trace.known_memory import UnitWrites
 from meshwright_pipeline.trace.meta_model import back_on_meta, with_zeros
 from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Result
 from meshwright_pipeline.trace.side_outputs import Entries
+from meshwright_pipeline.trace.state.known_memory import UnitWrites
 
 
 def unit_result(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from meshwright_pipeline._torch import op_name, tensors_in
 from meshwright_pipeline.module_state import Place, tensors_held
-from meshwright_pipeline.trace.known_memory import written_tensors
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
+from meshwright_pipeline.trace.state.known_memory import written_tensors
 
 _CARRIED = (
     "{} keeps a tensor in {!r} from one forward to the next, and other stages would not have it: register it as a buffer "

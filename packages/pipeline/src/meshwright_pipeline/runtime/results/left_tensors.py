@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright_pipeline._torch import WeakTensorKeys, computes_weight
 from meshwright_pipeline.module_state import Place
 from meshwright_pipeline.pytrees import NO_STATE, map_leaves, tensors_of, tensors_within
-from meshwright_pipeline.runtime.step_output import DroppedOutput
+from meshwright_pipeline.runtime.results.step_output import DroppedOutput
 
 _WHY = (
     "{!r}, which the forward of {} leaves in an attribute: in a pipeline each stage has its own, of its last microbatch. Return it "

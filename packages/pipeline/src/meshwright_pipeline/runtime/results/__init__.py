@@ -1,0 +1,1 @@
+"""What a step returns, and what it leaves in attributes."""

@@ -1,0 +1,1 @@
+"""State that a forward writes: attributes, buffers, other tensors."""
