@@ -14,13 +14,13 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from taking_turns import timed_pairs
 from torch import nn
 
 from meshwright_dtensor.plan import ParallelPlan
@@ -134,21 +134,11 @@ def stepper(contestant: str, name: str, ranks: int, plan: ParallelPlan | None) -
 def times(
     rank: int, ranks: int, rounds: int, name: str, pair: tuple[str, str], plan: ParallelPlan
 ) -> list[tuple[float, float]]:
-    """Seconds of ours and of torch's steps, in turn; the order within a pair changes."""
+    """Seconds of ours and of torch's steps, in turn."""
     steps = [stepper(pair[0], name, ranks, plan), stepper(pair[1], name, ranks, None)]
     for step in steps:
         step(), step()
-    results = []
-    for round_ in range(rounds):
-        seconds = [0.0, 0.0]
-        for which in (0, 1) if round_ % 2 else (1, 0):
-            dist.barrier()
-            start = time.perf_counter()
-            steps[which]()
-            dist.barrier()
-            seconds[which] = time.perf_counter() - start
-        results.append((seconds[0], seconds[1]))
-    return results
+    return timed_pairs(steps, rounds)
 
 
 def resident() -> int:

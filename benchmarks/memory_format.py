@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
+from taking_turns import timed_pairs
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -87,22 +86,12 @@ def stepper(memory_format: torch.memory_format, plan: ParallelPlan | None) -> Ca
     return step
 
 
-def times(rank: int, ranks: int, rounds: int, plan: ParallelPlan | None) -> list[list[float]]:
-    """Seconds of a step in channels_last and in contiguous memory, in turn; the order within a pair changes."""
+def times(rank: int, ranks: int, rounds: int, plan: ParallelPlan | None) -> list[tuple[float, float]]:
+    """Seconds of steps in channels_last and in contiguous memory, in turn."""
     steps = [stepper(memory_format, plan) for memory_format in FORMATS]
     for step in steps:
         step(), step()
-    results = []
-    for round_ in range(rounds):
-        seconds = [0.0, 0.0]
-        for which in (0, 1) if round_ % 2 else (1, 0):
-            dist.barrier()
-            start = time.perf_counter()
-            steps[which]()
-            dist.barrier()
-            seconds[which] = time.perf_counter() - start
-        results.append(seconds)
-    return results
+    return timed_pairs(steps, rounds)
 
 
 def main() -> None:

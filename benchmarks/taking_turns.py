@@ -21,6 +21,21 @@ Step = Callable[[], float]
 """One step of a configuration that is set up: its seconds, from the last rank's begin to the last rank's end."""
 
 
+def timed_pairs(steps: Sequence[Callable[[], object]], rounds: int) -> list[tuple[float, float]]:
+    """Seconds of two contestants' steps, in turn, on ranks that wait for each other; the order within a pair changes."""
+    results = []
+    for round_ in range(rounds):
+        seconds = [0.0, 0.0]
+        for which in (0, 1) if round_ % 2 else (1, 0):
+            dist.barrier()
+            start = time.perf_counter()
+            steps[which]()
+            dist.barrier()
+            seconds[which] = time.perf_counter() - start
+        results.append((seconds[0], seconds[1]))
+    return results
+
+
 def set_up(model: nn.Module, batch: dict[str, torch.Tensor], plan: ParallelPlan) -> Step:
     """A configuration, with AdamW."""
     model = mw.parallelize(model, plan, batch=batch)

@@ -71,14 +71,19 @@ def tensors_held(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Place
                 yield (path, name), tensor
 
 
+def modules_around(model: nn.Module, units: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """(path, module) of the modules of a model that are in no unit, under whatever name."""
+    inside = {part for unit in units for part in model.get_submodule(unit).modules()}
+    return [(path, part) for path, part in model.named_modules() if part not in inside]
+
+
 def holders(model: nn.Module, units: Iterable[str]) -> dict[str, frozenset[str]]:
     """Name of a tensor of a unit or of the model around units -> the units whose modules hold its memory, "" for that model.
 
     Only where several do: a buffer that all layers of a list have, say.
     """
     parts = {unit: list(model.get_submodule(unit).named_modules()) for unit in units}
-    inside = {part for held in parts.values() for _, part in held}
-    parts[""] = [(path, part) for path, part in model.named_modules() if part not in inside]
+    parts[""] = modules_around(model, parts)
     places: dict[int, dict[str, str]] = {}
     for unit, held in parts.items():
         for (path, name), tensor in tensors_held(held):

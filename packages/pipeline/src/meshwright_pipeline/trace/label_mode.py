@@ -105,11 +105,12 @@ class LabelMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if call := collective_of(func, args):
             raise UnsupportedError(OF_A_GROUP.format(f"module {self.key[0] or 'the model'!r}", call))
-        self._check_given(args, kwargs)
-        self.carried.note(func, args, kwargs, tensors_of((args, kwargs)))
+        operands = tensors_of((args, kwargs))
+        self._check_given(operands)
+        self.carried.note(func, args, kwargs, operands)
         if func._schema.is_mutable and not self._depth:
             self.memory.check("code of the model between its modules", written_tensors(func, args, kwargs))
-        if not (self.meta or self._depth) and any(tensor.is_meta for tensor in tensors_of((args, kwargs))):
+        if not (self.meta or self._depth) and any(tensor.is_meta for tensor in operands):
             raise RuntimeError("parameters of units are read between units")
         random = _torch.draws(func, args, kwargs)
         if random:
@@ -138,9 +139,9 @@ class LabelMode(TorchDispatchMode):
             for tensor in tensors_of(result):
                 self._computed[tensor] = self.key[0]
 
-    def _check_given(self, args: Any, kwargs: Any) -> None:
+    def _check_given(self, operands: Iterable[Tensor]) -> None:
         """Raise CannotBeCut if a tensor was computed inside of another unit, and has not been handed out by it."""
-        for tensor in tensors_of((args, kwargs)):
+        for tensor in operands:
             unit = self._computed.get(tensor, self.key[0])
             if unit != self.key[0]:
                 reader = f"module {self.key[0]!r}" if self._depth else "code outside of it"

@@ -22,7 +22,7 @@ from meshwright_dtensor.model.device import forked_random
 from meshwright_dtensor.trace.one_device import on_one_device
 from meshwright_pipeline import pytrees
 from meshwright_pipeline._torch import hooks_of
-from meshwright_pipeline.module_state import tensors_held
+from meshwright_pipeline.module_state import modules_around, tensors_held
 from meshwright_pipeline.pytrees import (
     expanded_zeros,
     is_expanded,
@@ -50,7 +50,7 @@ from meshwright_pipeline.trace.state.plain_attributes import (
     outside_of,
     shared_objects,
 )
-from meshwright_pipeline.trace.state.state_writes import StateWrites, WrittenState, modules_outside
+from meshwright_pipeline.trace.state.state_writes import StateWrites, WrittenState
 from meshwright_pipeline.trace.unit_result import unit_result
 
 _MISSING = object()
@@ -85,8 +85,7 @@ class Profiler:
         self.settled = settled
         self._no_meta: set[Hashable] = set()
         """Kinds of units that do not run on the meta device."""
-        inside = {part for unit in units for part in model.get_submodule(unit).modules()}
-        self.around = [(path, part) for path, part in modules_outside(model, units) if part not in inside]
+        self.around = modules_around(model, units)
         self.shared = shared_objects(model, units)
         self._left: tuple[LeftTensor, ...] | None = None
         """What the first run has left in modules outside of units; () once a second one was seen not to read it."""
@@ -239,10 +238,6 @@ class _ProfiledRun:
         self.model, self.units = profiler.model, profiler.units
         self.mode = LabelMode(tracer, profiler.reads or device.type == "meta", chance, left)
         self.left: tuple[LeftTensor, ...] = ()
-        inside = {part for unit in self.units for part in self.model.get_submodule(unit).modules()}
-        self.around = [
-            (path, part) for path, part in modules_outside(self.model, self.units) if part not in inside
-        ]
         # in the order of the calls
         self.consumes: dict[Key, frozenset[Label]] = {}
         self.results: dict[Key, Result] = {}
@@ -256,7 +251,7 @@ class _ProfiledRun:
         """Run the model, and return what was recorded."""
         self._label_inputs(args, kwargs)
         side_outputs.check_backward_hooks(self.model, self.units)
-        writes, held = StateWrites(self.model, self.units), HeldTensors(self.around)
+        writes, held = StateWrites(self.model, self.units), HeldTensors(self.profiler.around)
         given = list(tensors_within((args, kwargs)))
         self.mode.memory.give(given)
         self.mode.memory.give(tensor for _, tensor in tensors_held(self.model.named_modules()))

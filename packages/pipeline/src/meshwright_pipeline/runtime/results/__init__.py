@@ -1,1 +1,1 @@
-"""What a step returns, and what it leaves in attributes."""
+"""The results of a step: returned, or left in attributes."""
