@@ -12,7 +12,7 @@ from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 from .judge import Verdict, decided
 from .layouts import Layout
-from .run_one import Failed, message, own_rounding, plan_one, run_one
+from .run_one import Failed, message, own_rounding, plan_and_run, plan_one, run_one
 from .subject import Subject
 
 TIMEOUT = 200.0
@@ -44,7 +44,17 @@ def _plan(ranks: RankPool, subject: Subject, layouts: Mapping[str, Layout]) -> P
 
 
 def _verdict(ranks: RankPool, subject: Subject, layout: Layout, plan: str) -> Verdict:
-    verdict = _attempt(ranks, subject, layout, plan, torch.float32)
+    return _decided(ranks, subject, layout, _attempt(ranks, subject, layout, plan, torch.float32))
+
+
+def attempt(ranks: RankPool, subject: Subject, layout: Layout) -> Verdict:
+    """The verdict of one subject in one layout. Raises what a rank does."""
+    verdicts = ranks.run(layout.ranks, plan_and_run, subject, layout, timeout=TIMEOUT)
+    return _decided(ranks, subject, layout, max(verdicts, key=lambda verdict: not verdict.passed))
+
+
+def _decided(ranks: RankPool, subject: Subject, layout: Layout, verdict: Verdict) -> Verdict:
+    """The verdict in float32, or that in float64 where it is wrong: rounding is another one on another processor."""
     if verdict.kind != "wrong" or any(math.isinf(relative) for _, relative in verdict.wrong):
         return verdict
     try:

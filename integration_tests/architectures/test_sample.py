@@ -6,9 +6,9 @@ import pytest
 
 from meshwright_dtensor.testing.rank_pool import RankPool
 
+from .attempts import attempt
 from .catalogue import Architecture
 from .layouts import LAYOUTS
-from .run_one import plan_and_run
 from .sample import sample
 from .tiny import Tiny
 
@@ -26,6 +26,6 @@ def test_an_architecture_is_that_of_one_device(
     rank_pool: RankPool, architecture: Architecture, layout: str
 ) -> None:
     chosen = LAYOUTS[layout]
-    for verdict in rank_pool.run(chosen.ranks, plan_and_run, Tiny(architecture), chosen):
-        assert verdict.passed, verdict.reason
-        assert verdict.microbatches == 4 if layout == "pp2" else verdict.sharded
+    verdict = attempt(rank_pool, Tiny(architecture), chosen)
+    assert verdict.passed, verdict.reason
+    assert verdict.microbatches == 4 if layout == "pp2" else verdict.sharded

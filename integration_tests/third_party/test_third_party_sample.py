@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
-from architectures.run_one import plan_and_run
+from architectures.attempts import attempt
 
 from meshwright_dtensor.testing.rank_pool import RankPool
 
@@ -29,5 +29,5 @@ def test_a_model_is_that_of_one_device(rank_pool: RankPool, model: Model, layout
         version(model.package)
     except PackageNotFoundError:
         pytest.skip("pip install --no-deps -r integration_tests/third_party/sample.txt")
-    for verdict in rank_pool.run(2, plan_and_run, model, LAYOUTS[layout]):
-        assert verdict.passed, verdict.reason
+    verdict = attempt(rank_pool, model, LAYOUTS[layout])
+    assert verdict.passed, verdict.reason

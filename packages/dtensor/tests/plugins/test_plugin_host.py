@@ -353,7 +353,7 @@ def test_a_host_does_not_change_and_hosts_are_independent(site: Path) -> None:
 @pytest.mark.parametrize("hook", RECORD_TYPES)
 def test_every_hook_is_documented_with_an_example(hook: str) -> None:
     text = getattr(HookSpecs, hook).__doc__ or ""
-    assert "Example:" in text and f"def {hook}():" in text and f"yield {RECORD_TYPES[hook].__name__}(" in text
+    assert "Example::" in text and f"def {hook}():" in text and f"yield {RECORD_TYPES[hook].__name__}(" in text
 
 
 def test_table_of_hooks_is_complete() -> None:
@@ -362,7 +362,7 @@ def test_table_of_hooks_is_complete() -> None:
 
 @pytest.mark.parametrize("hook", RECORD_TYPES)
 def test_the_examples_run(site: Path, hook: str) -> None:
-    _, _, example = (getattr(HookSpecs, hook).__doc__ or "").partition("Example:")
+    _, _, example = (getattr(HookSpecs, hook).__doc__ or "").partition("Example::")
     module = f"acme_example_{hook}"
     install(site, f"acme-{hook}", {hook: module}, {module: textwrap.dedent(example.strip("\n"))})
     host = discover()

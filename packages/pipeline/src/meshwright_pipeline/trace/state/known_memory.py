@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from meshwright_pipeline._torch import (
     TorchDispatchMode,
@@ -37,6 +37,9 @@ class KnownMemory:
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note what an operation has made; views and written tensors are known or not as before."""
         if func._schema.is_mutable:
+            # torch.load, pickle and copies of tensors make a storage unseen and then a tensor of it
+            if op_name(func) == "set_" and any(isinstance(given, UntypedStorage) for given in args):
+                self._known.add(memory_of(result))
             return
         # torch.tensor() makes its tensor unseen
         given = (
