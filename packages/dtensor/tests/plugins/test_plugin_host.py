@@ -353,7 +353,9 @@ def test_a_host_does_not_change_and_hosts_are_independent(site: Path) -> None:
 @pytest.mark.parametrize("hook", RECORD_TYPES)
 def test_every_hook_is_documented_with_an_example(hook: str) -> None:
     text = getattr(HookSpecs, hook).__doc__ or ""
-    assert "Example::" in text and f"def {hook}():" in text and f"yield {RECORD_TYPES[hook].__name__}(" in text
+    assert (
+        "Example::" in text and f"def {hook}():" in text and f"yield {RECORD_TYPES[hook].__name__}(" in text
+    )
 
 
 def test_table_of_hooks_is_complete() -> None:

@@ -120,6 +120,8 @@ def test_the_first_error_of_all_ranks_is_the_last_thing_on_the_screen(tmp_path: 
         "-m",
         "torch.distributed.run",
         "--standalone",
+        # so that both ranks have ended when torchrun looks
+        "--monitor-interval=5",
         "--nproc-per-node=2",
         str(script),
     ]

@@ -19,6 +19,8 @@ from types import TracebackType
 THREADS = Path("/proc/self/task")
 # a thread that waits for the GIL wakes up more often than that
 POLL_SECONDS = 0.01
+# what gloo says on the ranks that another one has left
+LEFT_ALONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 FIELDS = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
 
@@ -42,6 +44,9 @@ def report_last_to_torchrun() -> None:
             # torchrun would not show it until the last restart has failed
             before(kind, error, trace)
             return
+        if any(words in str(error) for words in LEFT_ALONE):
+            # the error of the rank that left is to be the first, and torchrun counts whole seconds
+            time.sleep(1.0)
         try:
             raise error
         except Exception:

@@ -138,7 +138,7 @@ def check_optimizers(model: nn.Module) -> None:
             name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
             if name is not None:
                 raise UsageError(
-                    f"a {type(candidate).__name__} optimizer holds parameter {name!r}, which parallelize() replaces; "
+                    f"this {type(candidate).__name__} optimizer holds parameter {name!r}, which parallelize() replaces; "
                     "make the optimizer afterwards, from model.parameters()"
                 )
 
