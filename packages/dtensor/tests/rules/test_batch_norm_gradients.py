@@ -23,7 +23,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torc
 
 
 def results(call: Any, tensors: list[torch.Tensor], frozen: int | None, twice: bool) -> list[torch.Tensor]:
-    """What it returns, and the gradients of x, weight and bias; if `twice`, of a loss that has gradients of x in it too."""
+    """The result, and the gradients of x, weight and bias; if `twice`, of a loss that has gradients of x in it too."""
     leaves = [t.detach().clone().requires_grad_(k != frozen) for k, t in enumerate(tensors)]
     result = call(leaves)
     loss = result.tanh().sum()

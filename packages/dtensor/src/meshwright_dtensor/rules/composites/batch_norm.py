@@ -156,10 +156,10 @@ class NormaliseTogether(torch.autograd.Function):
         # create_graph=True
         if torch.is_grad_enabled():
             wanted = [tensor for tensor in (x, weight, bias) if tensor.requires_grad]
-            found = iter(
+            computed = iter(
                 torch.autograd.grad(batch.in_steps(x, weight, bias), wanted, given, create_graph=True)
             )
-            return *(next(found) if tensor.requires_grad else None for tensor in (x, weight, bias)), None
+            return *(next(computed) if tensor.requires_grad else None for tensor in (x, weight, bias)), None
         if x.numel():
             _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
                 given, x, weight, mean, var, None, None, False, batch.eps, [False, True, True]
