@@ -68,8 +68,23 @@ def _is_size(tree: Any) -> bool:
     return type(tree) is torch.Size
 
 
+_LEAVES = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
+"""Types of most leaves; those of other types are asked for fields."""
+
+
 def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a tree in order."""
+    # profiles ask for the tensors of each operation several times
+    kind = type(tree)
+    if kind in _LEAVES:
+        return [tree]
+    if kind is list or kind is tuple or kind is dict:
+        return [leaf for item in (tree.values() if kind is dict else tree) for leaf in leaves_of(item)]
     leaves: list[Any] = []
     for leaf in pytree.tree_leaves(tree, is_leaf=_is_size):
         fields = _fields(leaf)
