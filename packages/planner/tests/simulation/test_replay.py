@@ -35,6 +35,7 @@ from meshwright_planner.simulation.faults import (
 from meshwright_planner.simulation.replay import Simulation, _chain
 from meshwright_planner.simulation.replay import simulate as simulate_with
 from meshwright_planner.simulation.schedule_steps import steps_of
+from meshwright_planner.simulation.workload import Faults, Workload
 
 BUCKET = 25 * 2**20
 DGX_H100 = replace(REGISTERED, interference=0.0)
@@ -251,6 +252,25 @@ def test_all_reduce_over_a_slow_link() -> None:
     assert gone.seconds == pytest.approx(3.0 + 10 * again)
     with pytest.raises(InfeasibleError, match="never ends"):
         simulate(plan, free, link_faults=[LinkFault(3, free.links[1].name, 0.0)])
+
+
+@pytest.mark.parametrize(("exposed", "left"), [(8.0, 4.0), (1.0, 0.0)])
+def test_better_links_save_a_rank_of_a_pipeline_no_more_than_its_own_communication(
+    exposed: float, left: float
+) -> None:
+    """A plan counts the collectives of all stages. The rest of those of a rank overlaps with compute."""
+    level = DGX_H100.links[0]
+    free = replace(DGX_H100, links=(replace(level, latency_s=0.0), *DGX_H100.links[1:]))
+    once = free.link(1, 4).seconds("all_reduce", 10**9, 4)
+    inner = {"axis": "tp", "kind": "all_reduce", "nbytes": 10**9, "count": 2 * 4}
+    uses = [{**inner, "phase": phase} for phase in ("forward", "backward")]
+    times, split = [(1.0, 2.0)] * 2, {"exposed": {"tp": exposed * once}}
+    plan = pipelined(2, 4, times, degrees={"tp": 4}, collectives=uses, split=split)
+    outcome = run(Workload(plan, free, Faults(everywhere=frozenset({(level.name, 2.0)})), HOST).programs())
+    for spans in outcome.spans.values():
+        sent = sum(span.seconds for span in spans if span.kind == "communication")
+        assert sent == pytest.approx(left * once)
+    assert outcome.seconds >= plan.predicted.compute_seconds  # type: ignore[union-attr]
 
 
 def test_only_members_of_a_collective_wait() -> None:

@@ -241,18 +241,22 @@ class Workload:
             before, after = sum(sound.values()), sum(bad.values())
             if axis in exposed:
                 shares = {phase: sound[phase] / before if before else 0.5 for phase in PASSES}
-                seconds[axis] = {p: share * (exposed[axis] + after - before) for p, share in shares.items()}
+                # a gain on communication that overlaps with compute anyway saves nothing
+                now = max(0.0, exposed[axis] + after - before)
+                seconds[axis] = {p: share * now for p, share in shares.items()}
             else:
                 left = max(0.0, after - max(hidden[axis], self.predicted.compute_seconds))
                 seconds[axis] = dict.fromkeys(PASSES, left / 2)
         return seconds
 
     def _totals(self, axis: str, ranks: set[int] | None) -> dict[str, float]:
-        """Phase -> seconds of all collectives on an axis."""
+        """Phase -> seconds of the collectives of one rank on an axis."""
         axes = [a for a in axis.split("+") if a in self.mesh.degrees]
         collectives = [c for c in self.plan.collectives if c.axis == axis]
         times = [(c.phase, c.count * self._seconds(c, axes, ranks)) for c in collectives]
-        return {phase: sum(seconds for p, seconds in times if p == phase) for phase in PASSES}
+        # a plan counts the collectives of all stages, and a rank has those of its own
+        stages = len(self.steps)
+        return {phase: sum(seconds for p, seconds in times if p == phase) / stages for phase in PASSES}
 
     def _computed(self) -> float:
         """Compute seconds of the rank with most work, in all its forwards and backwards and between them."""
