@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from meshwright_dtensor.cluster import Cluster
@@ -26,18 +27,46 @@ TWICE = 2.0
 FULL = 0.9
 """Part of the memory above which more of it may allow a faster plan."""
 
-COLOURS = {
-    "compute": "#3b6ea5",
-    "forward": "#3b6ea5",
-    "backward": "#5b9a68",
-    "communication": "#c8823b",
-    "bubble": "#c9c9c9",
-    "optimizer": "#80679b",
-}
-"""Colours of the parts of a step, and of the bars of a timeline."""
+COLOURS: Mapping[str, str] = MappingProxyType(
+    {
+        "compute": "#4d6480",
+        "forward": "#3f7fd1",
+        "backward": "#4b9b5f",
+        "communication": "#d9822b",
+        "bubble": "#d3d1c9",
+        "optimizer": "#8a63b5",
+    }
+)
+"""Colours of the parts of a step, and of the bars of a timeline. They are readable on light and on dark paper."""
 
-_AXES = ("#c8823b", "#b5533c", "#d7a94b", "#96703f", "#cf8f7d", "#a8a13a")
-_MEMORY = ("#3b6ea5", "#5b9a68", "#c8823b", "#80679b", "#b5533c", "#7d7d7d", "#d7a94b")
+AXIS_COLOURS: Mapping[str, str] = MappingProxyType(
+    {
+        "pp": "#8c3b2a",
+        "dp": "#b98a1f",
+        "zero": "#6d8f2f",
+        "cp": "#c4504a",
+        "ep": "#7a6a1c",
+        "tp": "#e3b23c",
+    }
+)
+"""Mesh axis -> colour of its communication; other axes take OTHER_AXES in turn."""
+
+OTHER_AXES = ("#cf8f7d", "#96703f", "#a8a13a")
+
+MEMORY_COLOURS: Mapping[str, str] = MappingProxyType(
+    {
+        "parameters": "#1f8a8a",
+        "gradients": "#c2527e",
+        # the colour of the optimizer everywhere
+        "optimizer": COLOURS["optimizer"],
+        "activations": "#5f6fc4",
+        "temporaries": "#9c7b5a",
+        "buffers": "#7d7d7d",
+    }
+)
+"""Part of the memory -> colour; other parts take OTHER_PARTS in turn."""
+
+OTHER_PARTS = ("#5aa9c4", "#a86fa8", "#7f9a80")
 
 
 class Part(NamedTuple):
@@ -104,15 +133,16 @@ class PlanView:
 
     def step_parts(self) -> list[Part]:
         """The parts of the step in order, each with its colour."""
-        axes = dict(zip((part for part in self.seconds if part not in COLOURS), itertools.cycle(_AXES)))
-        parts, colours = ((part, s) for part, s in self.seconds.items() if s), {**COLOURS, **axes}
+        axes = [part for part in self.seconds if part not in COLOURS]
+        colours = {**COLOURS, **_coloured(axes, AXIS_COLOURS, OTHER_AXES)}
+        parts = ((part, s) for part, s in self.seconds.items() if s)
         return [Part(part, s, human_seconds(s), colours[part], part in axes) for part, s in parts]
 
     def memory_parts(self) -> list[Part]:
         """The parts of the memory, the largest first, each with its colour."""
         by_size = sorted(self.memory.items(), key=lambda item: (-item[1], item[0]))
-        coloured = zip(by_size, itertools.cycle(_MEMORY))
-        return [Part(part, size, human_bytes(size), colour) for (part, size), colour in coloured if size]
+        colours = _coloured(sorted(self.memory), MEMORY_COLOURS, OTHER_PARTS)
+        return [Part(part, size, human_bytes(size), colours[part]) for part, size in by_size if size]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -226,8 +256,15 @@ def seconds_of(plan: ParallelPlan) -> dict[str, float]:
     return {"compute": predicted.compute_seconds, **split.exposed, **ends}
 
 
-def name_of(plan: ParallelPlan) -> str:
-    """ "dp 2 x zero 2 (stage 3) x tp 4"."""
+def _coloured(names: Sequence[str], fixed: Mapping[str, str], others: Sequence[str]) -> dict[str, str]:
+    """Name -> colour. A name that is not in `fixed` takes one of `others`."""
+    rest = itertools.cycle(others)
+    return {name: fixed[name] if name in fixed else next(rest) for name in names}
+
+
+def name_of(plan: ParallelPlan, *, short: bool = False) -> str:
+    """ "dp 2 x zero 2 (stage 3) x tp 4"; `short`: without degrees of 1."""
+    degrees = {axis: n for axis, n in plan.degrees.items() if n > 1} if short else plan.degrees
     pipeline = None if plan.pipeline is None else (plan.pipeline.schedule, plan.pipeline.microbatches)
     stage = 0 if plan.zero is None else plan.zero.stage
-    return configuration_name(plan.degrees, stage, pipeline, plan.recompute)
+    return configuration_name(degrees, stage, pipeline, plan.recompute)
