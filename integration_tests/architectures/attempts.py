@@ -50,7 +50,7 @@ def _verdict(ranks: RankPool, subject: Subject, layout: Layout, plan: str) -> Ve
 def attempt(ranks: RankPool, subject: Subject, layout: Layout) -> Verdict:
     """The verdict of one subject in one layout. Raises what a rank does."""
     verdicts = ranks.run(layout.ranks, plan_and_run, subject, layout, timeout=TIMEOUT)
-    return _decided(ranks, subject, layout, max(verdicts, key=lambda verdict: not verdict.passed))
+    return _decided(ranks, subject, layout, _of_all(verdicts))
 
 
 def _decided(ranks: RankPool, subject: Subject, layout: Layout, verdict: Verdict) -> Verdict:
@@ -87,8 +87,18 @@ def _attempt(
         return _lost("running", error)
     except Exception as error:  # of a rank: whatever it is, it is the verdict
         return Verdict("error", message(error))
+    return _of_all(verdicts)
+
+
+def _of_all(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of the ranks together."""
     worst = max(verdicts, key=lambda verdict: not verdict.passed)
-    return replace(worst, seconds=max(verdict.seconds for verdict in verdicts))
+    return replace(
+        worst,
+        sharded=min(verdict.sharded for verdict in verdicts),
+        microbatches=min(verdict.microbatches for verdict in verdicts),
+        seconds=max(verdict.seconds for verdict in verdicts),
+    )
 
 
 def _lost(where: str, error: RankError) -> Verdict:
