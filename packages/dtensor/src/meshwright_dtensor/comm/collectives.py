@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -66,9 +66,14 @@ class Step:
             return kind.even
         return (self.total_target if kind == self.target else self.total) % self.context.sizes[self.axis] == 0
 
-    def function(self, phase: str) -> Callable[[Tensor, Site], Tensor] | None:
-        """The step as a function of (local tensor, site); None when nothing has to be done."""
-        run = self._local()
+    def function(
+        self, phase: str, memory_order: Sequence[int] | None = None
+    ) -> Callable[[Tensor, Site], Tensor] | None:
+        """The step as a function of (local tensor, site); None when nothing has to be done.
+
+        ``memory_order``: the dims as they lie in memory on every rank, outermost first; the result has the same order.
+        """
+        run = self._local() if memory_order is None else self._local_in(memory_order)
         name = self.collective
         if run is None or name is None:
             return None if run is None else (lambda t, site: run(t))
@@ -88,6 +93,15 @@ class Step:
             return run(t) if t.dtype in _SENT else _in_other_dtype(run, t, sums=self.source == "P")
 
         return logged
+
+    def _local_in(self, memory_order: Sequence[int]) -> Move | None:
+        """The step on the dims in the order of memory, in which a dense tensor is contiguous."""
+        back = [memory_order.index(dim) for dim in range(len(memory_order))]
+        source, target = (
+            back[state] if isinstance(state, int) else state for state in (self.source, self.target)
+        )
+        run = replace(self, source=source, target=target)._local()
+        return None if run is None else (lambda t: run(t.permute(memory_order)).permute(back))
 
     def _local(self) -> Move | None:
         a, b, n = self.source, self.target, self.context.sizes[self.axis]
@@ -113,7 +127,7 @@ class Step:
         if a == "P":
             return lambda t: _all_reduce(t, group)
         # a Partial of a replicated value
-        return (lambda t: t) if rank == 0 else torch.zeros_like
+        return (lambda t: t) if rank == 0 else _zeros_in_memory_of
 
 
 def _in_other_dtype(run: Move, t: Tensor, sums: bool) -> Tensor:
@@ -126,6 +140,12 @@ def _in_other_dtype(run: Move, t: Tensor, sums: bool) -> Tensor:
         return run(t.to(wider)).to(t.dtype)
     bits = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}[t.element_size()]
     return run(t.contiguous().view(bits)).view(t.dtype)
+
+
+def _zeros_in_memory_of(t: Tensor) -> Tensor:
+    """Zeros with the strides of ``t``: where it is expanded, zeros_like would have others than the rank that keeps it."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.new_zeros(extent).as_strided(t.shape, t.stride()) if t.numel() else torch.zeros_like(t)
 
 
 def _all_reduce(t: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from meshwright_dtensor._torch.core import bind_apply
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
+from meshwright_dtensor.comm.memory_order import ordered_steps
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, local_shape_of
@@ -79,7 +80,7 @@ class Conversion:
         keep: whether a converted value is kept for its other readers.
     """
 
-    __slots__ = ("context", "source", "target", "shape", "_forward", "_backward", "keep", "moves")
+    __slots__ = ("context", "source", "target", "shape", "_forward", "_backward", "_ordered", "keep", "moves")
 
     def __init__(self, context: MeshContext, source: States, target: States, shape: torch.Size) -> None:
         self.context, self.source, self.target, self.shape = context, source, target, shape
@@ -87,6 +88,10 @@ class Conversion:
         forward = (step.function("forward") for _, step, _ in steps)
         backward = (step.function("backward") for _, _, step in reversed(steps))
         self._forward, self._backward = ([f for f in made if f is not None] for made in (forward, backward))
+        self._ordered = (
+            ordered_steps(context, source, shape, [step for _, step, _ in steps], "forward"),
+            ordered_steps(context, target, shape, [step for _, _, step in reversed(steps)], "backward"),
+        )
         self.moves = any(step.collective is not None for _, step, _ in steps)
         # an alias costs no memory, and readers share a gathered or reduced value; a slice is cheap
         self.keep = self.moves or not self._forward
@@ -99,7 +104,8 @@ class Conversion:
         if not self._forward:
             return t
         order = None if t.is_contiguous() and 1 not in t.shape else dim_order_of(t)
-        for step in self._forward:
+        ordered = self._ordered[0]
+        for step in ordered is not None and ordered.of(t, site) or self._forward:
             t = step(t, site)
         if order is None or dim_order_of(t) == order:
             return t
@@ -108,7 +114,8 @@ class Conversion:
 
     def backward(self, g: Tensor, site: Site) -> Tensor:
         """The gradient for the source, from that of the converted value."""
-        for step in self._backward:
+        ordered = self._ordered[1]
+        for step in ordered is not None and ordered.of(g, site) or self._backward:
             g = step(g, site)
         return g
 
