@@ -138,7 +138,7 @@ class NormaliseTogether(torch.autograd.Function):
         context: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, batch: _Batch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Shapes as above."""
-        mean, var, _ = batch.moments(x, weight.dtype)
+        mean, var = batch.moments(x, weight.dtype)[:2]
         context.batch = batch
         context.save_for_backward(x, weight, bias, mean, var)
         context.mark_non_differentiable(mean, var)
