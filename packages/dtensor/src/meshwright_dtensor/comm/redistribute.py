@@ -104,8 +104,8 @@ class Conversion:
         if not self._forward:
             return t
         order = None if t.is_contiguous() and 1 not in t.shape else dim_order_of(t)
-        ordered = self._ordered[0]
-        for step in ordered is not None and ordered.of(t, site) or self._forward:
+        ordered = None if self._ordered[0] is None else self._ordered[0].of(t, site)
+        for step in ordered or self._forward:
             t = step(t, site)
         if order is None or dim_order_of(t) == order:
             return t
@@ -114,8 +114,8 @@ class Conversion:
 
     def backward(self, g: Tensor, site: Site) -> Tensor:
         """The gradient for the source, from that of the converted value."""
-        ordered = self._ordered[1]
-        for step in ordered is not None and ordered.of(g, site) or self._backward:
+        ordered = None if self._ordered[1] is None else self._ordered[1].of(g, site)
+        for step in ordered or self._backward:
             g = step(g, site)
         return g
 
