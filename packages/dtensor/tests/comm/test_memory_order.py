@@ -85,8 +85,8 @@ def other_order_on_each_rank(rank, world):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     orders = (ORDERS[0], (0, 1, 2, 3))
     for source, target in ((1, "I"), ("P", "I"), ("P", 2), (1, 3), (2, "X"), ("I", 1)):
-        for own in (orders[rank], orders[1 - rank]):
-            convert_in(mesh, SHAPE, (source,), (target,), own)
+        for order in (orders[rank], orders[1 - rank]):
+            convert_in(mesh, SHAPE, (source,), (target,), order)
     return True
 
 

@@ -71,7 +71,7 @@ class Step:
     ) -> Callable[[Tensor, Site], Tensor] | None:
         """The step as a function of (local tensor, site); None when nothing has to be done.
 
-        ``memory_order``: the dims as they lie in memory on every rank, outermost first; the result has the same order.
+        ``memory_order``: the order of the dims in memory on every rank, outermost first; the result has the same order.
         """
         run = self._local() if memory_order is None else self._local_in(memory_order)
         name = self.collective
