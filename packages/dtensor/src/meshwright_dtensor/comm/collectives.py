@@ -67,7 +67,7 @@ class Step:
         return (self.total_target if kind == self.target else self.total) % self.context.sizes[self.axis] == 0
 
     def function(
-        self, phase: str, memory_order: Sequence[int] | None = None
+        self, phase: str, memory_order: tuple[int, ...] | None = None
     ) -> Callable[[Tensor, Site], Tensor] | None:
         """The step as a function of (local tensor, site); None when nothing has to be done.
 
@@ -94,7 +94,7 @@ class Step:
 
         return logged
 
-    def _local_in(self, memory_order: Sequence[int]) -> Move | None:
+    def _local_in(self, memory_order: tuple[int, ...]) -> Move | None:
         """The step on the dims in the order of memory, in which a dense tensor is contiguous."""
         back = [memory_order.index(dim) for dim in range(len(memory_order))]
         source, target = (
