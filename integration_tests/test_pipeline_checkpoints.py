@@ -42,13 +42,20 @@ def save_from_stages(rank: int, size: int, path: str) -> int:
     model, optimizer = _built(size, pp=2)
     _train(model, optimizer, 0)
     mw.save(path, model=model, optimizer=optimizer).wait()
+    # as part of a module that is not divided itself
+    holder = torch.nn.ModuleDict({"net": model})
+    mw.save(f"{path}-part", model=holder, optimizer=optimizer).wait()
+    whole = mw.full_state_dict(model, everywhere=True)
+    for name, value in mw.full_state_dict(holder, everywhere=True).items():
+        assert torch.equal(value, whole[name.removeprefix("net.")])
     assert stages_of(model) is not None
     return len(list(model.parameters()))
 
 
 def go_on(rank: int, size: int, path: str, pins: dict[str, int]) -> list[float]:
     model, optimizer = _built(size, **pins)
-    mw.load(path, model=model, optimizer=optimizer)
+    part = path.endswith("-part")
+    mw.load(path, model=torch.nn.ModuleDict({"net": model}) if part else model, optimizer=optimizer)
     return _train(model, optimizer, STEPS)
 
 
@@ -66,5 +73,8 @@ def test_stages_are_saved_and_loaded_in_any_layout(rank_pool: RankPool, tmp_path
     assert all(count == len(list(CASES["gpt2"].model().parameters())) for count in held)
     (want,) = rank_pool.run(1, alone)
     for size, pins in ((1, {}), (2, {"pp": 2}), (2, {"dp": 1, "tp": 2})):
-        for losses in rank_pool.run(size, go_on, path, pins):
+        losses_of_ranks = rank_pool.run(size, go_on, path, pins)
+        if "pp" in pins:
+            losses_of_ranks += rank_pool.run(size, go_on, f"{path}-part", pins)
+        for losses in losses_of_ranks:
             assert max(abs(a - b) / a for a, b in zip(want, losses, strict=True)) < 1e-5

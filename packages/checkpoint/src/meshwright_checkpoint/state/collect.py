@@ -22,7 +22,7 @@ from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import follow_call
-from meshwright_dtensor.model.stage_info import stages_of
+from meshwright_dtensor.model.stage_info import aliases_in
 
 MODEL, OPTIMIZER, EXTRA = "model/", "optimizer/", "extra/"
 
@@ -68,9 +68,8 @@ def named_tensors(model: nn.Module) -> NamedTensors:
     """The tensors of the model's state dict, as the objects that the model uses."""
     names = NamedTensors()
     inner = unwrapped(model)
-    stages = stages_of(inner)
     # a stage may hold a tied tensor under another name
-    first = {} if stages is None else stages.aliases
+    first = aliases_in(inner)
     for raw, value in inner.state_dict(keep_vars=True).items():
         name = plain_name(raw)
         if name in first:

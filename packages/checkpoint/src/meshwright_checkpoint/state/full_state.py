@@ -13,7 +13,7 @@ from meshwright_checkpoint.state.collect import check_model
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.stages.stage_tensor import StageValue
-from meshwright_dtensor.stages.whole_model import whole_model_of
+from meshwright_dtensor.stages.whole_model import whole_models_in
 
 
 def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
     """
     check_model("full_state_dict", model)
     inner = unwrapped(model)
-    stages = whole_model_of(inner)
-    if stages_of(inner) is not None and (stages is None or stages.inside):
+    stages = whole_models_in(inner)
+    if any(stage.inside for stage in stages) or (stages_of(inner) is not None and not stages):
         raise UsageError(
             "full_state_dict(model) of a model that shows the parameters of this rank's stages only; call it between steps, not in "
             "a hook, and divide the model by parallelize()"
@@ -54,7 +54,7 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
         values[plain_name(name)] = value
     # extra states of modules
     others = [{name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}]
-    if everywhere and stages is not None and others[0]:
+    if everywhere and stages and others[0]:
         dist.broadcast_object_list(others)
         values |= others[0]
     return values if keeps else {}

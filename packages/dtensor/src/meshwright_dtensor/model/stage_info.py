@@ -50,6 +50,16 @@ def stages_of(model: nn.Module) -> StageInfo | None:
     return info if isinstance(info, StageInfo) else None
 
 
+def aliases_in(model: nn.Module) -> dict[str, str]:
+    """`StageInfo.aliases` of a model and of its modules, under the names of the model."""
+    return {
+        f"{prefix}.{later}".removeprefix("."): f"{prefix}.{first}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        if (info := stages_of(module)) is not None
+        for later, first in info.aliases.items()
+    }
+
+
 def link_stage(mesh: DeviceMesh, info: StageInfo) -> None:
     """Record that parameters on `mesh` belong to one stage; `info.group` holds the others."""
     setattr(mesh, _MESH, info)

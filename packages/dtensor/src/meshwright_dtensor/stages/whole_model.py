@@ -359,6 +359,13 @@ def whole_model_of(model: nn.Module) -> WholeModel | None:
     return model.__dict__.get(_ATTRIBUTE)
 
 
+def whole_models_in(model: nn.Module) -> list[WholeModel]:
+    """Those of a model whose parts were divided into stages, one by one or the model itself."""
+    own = whole_model_of(model)
+    parts = [own] if own is not None else [whole_model_of(module) for module in model.modules()]
+    return [whole for whole in parts if whole is not None]
+
+
 def whole_model_among(tensors: Iterable[Any]) -> WholeModel | None:
     """The model of the first of these tensors that only some stages hold, in a step or outside; None if there is none."""
     return next((x.whole_model for x in tensors if hasattr(x, "whole_model")), None)
@@ -376,10 +383,10 @@ def own_tensors(tensors: Iterable[Any]) -> Iterator[list[Any]]:
 @contextlib.contextmanager
 def own_stages(model: nn.Module) -> Iterator[None]:
     """Inside, `model` has the parameters and buffers of this rank's stages only."""
-    whole = whole_model_of(model)
-    if whole is not None:
-        whole.refuse_replaced()
-    with contextlib.nullcontext() if whole is None else whole.entered():
+    with contextlib.ExitStack() as entered:
+        for whole in whole_models_in(model):
+            whole.refuse_replaced()
+            entered.enter_context(whole.entered())
         yield
 
 
