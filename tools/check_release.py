@@ -51,7 +51,7 @@ SUITE = ("--pyargs", "meshwright_dtensor.testing.conformance", "-k", "not trial"
 """The checks of all plugins that are installed, ours. The planner `trial` starts ranks of its own for each of them: minutes."""
 
 TOOLS = ("pytest", "hypothesis")
-FRAMEWORKS = frozenset({"transformers", "accelerate", "peft"})
+FRAMEWORKS = frozenset({"transformers", "accelerate", "peft", "lightning"})
 
 
 class Release:

@@ -1,76 +1,103 @@
-"""Run every client under every plan, and print the table of docs/frameworks.md: python -m integration_tests.clients"""
+"""Run clients under every plan, and put their rows into the table of docs/frameworks.md.
+
+python -m integration_tests.clients             # all that are installed
+python -m integration_tests.clients lightning   # those whose script's name has this in it
+"""
 
 from __future__ import annotations
 
+import re
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
-from itertools import product
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
-from . import accelerate_script, peft_script, trainer_script
 from .plans import LIMITS, PLANS, gap
 
-RESUMED: dict[str, Any] = {
-    "accelerate": accelerate_script,
-    "transformers' Trainer": trainer_script,
-    "PEFT with Trainer": peft_script,
-}
-"""Scripts that take a precision and resume."""
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
-def main() -> None:
-    """Print a row for each client."""
-    print(f"| script | {' | '.join(PLANS)} | resumed |\n|---|{'---|' * (len(PLANS) + 1)}")
+class Client(NamedTuple):
+    """`script`: its module. `options`: argument of the script -> name of the row. `resumes`: whether it saves and goes on."""
+
+    script: str
+    options: dict[str, str]
+    resumes: bool = True
+
+
+def of_precisions(name: str) -> dict[str, str]:
+    return {option: f"{name}, {'float32' if option == 'no' else option}" for option in LIMITS}
+
+
+CLIENTS = [
+    Client("accelerate_script", of_precisions("accelerate")),
+    Client("trainer_script", of_precisions("transformers' Trainer")),
+    Client("peft_script", of_precisions("PEFT with Trainer")),
+    Client("lightning_script", of_precisions("Lightning's Trainer")),
+    Client("fabric_script", of_precisions("Lightning Fabric"), resumes=False),
+    Client(
+        "trl_script",
+        {"SFT": "TRL SFTTrainer, float32", "DPO": "TRL DPOTrainer with LoRA, float32"},
+        resumes=False,
+    ),
+]
+
+
+def main(chosen: Sequence[str]) -> None:
+    """Print a row for each client, and put it into the page."""
     with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
-        for (name, script), option in product(RESUMED.items(), LIMITS):
-            place = Path(folder) / name / option
-            cells = _cells(
-                pool, script, option, script.one_device(option, place / "one"), place, resumes=True
-            )
-            print(f"| {name}, {'float32' if option == 'no' else option} | {' | '.join(cells)} |", flush=True)
-        with suppress(ImportError):
-            from . import fabric_script
-
-            for option in LIMITS:
-                place = Path(folder) / f"fabric {option}"
-                exact = fabric_script.one_device(option, place)
-                cells = _cells(pool, fabric_script, option, exact, place, resumes=False)
-                print(
-                    f"| Lightning Fabric, {'float32' if option == 'no' else option} | {' | '.join(cells)} |",
-                    flush=True,
-                )
-        with suppress(ImportError):
-            from . import trl_script
-
-            for method, name in {"SFT": "TRL SFTTrainer", "DPO": "TRL DPOTrainer with LoRA"}.items():
-                place = Path(folder) / method
-                exact = trl_script.one_device(method, place / "one")
-                cells = _cells(pool, trl_script, method, exact, place, resumes=False)
-                print(f"| {name}, float32 | {' | '.join(cells)} |", flush=True)
+        for client in CLIENTS:
+            if chosen and not any(name in client.script for name in chosen):
+                continue
+            try:
+                script = import_module(f"{__package__}.{client.script}")
+            except ImportError as error:
+                print(f"{client.script} is left out: {error}")
+                continue
+            for option, name in client.options.items():
+                place = Path(folder) / client.script / option
+                cells = _cells(pool, script, option, place, client.resumes)
+                row = f"| {name} | {' | '.join(cells)} |"
+                print(row, flush=True)
+                PAGE.write_text(_with_row(PAGE.read_text(), name, row))
 
 
-def _cells(
-    pool: RankPool, script: Any, option: str, exact: Any, folder: Path, resumes: bool
-) -> Iterator[str]:
+def _with_row(page: str, name: str, row: str) -> str:
+    """The page with the row in place of the one of this name, or at the end of the table."""
+    present = re.compile(rf"^\| {re.escape(name)} \|.*$", re.MULTILINE)
+    if present.search(page):
+        return present.sub(lambda _: row, page)
+    table = page.index("| script |")
+    end = page.index("\n\n", table)
+    return f"{page[:end]}\n{row}{page[end:]}"
+
+
+def _cells(pool: RankPool, script: Any, option: str, folder: Path, resumes: bool) -> Iterator[str]:
+    exact = script.one_device(option, folder / "one")
+
     def cell(plan: str, *start: str) -> str:
         resume = [folder / place for place in start]
         try:
             into = folder / "-".join((plan, *start))
             losses = pool.run(2, script.on_rank, plan, option, into, *resume)[0]["losses"]
-        except MeshwrightError:
+        except MeshwrightError as error:
+            print(f"{plan}: {error}", file=sys.stderr)
             return "refused"
         return f"{gap(losses, exact['losses'][-len(losses) :]):.0e}"
 
     names = list(PLANS)
-    yield from map(cell, names)
-    later = [cell(name, names[place - 1]) for place, name in enumerate(names) if resumes]
+    cells = [cell(name) for name in names]
+    yield from cells
+    pairs = [(name, names[place - 1]) for place, name in enumerate(names)]
+    ran = dict(zip(names, cells, strict=True))
+    later = [cell(*pair) for pair in pairs if resumes and all(ran[plan] != "refused" for plan in pair)]
     yield max(later, key=float) if later else ""
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -43,6 +43,7 @@ def _refuse(*_: Any) -> NoReturn:
         "parallel model, which its plan has distributed already: leave that call out, and write the loop as for one device "
         "(mw.plan(model, batch, dp=2, zero=3), for example, chooses data parallel with ZeRO); with accelerate, import "
         "Accelerator from meshwright.integrations.accelerate; with transformers, Trainer from meshwright.integrations.transformers"
+        "; with Lightning, MeshwrightStrategy from meshwright.integrations.lightning"
     )
 
 

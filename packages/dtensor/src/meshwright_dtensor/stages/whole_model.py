@@ -361,9 +361,9 @@ def whole_model_of(model: nn.Module) -> WholeModel | None:
 
 def whole_models_in(model: nn.Module) -> list[WholeModel]:
     """Those of a model whose parts were divided into stages, one by one or the model itself."""
-    own = whole_model_of(model)
-    parts = [own] if own is not None else [whole_model_of(module) for module in model.modules()]
-    return [whole for whole in parts if whole is not None]
+    if (whole := whole_model_of(model)) is not None:
+        return [whole]
+    return [whole for module in model.modules() if (whole := whole_model_of(module)) is not None]
 
 
 def whole_model_among(tensors: Iterable[Any]) -> WholeModel | None:

@@ -9,11 +9,10 @@ class SFTTrainer(ParallelTrainer, trl.SFTTrainer): ...
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.integrations.accelerate import STATE, save_to, show_one_device
+from meshwright.integrations.first_batch import Called, tell_call
 from meshwright.integrations.first_use import subclass_on_first_use
 from meshwright_checkpoint import full_state_dict, load
 from meshwright_checkpoint.state import rng
@@ -114,11 +114,11 @@ class ParallelTrainer(Base):
         """What the trainer calls the model with for a batch of its data loader."""
         inputs = self._prepare_inputs(batch)
         count = self._get_num_items_in_batch([inputs], self.args.device)
-        hook = self.model.register_forward_pre_hook(_tell_call, prepend=True, with_kwargs=True)
+        hook = self.model.register_forward_pre_hook(tell_call, prepend=True, with_kwargs=True)
         try:
             # which may take something out
             self.compute_loss(self.model, dict(inputs), num_items_in_batch=count)
-        except _Called as call:
+        except Called as call:
             return call.batch
         finally:
             hook.remove()
@@ -171,21 +171,6 @@ class ParallelTrainer(Base):
 
 
 __getattr__ = subclass_on_first_use("Trainer", ParallelTrainer, "transformers")
-
-
-class _Called(BaseException):
-    """Ends a call of the model before it begins. `batch`: its arguments, as a batch."""
-
-    def __init__(self, batch: Any) -> None:
-        super().__init__()
-        self.batch = batch
-
-
-def _tell_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    if args and kwargs:
-        names = inspect.signature(model.forward).bind_partial(*args).arguments
-        args, kwargs = (), {**names, **kwargs}
-    raise _Called(args or kwargs)
 
 
 def _join_groups(optimizer: torch.optim.Optimizer, model: nn.Module, decayed: set[str], decay: float) -> None:
