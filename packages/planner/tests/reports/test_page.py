@@ -9,11 +9,12 @@ from planner_models import HOST, Transformer, eager, tokens
 
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy import PlanRequest
+from meshwright_planner import explain, profile_model
 from meshwright_planner.clusters.registry import DGX_H100
 from meshwright_planner.reports.drawings import Bar
 from meshwright_planner.reports.page import lane_of, page, scale_of
 from meshwright_planner.reports.plan_view import AXIS_COLOURS, COLOURS, MEMORY_COLOURS, view_of
-from meshwright_planner.reports.rules_tree import numbers_of, ranges, tree_of
+from meshwright_planner.reports.rules_tree import numbers_of, tree_of
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,6 @@ def test_tree_names_numbers_and_no_globs_next_to_each_other() -> None:
     assert list(layers.inside) == ["*", "1-12"]
     assert [kind for kind, _ in layers.inside["*"].notes] == ["call"]
     assert list(layers.inside["*"].inside) == ["weight"]
-    assert ranges([5, 1, 2, 3]) == "1-3, 5"
 
 
 def test_thin_bars_are_one_path() -> None:
@@ -103,3 +103,11 @@ def test_thin_bars_are_one_path() -> None:
     lane = lane_of(bars)
     assert lane.bars == bars[-1:] and list(lane.paths) == ["forward"]
     assert lane.paths["forward"].count("M") == 500 and len(lane.paths["forward"]) < 500 * 30
+
+
+def test_reports_are_tables_in_notebooks(plan: ParallelPlan) -> None:
+    report = explain([plan, plan], cluster=DGX_H100, host=HOST)
+    text = report._repr_html_()
+    assert text.count("<tr>") == 3 and text.count("<details>") == 2 and "4 ranks of dgx-h100" in text
+    assert "no plans" in explain([])._repr_html_()
+    assert "<td" in profile_model(Transformer(layers=2), tokens(rows=4))._repr_html_()

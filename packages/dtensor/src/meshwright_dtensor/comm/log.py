@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from meshwright_dtensor.trace.module_stack import FRAMES, named_modules_tracked
+from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.html import table_html
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,9 @@ class Site:
 
 
 NOWHERE = Site()
+
+COLUMNS = ("axis", "pass", "collective", "count", "bytes", "module", "why")
+"""Titles of the table of a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,37 @@ class CommLog:
         for e in self.events:
             total[e.axis, e.phase, e.kind] += e.nbytes
         return dict(total)
+
+    def rows(self) -> list[tuple[str, str, str, int, int, str, str]]:
+        """(axis, phase, kind, count, bytes in all, module, why), alike collectives as one row, most bytes first."""
+        totals: dict[tuple[str, str, str, str, str], list[int]] = {}
+        for e in self.events:
+            module = re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "*", e.module, count=1)
+            why = " for ".join(filter(None, (e.why, e.function)))
+            entry = totals.setdefault((e.axis, e.phase, e.kind, module, why), [0, 0])
+            entry[0] += 1
+            entry[1] += e.nbytes
+        rows = [(*key[:3], entry[0], entry[1], *key[3:]) for key, entry in totals.items()]
+        return sorted(rows, key=lambda row: -row[4])
+
+    def __str__(self) -> str:
+        """A table; numbers of modules are "*"."""
+        from meshwright_dtensor.utils.console import as_text, full_width, table_of
+
+        if not self.events:
+            return "no communication\n"
+        table = table_of(COLUMNS, self._cells(), right=("count", "bytes"))
+        return as_text([table], full_width(table))
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        if not self.events:
+            return "<p>no communication</p>"
+        return table_html(COLUMNS, self._cells(), right=("count", "bytes"))
+
+    def _cells(self) -> Iterator[tuple[object, ...]]:
+        for axis, phase, kind, count, nbytes, module, why in self.rows():
+            yield axis, phase, kind.replace("_", "-"), count, human_bytes(nbytes), module, why
 
     @classmethod
     def listening(cls) -> bool:

@@ -95,6 +95,12 @@ class Layout:
         )
         return f"Layout({list(self.shape)} {str(self.dtype).removeprefix('torch.')} {axes})"
 
+    def _repr_html_(self) -> str:
+        """Which rank holds which part, for a notebook."""
+        from meshwright_dtensor.mesh.layout_picture import layout_html
+
+        return layout_html(self)
+
     @property
     def nbytes(self) -> int:
         """Size of the global value in bytes."""

@@ -19,7 +19,7 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.diff import diff
 from meshwright_dtensor.plan.field_types import guarded
 from meshwright_dtensor.plan.fields import PlanFields
-from meshwright_dtensor.plan.report import explain
+from meshwright_dtensor.plan.report import explain, plan_html
 from meshwright_dtensor.plan.serialization import dumps, identity, loads, to_data
 from meshwright_dtensor.plan.validate import check
 
@@ -104,6 +104,10 @@ class ParallelPlan(PlanFields):
     def explain(self, width: int = 110) -> str:
         """The plan as plain text: mesh, placements, activations, predicted time and memory, provenance."""
         return explain(self, width)
+
+    def _repr_html_(self) -> str:
+        """The plan for a notebook: its mesh and figures, and the whole text to open."""
+        return plan_html(self)
 
     def _identity(self) -> str:
         return dumps(identity(self))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from meshwright_dtensor.plan.fields import PlanFields
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.console import Table, as_text, table_of
+from meshwright_dtensor.utils.html import details_html, table_html, text_html
 from meshwright_dtensor.utils.names import count_of
 
 
@@ -17,6 +18,27 @@ def explain(plan: PlanFields, width: int = 110) -> str:
     # no double blanks
     kept = [line for place, line in enumerate(lines) if line or (place and lines[place - 1])]
     return "\n".join(kept).strip() + "\n"
+
+
+def plan_html(plan: PlanFields) -> str:
+    """The plan as HTML for a notebook: a table of its mesh and figures, and the whole text to open."""
+    origin, predicted = plan.provenance, plan.predicted
+    mesh = " x ".join(f"{axis} {n}" for axis, n in plan.degrees.items() if n > 1) or "one rank"
+    facts: dict[str, object] = {"mesh": f"{mesh} = {count_of(plan.world_size, 'rank')}"}
+    facts |= {name: value for name, value in (("model", origin.model), ("cluster", origin.cluster)) if value}
+    if plan.pipeline is not None:
+        microbatches = count_of(plan.pipeline.microbatches, "microbatch")
+        facts["pipeline"] = (
+            f"{count_of(len(plan.pipeline.stages), 'stage')}, {microbatches}, {plan.pipeline.schedule}"
+        )
+    if plan.zero is not None:
+        facts["ZeRO"] = f"stage {plan.zero.stage}"
+    if predicted is not None:
+        facts["predicted step"] = human_seconds(predicted.step_seconds)
+        facts["predicted memory"] = f"{human_bytes(predicted.total_bytes)} on the fullest rank"
+    facts["rules"] = f"{len(plan.parameters)} of parameters, {len(plan.activations)} of activations"
+    table = table_html(("ParallelPlan", ""), facts.items())
+    return table + details_html("the whole plan", text_html(explain(plan)))
 
 
 Part = Iterator[str | Table]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -37,6 +38,14 @@ def count_of(number: int, noun: str) -> str:
     """ "1 rank", "2 ranks", "3 microbatches"."""
     plural = f"{noun}es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """ "0-3, 7"."""
+    ordered = sorted(numbers)
+    groups = itertools.groupby(enumerate(ordered), key=lambda item: item[1] - item[0])
+    runs = ([number for _, number in group] for _, group in groups)
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def path_name(path: Iterable[Any]) -> str:

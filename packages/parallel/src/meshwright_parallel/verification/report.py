@@ -164,6 +164,12 @@ class VerificationReport:
 
         return as_text(self._shown(count), width)
 
+    def _repr_html_(self) -> str:
+        """The report for a notebook."""
+        from meshwright_dtensor.utils.html import text_html
+
+        return text_html(self.render())
+
     def _shown(self, count: int) -> Iterator[str | Table]:
         from meshwright_dtensor.utils.console import table_of
 

@@ -13,7 +13,8 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
-from meshwright_dtensor.utils.console import Table, as_text, full_width, table_of
+from meshwright_dtensor.utils.console import as_text, full_width, table_of
+from meshwright_dtensor.utils.html import details_html, table_html, text_html
 from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.recompute.rules import in_words
@@ -81,15 +82,23 @@ class Report:
         chosen = [f"1. {best.name}", *(f"   {line}" for line in _reasons(best))]
         return self._compared() + as_text([*chosen, "", _figures(best)], self.width)
 
+    def _repr_html_(self) -> str:
+        """For a notebook: the table of the plans, and the reasons of each to open."""
+        if not self.plans:
+            return "<p>no plans</p>"
+        columns, rows = _cells(self.plans)
+        parts = [table_html(columns, rows, title=_title(self.plans[0].plan), right=columns[:-1])]
+        for number, view in enumerate(self.plans, 1):
+            text = as_text(_details(view, alone=len(self.plans) == 1), self.width)
+            parts.append(details_html(f"{number}. {view.name}", text_html(text)))
+        return "".join(parts)
+
     def _compared(self) -> str:
         """A line on the job, and the table of the plans."""
-        first, table = self.plans[0].plan, _table(self.plans)
-        ranks = count_of(first.world_size, "rank")
-        title = (
-            f"{ranks} of {first.provenance.cluster or '?'}, one step per rank (comm: exposed communication)"
-        )
+        columns, rows = _cells(self.plans)
+        table = table_of(columns, rows, right=columns[:-1])
         # numbers are never cut off, however narrow the output is
-        return as_text([title, table], max(self.width, full_width(table)))
+        return as_text([_title(self.plans[0].plan), table], max(self.width, full_width(table)))
 
 
 def explain(
@@ -166,13 +175,18 @@ def _reasons(view: PlanView, alone: bool = False) -> list[str]:
     return lines + _recompute_by_stage(plan)
 
 
-def _table(views: Sequence[PlanView]) -> Table:
-    """The table of these plans, at least one."""
+def _title(plan: ParallelPlan) -> str:
+    """The job of compared plans."""
+    ranks = count_of(plan.world_size, "rank")
+    return f"{ranks} of {plan.provenance.cluster or '?'}, one step per rank (comm: exposed communication)"
+
+
+def _cells(views: Sequence[PlanView]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Titles and rows of the table of these plans, at least one. All columns but the last are figures."""
     titles, cells = zip(*_plan_columns(views), *_predicted_columns(views), strict=True)
     bounds = [NONE if view.plan.predicted is None else view.bound.partition(",")[0] for view in views]
     rows = [(number, *(cell(view) for cell in cells)) for number, view in enumerate(views, 1)]
-    columns = ("", *titles)
-    return table_of((*columns, "bound by"), [(*row, b) for row, b in zip(rows, bounds)], right=columns)
+    return ("", *titles, "bound by"), [(*row, b) for row, b in zip(rows, bounds)]
 
 
 def _plan_columns(views: Sequence[PlanView]) -> Iterator[Column]:

@@ -17,6 +17,7 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy.plan_request import PRECISIONS, unknown
 from meshwright_dtensor.trace.graph import Node
 from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.html import table_html
 from meshwright_planner.recompute.region import Region
 from meshwright_planner.recompute.rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
@@ -25,6 +26,9 @@ from meshwright_planner.trace.quotient import Quotient, quotient
 from meshwright_planner.trace.recorder.borrow_model import without_garbage_collection
 from meshwright_planner.trace.recorder.record import record
 from meshwright_planner.trace.tape import Saved, Tape
+
+COLUMNS = ("module", "class", "copies", "parameters", "bytes", "forward", "backward", "again", "kept")
+"""Titles of the table of a profile."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,15 @@ class ModelProfile:
 
     def __str__(self) -> str:
         """A table of the folded modules."""
-        head = ("module", "class", "copies", "parameters", "bytes", "forward", "backward", "again", "kept")
-        lines = [head, *(_cells(row) for row in self.blocks)]
+        lines = [COLUMNS, *(_cells(row) for row in self.blocks)]
         widths = [max(map(len, column)) for column in zip(*lines)]
         # names are aligned to the left, figures to the right
         form = "  ".join(f"{{:{'<' if n < 2 else '>'}{width}}}" for n, width in enumerate(widths))
         return "\n".join(form.format(*line).rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        return table_html(COLUMNS, map(_cells, self.blocks), right=COLUMNS[2:])
 
 
 def profile_model(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.utils.names import number_ranges
 
 EVERY = "*"
 
@@ -76,7 +76,7 @@ def _folded(branch: Branch) -> Branch:
             numbered.append((inner, numbers))
         kept.append(inner)
     for inner, numbers in numbered:
-        inner.name = ranges(numbers)
+        inner.name = number_ranges(numbers)
     return Branch(branch.name, branch.notes, {inner.name: inner for inner in kept})
 
 
@@ -92,14 +92,6 @@ def _digits(text: str) -> str:
     """ "1-3" -> "123"."""
     spread = re.sub(r"([0-9])-([0-9])", lambda m: "".join(map(str, range(int(m[1]), int(m[2]) + 1))), text)
     return spread.replace("-", "")
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """ "0-3, 7"."""
-    ordered = sorted(numbers)
-    groups = itertools.groupby(enumerate(ordered), key=lambda item: item[1] - item[0])
-    runs = ([number for _, number in group] for _, group in groups)
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _states(states: object) -> str:
