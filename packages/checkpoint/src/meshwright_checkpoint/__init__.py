@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from meshwright_checkpoint.errors import CheckpointError as CheckpointError
     from meshwright_checkpoint.errors import CorruptError as CorruptError
     from meshwright_checkpoint.errors import MismatchError as MismatchError
+    from meshwright_checkpoint.errors import ReplicaError as ReplicaError
     from meshwright_checkpoint.loading import load as load
     from meshwright_checkpoint.saving.background import SaveHandle as SaveHandle
     from meshwright_checkpoint.saving.saving import prepare_save as prepare_save
     from meshwright_checkpoint.saving.saving import save as save
     from meshwright_checkpoint.state.full_state import full_state_dict as full_state_dict
+    from meshwright_checkpoint.state.replicas import check_replicas as check_replicas
+    from meshwright_checkpoint.state.replicas import watch_replicas as watch_replicas
     from meshwright_checkpoint.storage.retention import checkpoints as checkpoints
     from meshwright_checkpoint.storage.retention import latest as latest
 
@@ -31,11 +34,12 @@ __all__, __getattr__, __dir__ = load_on_first_use(
     __name__,
     {
         ".convert.export": "export, export_checkpoint",
-        ".errors": "CheckpointError, CorruptError, MismatchError",
+        ".errors": "CheckpointError, CorruptError, MismatchError, ReplicaError",
         ".loading": "load",
         ".saving.background": "SaveHandle",
         ".saving.saving": "prepare_save, save",
         ".state.full_state": "full_state_dict",
+        ".state.replicas": "check_replicas, watch_replicas",
         ".storage.retention": "checkpoints, latest",
     },
 )

@@ -19,6 +19,12 @@ class CorruptError(CheckpointError):
     exit_code = 4
 
 
+class ReplicaError(MeshwrightError):
+    """Ranks that hold copies of one value have different ones."""
+
+    exit_code = 4
+
+
 def error_of_rank(rank: int, text: str) -> MeshwrightError:
     """The error of another rank, given as "Kind: text", with the same class on this rank."""
     kinds = {kind.__name__: kind for kind in (CorruptError, UnsupportedError, UsageError)}

@@ -13,12 +13,14 @@ from meshwright_dtensor.utils.exports import load_on_first_use
 if TYPE_CHECKING:
     from meshwright import debug as debug
     from meshwright.resharding import reshard as reshard
+    from meshwright_checkpoint import check_replicas as check_replicas
     from meshwright_checkpoint import export as export
     from meshwright_checkpoint import full_state_dict as full_state_dict
     from meshwright_checkpoint import latest as latest
     from meshwright_checkpoint import load as load
     from meshwright_checkpoint import prepare_save as prepare_save
     from meshwright_checkpoint import save as save
+    from meshwright_checkpoint import watch_replicas as watch_replicas
     from meshwright_dtensor import errors as errors
     from meshwright_dtensor.api import distribute as distribute
     from meshwright_dtensor.deferred.materialize import deferred_init as deferred_init
@@ -47,7 +49,7 @@ __all__, __getattr__, __dir__ = load_on_first_use(
     {
         ".debug": "",
         ".resharding": "reshard",
-        "meshwright_checkpoint": "export, full_state_dict, latest, load, prepare_save, save",
+        "meshwright_checkpoint": "check_replicas, export, full_state_dict, latest, load, prepare_save, save, watch_replicas",
         "meshwright_dtensor.api": "distribute",
         "meshwright_dtensor.deferred.materialize": "deferred_init",
         "meshwright_dtensor.errors": "",
