@@ -117,9 +117,9 @@ def test_a_flipped_bit_is_found(
 ) -> None:
     kinds = ("parameter", "gradient of", "optimizer state 'exp_avg' of")
     what = {f"{kind} {name!r}": has for name, has in copied.items() for kind in kinds}
-    found = rank_pool.run(ranks, flipped, plan, [*what, "buffer 'scale'"])
-    assert all(errors == found[0] for errors in found)
-    *of_parameters, (_, of_buffer) = found[0]
+    errors_of_ranks = rank_pool.run(ranks, flipped, plan, [*what, "buffer 'scale'"])
+    assert all(errors == errors_of_ranks[0] for errors in errors_of_ranks)
+    *of_parameters, (_, of_buffer) = errors_of_ranks[0]
     for (text, has), (where, error) in zip(what.items(), of_parameters, strict=True):
         # a part that one rank alone holds has no copy
         assert error.startswith(text) and f"rank {where}" in error if has else not error, (text, error)
@@ -129,7 +129,7 @@ def test_a_flipped_bit_is_found(
 def watched(rank: int, ranks: int) -> tuple[list[int], str]:
     """Steps until a flipped bit of a state is found."""
     model, optimizer, batch = trained({"dp": 2})
-    watch = mw.watch_replicas(model, optimizer, every=3)
+    watch = mw.watch_replicas(model, optimizer, interval=3)
     done: list[int] = []
     parameter = next(p for name, p in model.named_parameters() if name == LINEAR)
     if rank == 1:
@@ -157,9 +157,9 @@ def test_a_watch_finds_it_within_its_steps(rank_pool: RankPool) -> None:
 def refused(rank: int, ranks: int) -> list[str]:
     model, optimizer, _ = trained({"dp": 2})
     messages = []
-    for every in (0, -1, 1.5, True):
+    for interval in (0, -1, 1.5, True):
         with pytest.raises(UsageError) as caught:
-            mw.watch_replicas(model, optimizer, every=every)  # type: ignore[arg-type]
+            mw.watch_replicas(model, optimizer, interval=interval)  # type: ignore[arg-type]
         messages.append(str(caught.value))
     return messages
 

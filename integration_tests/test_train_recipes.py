@@ -29,6 +29,7 @@ model = {model_type = "gpt2", n_embd = 16, n_layer = 2, n_head = 2}
 steps = 6
 batch_size = 4
 accumulate = 2
+check_replicas = 2
 sequence_length = 16
 optimizer = {lr = 1e-2, eps = 1e-5}
 schedule = {warm_up = 2}

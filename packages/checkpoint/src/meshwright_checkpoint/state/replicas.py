@@ -80,15 +80,15 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | None = None) -> None
 
 
 class ReplicaWatch:
-    """Calls `check_replicas` before every `every`-th step of an optimizer. Made by `watch_replicas`."""
+    """Calls `check_replicas` before every `interval`-th step of an optimizer. Made by `watch_replicas`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, every: int) -> None:
-        self.model, self.every, self.steps = model, every, 0
+    def __init__(self, model: nn.Module, optimizer: Optimizer, interval: int) -> None:
+        self.model, self.interval, self.steps = model, interval, 0
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
-        if self.steps % self.every == 0:
+        if self.steps % self.interval == 0:
             check_replicas(self.model, optimizer)
 
     def remove(self) -> None:
@@ -96,18 +96,18 @@ class ReplicaWatch:
         self._handle.remove()
 
 
-def watch_replicas(model: nn.Module, optimizer: Optimizer, every: int = 100) -> ReplicaWatch:
-    """Compare the copies of parameters, gradients, buffers and optimizer states before every `every`-th step.
+def watch_replicas(model: nn.Module, optimizer: Optimizer, interval: int = 100) -> ReplicaWatch:
+    """Compare the copies of parameters, gradients, buffers and optimizer states before every `interval`-th step.
 
-    A bit that flips on one rank raises ReplicaError on all of them at most `every` steps later. Returns the watch; its `remove`
+    A bit that flips on one rank raises ReplicaError on all of them at most `interval` steps later. Returns the watch; its `remove`
     ends it. Every rank has to call it.
 
-    Raises UsageError: `every` is not a positive number of steps.
+    Raises UsageError: `interval` is not a positive number of steps.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UsageError(f"every is {every!r}; give a number of steps from 1 on, such as 100")
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise UsageError(f"interval is {interval!r}; give a number of steps from 1 on, such as 100")
     check_call("watch_replicas", model)
-    return ReplicaWatch(model, optimizer, every)
+    return ReplicaWatch(model, optimizer, interval)
 
 
 def _parts(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Part]:
@@ -121,7 +121,9 @@ def _parts(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Part]:
         return
     groups = parameter_names(optimizer, names)
     for name, parameter in zip(
-        itertools.chain(*groups), (p for group in optimizer.param_groups for p in group["params"]), strict=True
+        itertools.chain(*groups),
+        (p for group in optimizer.param_groups for p in group["params"]),
+        strict=True,
     ):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -140,7 +142,7 @@ def _checksums(parts: Sequence[Part]) -> list[int]:
     on_devices = {part.local.device for part in parts}
     if len(on_devices) == 1:
         return torch.cat(sums).tolist()
-    return [int(one) for one in sums]
+    return [int(checksum) for checksum in sums]
 
 
 def _checksum(local: Tensor) -> Tensor:
@@ -186,22 +188,22 @@ def _exchange(parts: Sequence[Part], sums: Sequence[int], ranks: Ranks) -> dict[
 
 def _told(parts: Sequence[Part], differing: dict[int, dict[int, list[int]]], ranks: Ranks) -> str:
     """The error, the same on every rank (a collective call)."""
-    found = {key: list(by_sum.values()) for key, by_sum in list(differing.items())[: 100 * MOST_TOLD]}
-    all_found = {int(key): held for of_rank in ranks.gather(found) for key, held in of_rank.items()}
+    holders = {key: list(by_sum.values()) for key, by_sum in list(differing.items())[: 100 * MOST_TOLD]}
+    all_holders = {int(key): held for of_rank in ranks.gather(holders) for key, held in of_rank.items()}
     mine = {part.key: [order, part.what, part.boxes] for order, part in enumerate(parts)}
-    named = ranks.gather({key: mine[key] for key in all_found if key in mine})
+    named = ranks.gather({key: mine[key] for key in all_holders if key in mine})
     names = {int(key): tuple(name) for of_rank in named for key, name in of_rank.items()}
-    first, *others = sorted(all_found, key=names.__getitem__)
+    first, *others = sorted(all_holders, key=names.__getitem__)
     _, what, boxes = names[first]
     rest = [names[key][1] for key in others[: MOST_TOLD - 1]]
     more = f" So does {', '.join(rest)}" if rest else ""
     more += f" and {len(others) - len(rest)} more" if len(others) > len(rest) else ""
     place = f" at {boxes}" if boxes.strip("[] ") else ""
     return (
-        f"{what}{place} differs between ranks that hold copies of it: {_who(all_found[first])}.{more and more + '.'} "
+        f"{what}{place} differs between ranks that hold copies of it: {_who(all_holders[first])}.{more and more + '.'} "
         "Memory or a link has changed a bit, code has changed one rank's copy, or an operation is not deterministic "
-        "(torch.use_deterministic_algorithms). Go back to a checkpoint: mw.load(mw.latest(...), ...); if it is the same rank again, "
-        "look at its device"
+        "(torch.use_deterministic_algorithms). Go back to a checkpoint: mw.load(mw.latest(...), ...). If it is the same rank "
+        "again, look at its device"
     )
 
 
@@ -209,7 +211,7 @@ def _who(held: Sequence[Sequence[int]]) -> str:
     """Which ranks differ from which: those of the largest group are taken to be right."""
     *few, most = sorted(held, key=len)
     if len(most) == 1:
-        return " and ".join(f"rank {group[0]}" for group in sorted(held)) + " have different ones"
+        return " and ".join(f"rank {group[0]}" for group in sorted(map(list, held))) + " have different ones"
     odd = sorted(itertools.chain(*few))
     return f"{_ranks(odd)} from {_ranks(most)}"
 

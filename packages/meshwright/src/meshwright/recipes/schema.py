@@ -141,6 +141,7 @@ class Recipe(Table):
     out: Annotated[str, obeys(rules.outside)] = "meshwright-run"
     packing: Annotated[bool, obeys(rules.packing)] = True
     export: Annotated[str | None, obeys(rules.absent)] = None
+    check_replicas: Count | None = None
     optimizer: Optimizer = Optimizer()
     schedule: Annotated[Schedule, obeys(rules.warms_up)] = Schedule()
     plan: Annotated[Plan, BeforeValidator(plan_table), obeys(rules.plan)] = Plan()

@@ -123,6 +123,8 @@ def set_up(recipe: Recipe) -> Run:
     else:
         model = mw.auto_parallelize(model, example, **recipe.keywords())
     optimizer = make_optimizer(recipe, model)
+    if recipe.check_replicas:
+        mw.watch_replicas(model, optimizer, recipe.check_replicas)
 
     def batches(rows: Any, order: Iterable[list[int]], workers: int) -> Iterable[Batch]:
         return mw.shard_loader(loader_of(rows, order, workers), model=model)
