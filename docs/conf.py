@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
 from pygments.lexers.special import TextLexer
 
 HERE = Path(__file__).parent
@@ -23,6 +25,9 @@ suppress_warnings = ["myst.header"]
 html_theme = "furo"
 html_title = "meshwright"
 html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
+# The default would load a program from the network to show an equation.
+html_math_renderer = "mathml"
 html_copy_source = False
 
 # Docstrings write code as `name`.
@@ -46,7 +51,16 @@ def _name_folders(app: Any, page: str, source: list[str]) -> None:
     source[0] = _OUTSIDE.sub(name, source[0])
 
 
+def _equation(visitor: Any, node: nodes.Element) -> None:
+    """An equation as MathML, which browsers show by themselves."""
+    block = isinstance(node, nodes.math_block)
+    text = convert(node.astext(), display="block" if block else "inline")
+    visitor.body.append(f'<div class="equation">{text}</div>' if block else text)
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (_equation, None), (_equation, None))
     app.connect("source-read", _name_folders)
     # GitHub draws these diagrams; here they are shown as text.
     app.add_lexer("mermaid", TextLexer)
