@@ -26,6 +26,16 @@ def step(p: torch.Tensor, g: torch.Tensor, state: torch.Tensor) -> None:
     state.add_(p.sum())
 
 
+torch.library.define("meshwright_tests::uncounted", "(Tensor g, Tensor(a!) p, *, Tensor(b!) state) -> ()")
+
+
+@torch.library.impl("meshwright_tests::uncounted", "cpu")
+def uncounted(g: torch.Tensor, p: torch.Tensor, *, state: torch.Tensor) -> None:
+    """Writes as kernels in C++ do, which count no version."""
+    p.data.sub_(g * 0.5)
+    state.data.add_(p.sum())
+
+
 def _set(index: Any, value: float) -> Callable[[Any], None]:
     def write(y: Any) -> None:
         y[index] = value
@@ -117,11 +127,15 @@ def custom(rank: int, world: int) -> None:
         "whole": lambda v: distribute(v, mesh, ["I"]),
     }
     for name, make in made.items():
-        p, g, state = make(value.clone()), make(gradient), make(torch.zeros(4, 3))
-        with torch.no_grad():
-            torch.ops.meshwright_tests.step(p, g, state)
-            assert torch.equal(p.full_tensor(), expected), name
-            assert torch.equal(state.full_tensor(), expected_state), name
+        for counted in (True, False):
+            p, g, state = make(value.clone()), make(gradient), make(torch.zeros(4, 3))
+            with torch.no_grad():
+                if counted:
+                    torch.ops.meshwright_tests.step(p, g, state)
+                else:
+                    torch.ops.meshwright_tests.uncounted(g, p, state=state)
+                assert torch.equal(p.full_tensor(), expected), (name, counted)
+                assert torch.equal(state.full_tensor(), expected_state), (name, counted)
 
 
 def test_custom_operators_write_to_their_arguments(rank_pool: RankPool) -> None:

@@ -201,6 +201,25 @@ def op_mutates(op: Any) -> bool:
     return op._schema.is_mutable
 
 
+def declared_writes(function: Any) -> frozenset[int | str]:
+    """Positions and names of the arguments that an operator's schema says it writes to; empty for other functions.
+
+    A kernel in C++, or one that writes through `.data`, changes no version counter. Of an operator with several overloads, those
+    of all of them.
+    """
+    names = function.overloads() if isinstance(function, torch._ops.OpOverloadPacket) else ()
+    overloads = (
+        [function] if isinstance(function, torch._ops.OpOverload) else [getattr(function, n) for n in names]
+    )
+    return frozenset(
+        place
+        for op in overloads
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for place in (position, argument.name)
+    )
+
+
 def op_arguments(op: Any) -> dict[str, str]:
     """Argument names of an overload, in order, each with its type, such as "Tensor" or "SymInt[]"."""
     return {argument.name: str(argument.type) for argument in op._schema.arguments}

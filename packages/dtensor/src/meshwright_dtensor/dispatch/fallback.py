@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from meshwright_dtensor._torch.core import dtensor_local, pytree, stock_call, storage_key
+from meshwright_dtensor._torch.core import declared_writes, dtensor_local, pytree, stock_call, storage_key
 from meshwright_dtensor._torch.modes import outside_functorch
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
@@ -56,10 +56,11 @@ def label(context: MeshContext, tree: Any) -> Any:
 class Replicated:
     """The program of a call without a local form: gather the inputs, run, label the outputs replicated."""
 
-    __slots__ = ("context", "func", "in_place")
+    __slots__ = ("_writes", "context", "func", "in_place")
 
     def __init__(self, context: MeshContext, func: Callable[..., Any], in_place: bool) -> None:
         self.context, self.func, self.in_place = context, func, in_place
+        self._writes = declared_writes(func)
 
     def run(self, args: Any, kwargs: Any, site: Site) -> Any:
         """Run on gathered values; a write is copied back into this rank's part."""
@@ -76,12 +77,20 @@ class Replicated:
         before = [(version_of(x), x.grad_fn) if isinstance(x, Tensor) else (0, None) for x in full]
         full_args, full_kwargs = pytree.tree_unflatten(full, spec)
         result = self.func(*full_args, **full_kwargs)
+        written = self._declared(args, kwargs)
         check_strided(self.func, *pytree.tree_leaves(result))
         out = label(self.context, result)
         for x, value, (version, graph) in zip(given, full, before, strict=True):
-            if isinstance(x, (GlobalTensor, DTensor)) and version_of(value) != version:
+            if isinstance(x, (GlobalTensor, DTensor)) and (version_of(value) != version or id(x) in written):
                 self._write_back(x, value, recorded=value.grad_fn is not graph)
         return self._with_views(out, given, full, args, kwargs)
+
+    def _declared(self, args: Args, kwargs: Kwargs) -> set[int]:
+        """Ids of the arguments that the schema of an operator says it writes to."""
+        if not self._writes:
+            return set()
+        places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        return {id(x) for place, given in places if place in self._writes for x in pytree.tree_leaves(given)}
 
     def _with_views(self, out: Any, given: list[Any], full: list[Any], args: Args, kwargs: Kwargs) -> Any:
         """``out``, whose tensors that share memory with a gathered copy are views of what was gathered."""
