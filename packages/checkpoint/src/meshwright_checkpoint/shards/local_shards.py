@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_checkpoint._torch import indices_of, is_sharding, local_of
+from meshwright_checkpoint._torch import indices_of, is_quantized_in_blocks, is_sharding, local_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding import boxes
@@ -41,7 +41,7 @@ class LocalShards:
 
 
 def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> LocalShards:
-    """The shards that this rank holds of a plain tensor (all of it) or any DTensor.
+    """The shards that this rank holds of a plain tensor (all of it) or any DTensor; those of quantized states are a copy.
 
     Args:
         name: for messages.
@@ -54,7 +54,10 @@ def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None
     if not isinstance(tensor, DTensor) and hasattr(tensor, "full_tensor"):
         # a global tensor
         tensor = tensor.full_tensor()
-    local = local_of(tensor)
+    local: Any = local_of(tensor)
+    if is_quantized_in_blocks(tensor):
+        # blocks end elsewhere in another layout
+        local = local.dequantize()
     if local.is_meta:
         text = f"{name} is on the meta device and has no values; allocate it first (parallelize, or to_empty)"
         raise UsageError(text)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from meshwright_checkpoint._torch import is_quantized_in_blocks
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.format.manifest import OptimizerInfo
@@ -95,6 +96,9 @@ class OptimizerTargets:
             source = checkpoint.tensors[full]
             self.used.add(full)
             value = current.get(key)
+            if isinstance(value, torch.Tensor) and is_quantized_in_blocks(value):
+                # a new one, which the next step quantizes
+                value = None
             kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
             if kind != (source.shape, source.dtype):
                 value = empty_state(source.shape, source.dtype, key, parameter, group)

@@ -17,11 +17,13 @@ from meshwright_dtensor.stages.whole_model import WholeModel, own_stages
 
 
 def steps_each_parameter(optimizer: Optimizer) -> bool:
-    """Whether no value of one parameter is used for another, so that each stage steps its own: true of torch's, but LBFGS.
+    """Whether no value of one parameter is used for another, so that each stage steps its own: true of torch's, but LBFGS,
+    and of torchao's.
 
     All others see the parameters of all stages in a step.
     """
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+    of_package = type(optimizer).__module__.startswith(("torch.optim.", "torchao.optim."))
+    return of_package and not isinstance(optimizer, LBFGS)
 
 
 def _agreed(name: str) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, permuted_layout
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
+from meshwright_parallel.optim.quantized_states import quantize, quantizes_states
 
 ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam, RMSprop, Rprop})
 """Exactly these classes: a subclass may need whole tensors."""
@@ -97,7 +98,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if model is not None:
         model.end_step()
         states_changed(optimizer, model)
-    if replaced and type(optimizer) in ELEMENTWISE:
+    if replaced and _steps_parts(optimizer):
         with nullcontext() if model is None else model.entered():
             copy_states_back(optimizer, args[0])
 
@@ -141,7 +142,7 @@ def _refuse(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """A copy of the optimizer over local tensors, for one step; None where the step needs DTensors."""
-    if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
+    if not _steps_parts(optimizer) or optimizer.defaults.get("differentiable"):
         return None
     groups: list[dict[str, Any]] = []
     states: dict[Any, dict[str, Any]] = {}
@@ -157,11 +158,17 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
                 entries = _local_entries(parameter, optimizer.state[parameter])
                 if entries is None:
                     return None
+                if quantizes_states(optimizer):
+                    quantize(optimizer, local, entries)
                 states[local] = entries
         groups.append({**group, "params": locals_})
     local_copy = _copy_with_state(optimizer, states)
     local_copy.param_groups = groups
     return local_copy
+
+
+def _steps_parts(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer) in ELEMENTWISE or quantizes_states(optimizer)
 
 
 def _here(group: Mapping[str, Any]) -> list[torch.Tensor]:
