@@ -41,6 +41,17 @@ CLIENTS = [
     Client("lightning_script", of_precisions("Lightning's Trainer")),
     Client("fabric_script", of_precisions("Lightning Fabric"), resumes=False),
     Client(
+        "optimizer_script",
+        {
+            "torchao.AdamW8bit": "torchao AdamW8bit",
+            "torchao.AdamW4bit": "torchao AdamW4bit",
+            "torchao.AdamWFp8": "torchao AdamWFp8",
+            "torchao.float8": "torchao float8 training (emulated)",
+            "bitsandbytes.AdamW8bit": "bitsandbytes AdamW8bit",
+            "schedulefree.AdamWScheduleFree": "schedulefree AdamWScheduleFree",
+        },
+    ),
+    Client(
         "trl_script",
         {"SFT": "TRL SFTTrainer, float32", "DPO": "TRL DPOTrainer with LoRA, float32"},
         resumes=False,
@@ -54,14 +65,14 @@ def main(chosen: Sequence[str]) -> None:
         for client in CLIENTS:
             if chosen and not any(name in client.script for name in chosen):
                 continue
-            try:
-                script = import_module(f"{__package__}.{client.script}")
-            except ImportError as error:
-                print(f"{client.script} is left out: {error}")
-                continue
             for option, name in client.options.items():
                 place = Path(folder) / client.script / option
-                cells = _cells(pool, script, option, place, client.resumes)
+                try:
+                    script = import_module(f"{__package__}.{client.script}")
+                    cells = list(_cells(pool, script, option, place, client.resumes))
+                except ImportError as error:
+                    print(f"{name} is left out: {error}", file=sys.stderr)
+                    continue
                 row = f"| {name} | {' | '.join(cells)} |"
                 print(row, flush=True)
                 PAGE.write_text(_with_row(PAGE.read_text(), name, row))
