@@ -197,4 +197,6 @@ def run_script(rank: int, size: int, folder: str, words: list[str]) -> str:
     finally:
         dist.destroy_process_group = destroy
         sys.argv = arguments
+        # the models of a script must not be alive in the next one
+        gc.collect()
     return out.getvalue()
