@@ -318,7 +318,7 @@ def test_data_is_data_where_nothing_fits(
     )
     if not command:
         assert data["error"] == "InfeasibleError" and data["exit_code"] == 3
-        assert error.startswith("Error: no plan for 2 rank(s)")
+        assert error.startswith("Error: no plan for 2 ranks")
         assert run(*arguments)[:2] == (3, "")
         code, out, _ = run(*arguments[:-1], "1 KiBs", "--json")
         assert code == json.loads(out)["exit_code"] == 2 and "did you mean 'KiB'" in json.loads(out)["reason"]

@@ -145,7 +145,7 @@ def test_stages_recompute_as_much_as_the_memory_requires() -> None:
     assert tight.recompute == (RecomputeRule(pattern="layers.[0-2]", policy="selective"),)
     text = str(explain(tight))
     assert "recompute selective in part" in text
-    assert "recomputed: stage 0 2 selective of 3 modules, stage 1 1 selective of 4 modules" in text
+    assert "recomputed: stage 0: 2 selective of 3 modules; stage 1: 1 selective of 4 modules" in text
     assert not _has(tight, "recompute", "selective") and _has(tight, "recompute", "layers.[0-2]")
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.names import count_of
 from meshwright_dtensor.utils.process import usable_cores
 
 PREFIX = "this machine ("
@@ -60,8 +61,8 @@ def _processors(ranks: int, like: Cluster) -> Cluster:
         hides_launch=False,
         hides_communication=False,
         source=(
-            f"{cores} cores and {human_bytes(memory)} of this machine for {here} rank(s); its rates are those of {like.name!r}, "
-            "an order of magnitude: `meshwright calibrate` measures them"
+            f"{cores} cores and {human_bytes(memory)} of this machine for {count_of(here, 'rank')}; "
+            f"its rates are those of {like.name!r}, an order of magnitude: `meshwright calibrate` measures them"
         ),
     )
 

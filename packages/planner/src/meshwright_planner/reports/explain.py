@@ -15,7 +15,7 @@ from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.console import as_text, full_width, table_of
 from meshwright_dtensor.utils.html import details_html, table_html, text_html
-from meshwright_dtensor.utils.names import count_of
+from meshwright_dtensor.utils.names import count_of, number_ranges
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.recompute.rules import in_words
 from meshwright_planner.reports.plan_view import PlanView, optimality, view_of
@@ -241,16 +241,21 @@ def _activations(predicted: Prediction) -> str:
 
 
 def _recompute_by_stage(plan: ParallelPlan) -> list[str]:
-    """The blocks that each stage recomputes, where stages differ."""
+    """The blocks that each stage recomputes, where stages differ; stages that are alike together."""
     if plan.pipeline is None or all(rule.pattern.endswith("*") for rule in plan.recompute):
         return []
-    stages = []
+    stages: dict[str, list[int]] = {}
     for number, names in enumerate(plan.pipeline.stages):
         rules = (next((r for r in plan.recompute if r.matches(name)), None) for name in names)
         counts = Counter(rule.policy for rule in rules if rule is not None)
-        blocks = " and ".join(f"{count} {policy}" for policy, count in sorted(counts.items())) or "nothing"
-        stages.append(f"stage {number} {blocks}" + (f" of {len(names)} modules" if counts else ""))
-    return ["recomputed: " + ", ".join(stages)]
+        blocks = " and ".join(f"{count} {policy}" for policy, count in sorted(counts.items()))
+        stages.setdefault(
+            f"{blocks} of {count_of(len(names), 'module')}" if counts else "nothing", []
+        ).append(number)
+    parts = (
+        f"{'stage' if len(n) == 1 else 'stages'} {number_ranges(n)}: {text}" for text, n in stages.items()
+    )
+    return ["recomputed: " + "; ".join(parts)]
 
 
 def _communication(plan: ParallelPlan, links: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import SHARED, Setting, allowing
@@ -42,8 +43,9 @@ def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleErr
         misses.append("each of the plans that were tried was refused")
     advice = [*_changes(search, closest[0])] if closest else []
     advice = advice or ["none of the changes that were tried"]
+    ranks = count_of(setting.world_size, "rank")
     head = (
-        f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} of each "
+        f"no plan for {ranks} of {setting.cluster.name} fits the {human_bytes(setting.allowed)} of each "
         f"rank ({human_bytes(setting.allowed - setting.limit)} of it are kept back):"
     )
     lines = [*_wrapped(head), *_listed(misses), "Would fit:", *_listed(advice)]
