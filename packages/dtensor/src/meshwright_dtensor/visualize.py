@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.mesh.layout_picture import layout_html, layout_text
-from meshwright_dtensor.model.stage_info import stages_of
+from meshwright_dtensor.model.stage_info import StageInfo, stages_of
 from meshwright_dtensor.sharding.states import format_state
+from meshwright_dtensor.stages.stage_tensor import StageTensor
 from meshwright_dtensor.stored.gather import stored_layout
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.utils.console import as_text, full_width, table_of
@@ -59,6 +60,9 @@ def visualize(value: torch.Tensor | nn.Module | Layout) -> Picture:
     if isinstance(value, nn.Module):
         return _model(value)
     layout = value if isinstance(value, Layout) else None
+    if isinstance(value, StageTensor):
+        text = f"{_shape(value)} {_dtype(value)}: held by rank {number_ranges(value.holders)} of pp"
+        return Picture(f"{text}\n", f"<p>{text}</p>")
     if isinstance(value, torch.Tensor):
         layout = _layout_of(value)
         if layout is None:
@@ -99,6 +103,10 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, ...]]:
     for name, parameter in model.named_parameters():
         # the outermost number is that of the block
         pattern = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name, count=1)
+        if stages is not None and stages.rank not in (ranks := _holders(stages, name)):
+            where = f"nothing: on rank {number_ranges(ranks)} of pp"
+            yield pattern, _shape(parameter), _dtype(parameter), "", where
+            continue
         layout = _layout_of(parameter)
         if layout is None:
             yield pattern, _shape(parameter), _dtype(parameter), "whole", _shape(parameter)
@@ -108,9 +116,13 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, ...]]:
             f"{axis} {format_state(state)}" for axis, state in states if state not in ("I", "X")
         )
         here = str(list(layout.local_shape))
-        if stages is not None and stages.rank not in (holders := stages.holders[name]):
-            here = f"nothing: on rank {number_ranges(holders)} of pp"
         yield pattern, str(list(layout.shape)), _dtype(parameter), sharded or "whole", here
+
+
+def _holders(stages: StageInfo, name: str) -> set[int]:
+    """The ranks along pp that hold a parameter, under this name or under one that is tied to it."""
+    tied = [other for other, first in stages.aliases.items() if first == name]
+    return {rank for each in (name, *tied) for rank in stages.holders.get(each, ())}
 
 
 def _shape(tensor: torch.Tensor) -> str:
