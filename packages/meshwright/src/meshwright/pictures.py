@@ -74,7 +74,9 @@ def _stack(axes: Any, parts: Sequence[Part], scale: float, label: str) -> None:
     left = 0.0
     for part in parts:
         name = f"{part.name} communication" if part.is_axis else part.name
-        axes.barh(0, part.size / scale, left=left, color=part.colour, label=f"{name} {part.text}")
+        # text for terminals writes the prefix as "u"
+        size = part.text.replace(" us", " µs")
+        axes.barh(0, part.size / scale, left=left, color=part.colour, label=f"{name} {size}")
         left += part.size / scale
     axes.set_yticks([])
     axes.tick_params(labelsize=8)

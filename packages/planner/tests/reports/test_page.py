@@ -12,7 +12,7 @@ from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import explain, profile_model
 from meshwright_planner.clusters.registry import DGX_H100
 from meshwright_planner.reports.drawings import Bar
-from meshwright_planner.reports.page import lane_of, page, scale_of
+from meshwright_planner.reports.page import lane_of, page, scale_of, si_seconds
 from meshwright_planner.reports.plan_view import AXIS_COLOURS, COLOURS, MEMORY_COLOURS, view_of
 from meshwright_planner.reports.rules_tree import numbers_of, tree_of
 
@@ -94,6 +94,10 @@ def test_tree_names_numbers_and_no_globs_next_to_each_other() -> None:
     assert list(layers.inside) == ["*", "1-12"]
     assert [kind for kind, _ in layers.inside["*"].notes] == ["call"]
     assert list(layers.inside["*"].inside) == ["weight"]
+
+
+def test_times_have_si_units() -> None:
+    assert [si_seconds(s) for s in (2.5, 2.5e-3, 2.5e-5)] == ["2.5 s", "2.5 ms", "25 µs"]
 
 
 def test_thin_bars_are_one_path() -> None:

@@ -43,7 +43,7 @@ def page(
     """
     view = view_of(plan, None if cluster is None else cluster.running(plan.world_size), host)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters.update(seconds=human_seconds, bytes=human_bytes)
+    environment.filters.update(seconds=si_seconds, bytes=human_bytes)
     source = files("meshwright_planner.reports").joinpath("page.html.j2").read_text("utf-8")
     replayed = timeline(plan, cluster, host)
     notes = plan.provenance.notes
@@ -71,6 +71,11 @@ def page(
         colours=COLOURS,
         collectives=sorted(plan.collectives, key=lambda c: -c.count * c.nbytes),
     )
+
+
+def si_seconds(seconds: float) -> str:
+    """A time with its SI unit; text for terminals writes the prefix as "u"."""
+    return human_seconds(seconds).replace("us", "µs")
 
 
 def model_of(plan: ParallelPlan) -> str:
