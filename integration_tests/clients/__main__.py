@@ -52,6 +52,14 @@ CLIENTS = [
         },
     ),
     Client(
+        "data_script",
+        {
+            "torchdata": "torchdata StatefulDataLoader",
+            "datasets": "datasets, streaming",
+            "webdataset": "webdataset",
+        },
+    ),
+    Client(
         "trl_script",
         {"SFT": "TRL SFTTrainer, float32", "DPO": "TRL DPOTrainer with LoRA, float32"},
         resumes=False,
