@@ -41,6 +41,22 @@ CLIENTS = [
     Client("lightning_script", of_precisions("Lightning's Trainer")),
     Client("fabric_script", of_precisions("Lightning Fabric"), resumes=False),
     Client(
+        "generate_script",
+        {
+            "dynamic": "generate(), dynamic cache",
+            "none": "generate(), no cache",
+            "static": "generate(), static cache",
+            "sliding": "generate(), sliding window",
+            "static sliding": "generate(), static sliding window",
+            "quantized": "generate(), cache in float8",
+            "sampling": "generate(), sampling",
+            "beams": "generate(), beams",
+            "prompt lookup": "generate(), prompt lookup",
+            "assistant": "generate(), assistant model",
+        },
+        resumes=False,
+    ),
+    Client(
         "optimizer_script",
         {
             "torchao.AdamW8bit": "torchao AdamW8bit",

@@ -132,15 +132,17 @@ def on_rank(
         loader, state = LOADERS[name](place, extra["data"])
         return int(extra["step"])
 
-    def batches() -> Iterator[Any]:
-        yield from mw.shard_loader(loader)
+    net: Any = None
+
+    def make_parallel(given: nn.Module, batch: Any) -> nn.Module:
+        nonlocal net
+        net = mw.auto_parallelize(given, batch, **plan_of(plan, size))
+        return net
 
     class Loader:
         """Looks the loader up when the loop begins, after the load."""
 
         def __iter__(self) -> Iterator[Any]:
-            return batches()
+            return iter(mw.shard_loader(loader, model=net))
 
-    return script(
-        lambda net, batch: mw.auto_parallelize(net, batch, **plan_of(plan, size)), Loader(), save, load
-    )
+    return script(make_parallel, Loader(), save, load)

@@ -44,7 +44,7 @@ def split(rank: int, size: int, folder: Path, plan: str) -> list[float | str]:
         data = webdataset.WebDataset(paths, shardshuffle=False, nodesplitter=webdataset.split_by_node)
         loader = webdataset.WebLoader(data.map(numbers), batch_size=ROWS // 2)
         try:
-            ids = next(iter(mw.shard_loader(loader, rows="local") if local else loader))
+            ids = next(iter(mw.shard_loader(loader, rows="local", model=net) if local else loader))
             results.append(net(input_ids=ids, labels=ids).loss.item())
         except mw.errors.MeshwrightError as error:
             results.append(str(error))

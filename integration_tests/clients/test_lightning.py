@@ -108,6 +108,39 @@ def test_what_callbacks_save_is_resumed(rank_pool: RankPool, tmp_path: Path) -> 
         assert gap(resumed, (2 * torch.tensor(trained)).tolist()) == 0
 
 
+def logged(rank: int, size: int, folder: Path) -> tuple[list[float], Any]:
+    """Losses, and what wandb has of the last on this rank."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    from meshwright.integrations.lightning import MeshwrightStrategy
+
+    torch.manual_seed(1)
+    net, logger = Module(), WandbLogger(save_dir=folder, offline=True)
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": 2,
+        "limit_val_batches": 0,
+        "log_every_n_steps": 1,
+    }
+    strategy = MeshwrightStrategy(PLANS["dp2"])
+    trainer = Trainer(strategy=strategy, enable_checkpointing=False, **options, **{**QUIET, "logger": logger})
+    trainer.fit(net)
+    if rank:
+        return net.losses, None
+    run = logger.experiment
+    last = run.summary["loss"]
+    run.finish()
+    return net.losses, last
+
+
+def test_wandb_logs_on_rank_0(rank_pool: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (losses, last), (_, nothing) = rank_pool.run(2, logged, tmp_path)
+    assert gap([last], losses[-1:]) < LIMITS["no"]
+    assert nothing is None
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+
+
 class Divided(Module):
     def train_dataloader(self) -> Any:
         data = samples(8, seed=2)
