@@ -110,3 +110,37 @@ def test_local_rows_train_as_one_device(rank_pool: RankPool, name: str) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
         # a wrong order of rows would change nothing of a mean, other rows would
         assert len(set(expected)) == len(expected)
+
+
+def other_numbers(rank: int, size: int, pins: dict[str, Any]) -> tuple[str, str, str]:
+    """The errors where ranks have other random numbers in training, in evaluation, and learning rates of their own."""
+    model, batch = built(pins), next(iter(DataLoader(Tokens(4), batch_size=4)))
+    told = []
+    for training in (False, True):
+        # a model that draws nothing needs no random numbers
+        model.train(training)
+        torch.manual_seed(rank)
+        try:
+            model(**batch).loss.backward()
+            told.append("nothing")
+        except MeshwrightError as error:
+            told.append(str(error))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if rank != 1 else 0.2)
+    torch.manual_seed(0)
+    try:
+        model(**batch).loss.backward()
+        optimizer.step()
+        told.append("nothing")
+    except MeshwrightError as error:
+        told.append(str(error))
+    return told[0], told[1], told[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PLANS))
+def test_other_random_numbers_and_options_are_refused(rank_pool: RankPool, name: str) -> None:
+    ranks = 4 if name == "pp-dp" else 2
+    for evaluated, trained, stepped in rank_pool.run(ranks, other_numbers, PLANS[name], timeout=100):
+        assert evaluated == "nothing"
+        assert "the model draws from them" in trained and "torch.manual_seed" in trained
+        assert stepped.startswith("rank 1 steps AdamW with lr=0.2 in group 0, rank 0 with lr=0.1")

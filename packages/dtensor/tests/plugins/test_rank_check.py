@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from plugin_distributions import install
 
-from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plugins import (
     ClusterSpec,
     PluginHost,
@@ -48,6 +48,26 @@ def one_lacks(rank: int, world_size: int) -> str:
 
 def versions_differ(rank: int, world_size: int) -> str:
     return outcome(lambda: compare_across_ranks(host(("a", "acme", f"1.{rank}"))))
+
+
+def other_torch(rank: int, world_size: int) -> str:
+    """The error where rank 1 runs another torch."""
+    import torch
+
+    version = torch.__version__
+    torch.__version__ = version if rank != 1 else "2.13.9"
+    try:
+        compare_across_ranks(host(("a", "acme", "1")))
+    except UsageError as error:
+        return str(error).replace(version, "2.13.0")
+    finally:
+        torch.__version__ = version
+    return "agreed"
+
+
+def test_another_torch_is_refused(rank_pool: RankPool) -> None:
+    told = "ranks run different versions: torch 2.13.0 on ranks 0, 2, torch 2.13.9 on rank 1; install the same on every rank"
+    assert rank_pool.run(3, other_torch) == [told] * 3
 
 
 def groups_differ(rank: int, world_size: int) -> tuple[str, str]:

@@ -1,4 +1,5 @@
-"""Check that all ranks start with the same plugins, plan, parameters, buffers and random state, and make the same calls."""
+"""Check that all ranks start with the same plugins, plan, parameters, buffers and random state, and go on alike: with the same
+calls, batches, random numbers and options of optimizers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from meshwright_dtensor.deferred.materialize import is_deferred
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.mesh import extremes
-from meshwright_dtensor.model.batch_text import SAME_BATCH, BatchTexts, first_difference
+from meshwright_dtensor.model.batch_text import SAME_RANDOM, BatchTexts, difference, is_compared
+from meshwright_dtensor.model.device import random_sum
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discover_on_all_ranks
 from meshwright_dtensor.utils.checksum import checksum
@@ -25,7 +28,7 @@ from meshwright_dtensor.utils.checksum import checksum
 _SAMPLES = 64
 _ROUNDINGS = 16
 """Largest difference of a tensor, in roundings of its largest value, that passes for an initialisation that is not reproducible."""
-_ATTRIBUTE = "_meshwright_batch_texts"
+_ATTRIBUTE, _STEPS = "_meshwright_batch_texts", "_meshwright_steps"
 
 
 def same_plugins(plugins: PluginHost | None) -> PluginHost:
@@ -106,24 +109,73 @@ def _take_first(tensor: torch.Tensor, near: bool) -> bool:
     return True
 
 
-def install_batch_check(model: nn.Module, mesh: DeviceMesh) -> None:
+def install_batch_check(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     """Compare the batches of all ranks in the first calls of `model`, and in every 64th one after that.
 
     Rows of its own on each rank would train on a batch that nobody has given. The model then raises `UsageError`, on every
-    rank, which names the first tensor and rank that differ.
+    rank, which names the first tensor and rank that differ. So it does where it has drawn random numbers, and ranks had other ones.
     """
     if mesh.size() == 1:
         return
     model.__dict__[_ATTRIBUTE] = BatchTexts()
+    # of the call that runs, where ranks have different random numbers
+    different: list[int] = []
 
     def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         texts = model.__dict__.get(_ATTRIBUTE)
+        different.clear()
         if isinstance(texts, BatchTexts):
             text, compared = texts.describe(args, kwargs)
             if compared:
-                _check_same_batch(text)
+                state = random_sum(device)
+                if _compare_batches(text, state):
+                    different.append(state)
+
+    def check_draws(*_: Any) -> None:
+        if different and different.pop() != random_sum(device):
+            raise UsageError(f"ranks have different random numbers, {SAME_RANDOM}")
 
     model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+    model.register_forward_hook(check_draws)
+
+
+def check_options(optimizer: torch.optim.Optimizer) -> None:
+    """Compare the options of an optimizer (learning rates and others) between ranks, in the steps in which batches are compared.
+
+    Raises UsageError: they differ, on every rank; with the first option that does.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # in the optimizer: it may be copied, and have any attributes
+    steps = optimizer.__dict__[_STEPS] = optimizer.__dict__.get(_STEPS, -1) + 1
+    if not is_compared(steps):
+        return
+    options = [
+        f"{name}={_plain(value)} in group {number}"
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    ]
+    if not differing([zlib.crc32("; ".join(options).encode())]):
+        return
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, options)
+    rank = next(rank for rank, other in enumerate(of_ranks) if other != of_ranks[0])
+    first, other = next(pair for pair in zip_longest(of_ranks[0], of_ranks[rank]) if pair[0] != pair[1])
+    raise UsageError(
+        f"rank {rank} steps {type(optimizer).__name__} with {other}, rank 0 with {first}. Each rank steps its part of the same "
+        "parameters, so options must be equal: compute them from what every rank has (losses and metrics are global), not from the "
+        "rank or a clock"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """An option, as it is shown."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() == 1 else list(value.shape)
+    return (
+        value if isinstance(value, (bool, int, float, str, tuple, list, type(None))) else type(value).__name__
+    )
 
 
 def install_call_order(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -145,14 +197,15 @@ def install_call_order(model: nn.Module, mesh: DeviceMesh) -> None:
     model.register_forward_hook(leave, always_call=True)
 
 
-def _check_same_batch(text: str) -> None:
-    if not differing([zlib.crc32(text.encode())]):
-        return
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
-    difference = first_difference(texts[0], texts[rank])
-    raise UsageError(f"rank {rank} was given another batch than rank 0 ({difference}); {SAME_BATCH}")
+def _compare_batches(text: str, random_state: int) -> bool:
+    """Whether ranks have different random numbers. Raises UsageError: they have different batches."""
+    different = differing([zlib.crc32(text.encode()), random_state])
+    if 0 in different:
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, text)
+        rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
+        raise UsageError(difference(f"rank {rank}", texts[0], texts[rank]))
+    return bool(different)
 
 
 def differing(values: Iterable[int]) -> list[int]:

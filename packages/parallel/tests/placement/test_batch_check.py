@@ -10,7 +10,7 @@ from parallel_models import LENGTH, VOCABULARY, make, plan_of
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.model.batch_text import BatchTexts, describe, first_difference
+from meshwright_dtensor.model.batch_text import BatchTexts, describe, difference
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 
@@ -62,10 +62,12 @@ def test_descriptions_tell_values_apart() -> None:
     b = {**a, "ids": torch.arange(6).flip(0).view(2, 3)}
     text, other_text = describe((), a, values=True), describe((), b, values=True)
     assert describe((), a) == describe((), b) == "ids [2, 3] int64; n=3"
-    assert first_difference(text, other_text) == "the values of ids [2, 3] int64 differ"
-    assert first_difference(text, describe((), {**a, "n": 4}, values=True)) == "n=3 against n=4"
-    assert first_difference(text, text + "; more=1") == "nothing against more=1"
-    assert first_difference(text, text) == "nothing"
+    for other, told in (
+        (other_text, "the values of ids [2, 3] int64 differ"),
+        (describe((), {**a, "n": 4}, values=True), "n=3 against n=4"),
+        (text + "; more=1", "nothing against more=1"),
+    ):
+        assert difference("it", text, other).startswith(f"it was given another batch than rank 0 ({told}); ")
     # sparse, empty, meta, bool and large tensors have a description too
     odd = [torch.eye(3).to_sparse(), torch.ones(0), torch.ones(2, device="meta"), torch.tensor([True])]
     assert describe(odd, {}, values=True).count("values") == 4

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.core import pytree
+from meshwright_dtensor.model.device import random_sum
 from meshwright_dtensor.utils.checksum import checksum
 
 SAME_BATCH = (
@@ -23,9 +24,19 @@ SAME_BATCH = (
     'over mw.shard_loader(loader, rows="local")'
 )
 """The rule and the ways out, for errors."""
+SAME_RANDOM = (
+    "and the model draws from them (dropout, say), where all ranks must have those of one device: seed every rank alike "
+    "(torch.manual_seed), and draw equally often on each"
+)
+_RANDOM = "; random state values "
 _FIRST_CALLS, _EVERY = 3, 64
 # larger tensors are compared by so many evenly spread elements
 _SAMPLES = 2**16
+
+
+def is_compared(number: int) -> bool:
+    """Whether ranks compare what they were given in this call or step, counted from 0."""
+    return number < _FIRST_CALLS or number % _EVERY == 0
 
 
 @dataclass
@@ -36,7 +47,7 @@ class BatchTexts:
 
     def describe(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, bool]:
         """The batch of the next call as text, and whether ranks compare the values in this call."""
-        compared = self.calls < _FIRST_CALLS or self.calls % _EVERY == 0
+        compared = is_compared(self.calls)
         self.calls += 1
         return describe(args, kwargs, values=compared), compared
 
@@ -58,8 +69,25 @@ def describe(args: Sequence[Any], kwargs: dict[str, Any], *, values: bool = Fals
     return "; ".join(shown)
 
 
-def first_difference(text: str, other: str) -> str:
-    """What differs first between two batches that `describe` has described."""
+def with_random_state(text: str, device: torch.device) -> str:
+    """The text of a batch for a model that draws random numbers, which must be the same on every rank too."""
+    return f"{text}{_RANDOM}{random_sum(device):x}"
+
+
+def split_random_state(text: str) -> tuple[str, str]:
+    """The text of the batch alone, and that of the random state, "" for none."""
+    batch, _, state = text.partition(_RANDOM)
+    return batch, state
+
+
+def difference(who: str, text: str, other: str, than: str = "rank 0") -> str:
+    """What the rank `who` was given that the rank `than` was not, and the fix. `text`, `other`: what `than` and `who` were given."""
+    if split_random_state(text)[0] == split_random_state(other)[0]:
+        return f"{who} has other random numbers than {than}, {SAME_RANDOM}"
+    return f"{who} was given another batch than {than} ({_first_difference(text, other)}); {SAME_BATCH}"
+
+
+def _first_difference(text: str, other: str) -> str:
     for leaf, other_leaf in zip_longest(text.split("; "), other.split("; "), fillvalue="nothing"):
         if leaf != other_leaf:
             form, other_form = (described.partition(" values ")[0] for described in (leaf, other_leaf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ def on_device(batch: Any, device: torch.device) -> Any:
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that random operations on `device` draw from, unless they are given another."""
     return default_generator(device)
+
+
+def random_sum(device: torch.device) -> int:
+    """A checksum of the states of the generators that models on `device` draw from: the CPU's, and the device's own."""
+    devices = {"cpu": torch.device("cpu"), device.type: device}
+    return zlib.crc32(b"".join(generator_of(each).get_state().numpy().tobytes() for each in devices.values()))
 
 
 def forked_random(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -1,14 +1,15 @@
-"""Check at start-up that every rank has the same plugins.
+"""Check at start-up that every rank has the same plugins, torch and Python.
 
-Ranks with different plugins would plan or place differently and then deadlock in a collective. torch is imported only when
-the check runs.
+Ranks with different plugins would plan or place differently and then deadlock in a collective; kernels and random numbers of
+another torch are others. torch is imported only when the check runs.
 """
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
-from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plugins.host import PluginHost, discover
 from meshwright_dtensor.utils.names import listing
 
@@ -17,7 +18,7 @@ Records = set[tuple[str, str, str, str]]
 
 
 def compare_across_ranks(host: PluginHost, group: Any = None) -> None:
-    """Raise PluginError on every rank of `group` unless all ranks hold the same records.
+    """Raise PluginError on every rank of `group` unless all ranks hold the same records, UsageError for another torch or Python.
 
     group: a torch.distributed process group; None is the default one. Without one (a world of one) nothing is done.
     Records are compared by kind, name, distribution and version. Every rank of the group must call this.
@@ -42,6 +43,7 @@ def discover_on_all_ranks(group: Any = None) -> PluginHost:
 
 
 def _compare(host: PluginHost | None, failure: str | None, group: Any) -> None:
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -51,12 +53,19 @@ def _compare(host: PluginHost | None, failure: str | None, group: Any) -> None:
     if host is not None:
         held = {(it.record.kind, it.name, it.distribution, it.version) for it in host.everything()}
         problems = [str(problem) for problem in host.problems]
+    python = platform.python_version_tuple()
+    versions = [f"torch {torch.__version__}", f"Python {python[0]}.{python[1]}"]
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (held, problems, failure), group=group)
-    failures = _by_value([[text] if text else [] for _, _, text in gathered])
+    dist.all_gather_object(gathered, (held, problems, failure, versions), group=group)
+    for number in range(len(versions)):
+        on_ranks = _by_value([[rank_versions[number]] for *_, rank_versions in gathered])
+        if len(on_ranks) > 1:
+            listed = ", ".join(f"{version} on {_ranks(ranks)}" for version, ranks in on_ranks.items())
+            raise UsageError(f"ranks run different versions: {listed}; install the same on every rank")
+    failures = _by_value([[text] if text else [] for _, _, text, _ in gathered])
     if failures:
         raise PluginError("; ".join(f"{text}, on {_ranks(ranks)}" for text, ranks in failures.items()))
-    message = difference([held for held, _, _ in gathered], [broken for _, broken, _ in gathered])
+    message = difference([held for held, *_ in gathered], [broken for _, broken, *_ in gathered])
     if message:
         raise PluginError(message)
 

@@ -117,7 +117,7 @@ def parallelize(
     # a pipeline keeps gradients in other memory until the end of the step
     install_reduction(model, mesh, BucketSizes(BUCKET_BYTES, reuse=division is None))
     if division is None:
-        install_batch_check(model, mesh)
+        install_batch_check(model, mesh, device)
         install_call_order(model, mesh)
     else:
         division.install(model, mesh, device, plain)

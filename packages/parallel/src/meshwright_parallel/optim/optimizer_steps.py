@@ -34,6 +34,7 @@ from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, 
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.quantized_states import quantize, quantizes_states
+from meshwright_parallel.ranks import check_options
 
 ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam, RMSprop, Rprop})
 """Exactly these classes: a subclass may need whole tensors."""
@@ -59,6 +60,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not any(isinstance(p, (MeshParameter, StageTensor)) for p in parameters):
         return None
     follow_call(parameters[0], f"step of {type(optimizer).__name__}")
+    check_options(optimizer)
     model = whole_model_among(parameters)
     with nullcontext() if model is None else model.entered():
         _distribute_states(optimizer)

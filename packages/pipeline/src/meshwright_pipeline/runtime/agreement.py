@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.mesh.mesh import extremes, group_over, message_device
-from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
+from meshwright_dtensor.model.batch_text import SAME_BATCH, SAME_RANDOM, difference, split_random_state
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_pipeline.runtime.p2p.messages import packets, receive_bytes, send_to_each
 
@@ -58,13 +58,16 @@ class StageRanks:
         """
         if self.group is None:
             return None
-        checksum = 0 if batch is None else zlib.crc32(batch.encode())
-        values = [int(batch is None), checksum, int(per_microbatch)]
-        (_, failed), (low, high), modes = extremes(values, self.group)
+        given, random_state = split_random_state(batch or "")
+        checksums = (zlib.crc32(text.encode()) for text in (given, random_state))
+        values = [int(batch is None), int(per_microbatch), *checksums]
+        (_, failed), modes, batches, states = extremes(values, self.group)
         if failed:
             return ""
-        if low != high:
-            return f"ranks of one stage were given different batches, this one {batch}; {SAME_BATCH}"
+        if batches[0] != batches[1]:
+            return f"ranks of one stage were given different batches, this one {given}; {SAME_BATCH}"
+        if states[0] != states[1]:
+            return f"ranks of one stage have different random numbers, {SAME_RANDOM}"
         if modes == (0, 1):
             return (
                 "ranks of one stage do not agree whether the loss adds up over microbatches, this one found that it "
@@ -139,8 +142,7 @@ class Agreement:
             if report is not None:
                 reports.append(report)
             elif vote.report is None and votes[rank].batch != vote.batch:
-                what = first_difference(vote.batch, votes[rank].batch)
-                reason = f"it was given another batch than rank 0 ({what}); {SAME_BATCH}"
+                reason = difference("it", vote.batch, votes[rank].batch)
                 reports.append(Report(self.last_action(rank), rank, reason, 1))
         sums = [sum(values) for values in zip(*(each.value for each in votes.values()), strict=True)]
         verdict = min(reports, key=lambda r: (r.doubt, r.when)) if reports else (sums[0], sums[1])

@@ -15,7 +15,7 @@ from torch import nn
 from meshwright_dtensor._torch.modes import without_inference_mode
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
-from meshwright_dtensor.model.batch_text import BatchTexts
+from meshwright_dtensor.model.batch_text import BatchTexts, with_random_state
 from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
@@ -210,7 +210,7 @@ class PipelinedCall:
     # ---- prepare
     def prepare(self, batch: Call) -> StepPlan:
         """Split a batch into microbatches, and decide how its loss is computed."""
-        text, _ = self.texts.describe(*batch)
+        text, compared = self.texts.describe(*batch)
         if any(hasattr(leaf, "get_seq_length") for leaf in leaves_of(batch)):
             raise UnsupportedError(
                 "a pipelined model was given a cache of keys and values, which it would fill on one stage only; generate with "
@@ -227,6 +227,8 @@ class PipelinedCall:
         full = padded(batch, count) if inputs is None else batch
         calls = microbatches(*full, count) if inputs is None else inputs.calls
         prepared = self.preparation.prepared(self.model, calls[0], batch, full, training)
+        if compared and prepared.profile.draws:
+            text = with_random_state(text, self.context.device)
         has_loss = loss_of(prepared.profile.output) is not None
         returns: Literal["loss", "all"] = "loss" if training and has_loss and not self.keep_outputs else "all"
         plan = StepPlan(calls, batch, text, prepared, training, "full_batch", returns, inputs=inputs)

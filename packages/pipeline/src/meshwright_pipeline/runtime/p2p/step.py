@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.model.batch_text import SAME_BATCH, first_difference
+from meshwright_dtensor.model.batch_text import difference
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_pipeline.runtime.p2p.messages import NothingComes, Specs, Transport
@@ -193,8 +193,7 @@ class StepMessages:
             here, there = ("with gradients", "without") if self.backward else ("without gradients", "with")
             text = f"the model was called {here} here and {there} them there; call it alike on every rank"
         else:
-            what = first_difference(self.batch, header.batch)
-            text = f"it was given another batch than the stage before it ({what}); {SAME_BATCH}"
+            text = difference("it", self.batch, header.batch, "the stage before it")
         self.fail(Failure(action, UsageError(text)))
 
     def _start_receive(self, action: Action) -> bool:
