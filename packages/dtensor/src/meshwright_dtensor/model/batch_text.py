@@ -81,7 +81,7 @@ def split_random_state(text: str) -> tuple[str, str]:
 
 
 def difference(who: str, text: str, other: str, than: str = "rank 0") -> str:
-    """What the rank `who` was given that the rank `than` was not, and the fix. `text`, `other`: what `than` and `who` were given."""
+    """What the rank `who` was given that `than` was not, and the fix. `text`, `other`: what `than` and what `who` was given."""
     if split_random_state(text)[0] == split_random_state(other)[0]:
         return f"{who} has other random numbers than {than}, {SAME_RANDOM}"
     return f"{who} was given another batch than {than} ({_first_difference(text, other)}); {SAME_BATCH}"
