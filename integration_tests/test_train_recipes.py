@@ -56,6 +56,9 @@ def words(folder: Path, *more: str) -> list[str]:
 
 def losses(folder: Path) -> list[float]:
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(
+        0 < record["mfu"] < 1 and "predicted_bubble" in record for record in records if "loss" in record
+    )
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     return [record["loss"] for record in records]
 

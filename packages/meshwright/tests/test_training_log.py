@@ -92,3 +92,27 @@ def test_signals_are_kept_and_a_rank_without_its_launcher_stops(monkeypatch: pyt
         os.kill(os.getpid(), signal.SIGINT)
         assert received() == signal.SIGINT
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_records_tell_the_share_of_the_peak_and_what_the_plan_predicts() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    plan = ParallelPlan(world_size=2, degrees={"dp": 2}, strategies={"dp": "data"})
+    predicted = {"step_seconds": 2.0, "communication_seconds": 0.5, "split": {"bubble_seconds": 0.25}}
+    model.parallel_plan = ParallelPlan.from_json(
+        json.dumps(
+            json.loads(plan.to_json()) | {"predicted": predicted, "provenance": {"cluster": "dgx-h100"}}
+        )
+    )
+    log = log_of("steps=1", "precision=bf16")
+    log.begin(model, 0, flops=1e12)
+    log.step(1, 4.0, 1.0, 1e-3, [{"input_ids": torch.zeros(2, 8)}], 0.5, 2**20)
+    log.close()
+    record = json.loads(Path("run/metrics.jsonl").read_text())
+    # one rank: 989.4 TFLOP/s in bfloat16
+    assert record["mfu"] == pytest.approx(2e12 / 989e12)
+    assert (record["predicted_bubble"], record["predicted_communication"]) == (0.125, 0.25)
+
+
+def test_a_model_that_cannot_be_profiled_has_no_share() -> None:
+    run(log_of("steps=1"), 0, 1)
+    assert "mfu" not in json.loads(Path("run/metrics.jsonl").read_text())

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from meshwright.recipes.schema import Recipe
+from meshwright.training.utilisation import Utilisation
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.console import Console
 
@@ -31,9 +32,10 @@ class Log:
         self.progress = Progress(*columns, console=self.console, transient=True, disable=hidden)
         self.task = self.progress.add_task("training", total=recipe.steps)
         self.board: Any = None
+        self.utilisation = Utilisation()
 
-    def begin(self, model: nn.Module, step: int) -> None:
-        """Show the plan, and take up the files of the run after `step` steps."""
+    def begin(self, model: nn.Module, step: int, flops: float | None = None) -> None:
+        """Show the plan, and take up the files of the run after `step` steps. flops: operations of the model in a step."""
         if not self.active:
             return
         plan: Any = model.parallel_plan
@@ -41,6 +43,7 @@ class Log:
         plan.save(self.out / "plan.json")
         (self.out / "recipe.json").write_text(self.recipe.model_dump_json(indent=1, exclude_none=True))
         count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        self.utilisation = Utilisation.of(plan, flops, self.recipe.precision)
         self.say(plan.explain().partition("\n")[0])
         self.say(f"{type(model).__name__}, {count:.2f}M parameters, from step {step} to {self.recipe.steps}")
         self.file = self.out / "metrics.jsonl"
@@ -66,7 +69,9 @@ class Log:
         ]
         numbers = {"loss": loss, "grad_norm": norm, "lr": rate, "seconds": seconds, "memory_bytes": used}
         numbers[f"{unit}_per_second"] = speed = sum(counts) / seconds
-        text = f"loss {loss:.4f}  norm {norm:.3g}  {speed:,.0f} {unit}/s  {human_bytes(used)}"
+        numbers |= self.utilisation.figures(seconds)
+        share = f"  {numbers['mfu']:.1%} of peak" if "mfu" in numbers else ""
+        text = f"loss {loss:.4f}  norm {norm:.3g}  {speed:,.0f} {unit}/s{share}  {human_bytes(used)}"
         self.progress.update(self.task, completed=step, description=text)
         if step % self.recipe.metrics.interval == 0 or step == self.recipe.steps:
             self.write(step, text, numbers)

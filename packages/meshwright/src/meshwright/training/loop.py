@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import meshwright as mw
@@ -36,6 +37,7 @@ from meshwright.training.data import (
 from meshwright.training.log import Log, memory
 from meshwright.training.model_and_optimizer import export, make_model, make_optimizer, set_rate
 from meshwright.training.tokens import tokenizer_of
+from meshwright.training.utilisation import model_flops
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.state.collect import config_of
@@ -48,7 +50,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Run:
-    """What a loop needs: batches without end, those of the evaluation, and `done`, which checkpoints keep."""
+    """What a loop needs: batches without end, those of the evaluation, `done`, which checkpoints keep, and operations of a step
+    (None if unknown)."""
 
     recipe: Recipe
     device: torch.device
@@ -57,6 +60,7 @@ class Run:
     batches: Iterator[Batch]
     held_out: Iterable[Batch]
     done: dict[str, Any]
+    flops: float | None = None
 
 
 def train(recipe: Recipe, log: Log) -> int:
@@ -67,7 +71,7 @@ def train(recipe: Recipe, log: Log) -> int:
     """
     run = set_up(recipe)
     done, saving, received = run.done, None, 0
-    log.begin(run.model, done["step"])
+    log.begin(run.model, done["step"], run.flops)
     with signals() as arrived:
         while done["step"] < recipe.steps and not received:
             start = time.perf_counter()
@@ -118,6 +122,7 @@ def set_up(recipe: Recipe) -> Run:
             saved.extra | settings_of(saved.model.config), same | settings_of(config_of(model)), recipe.out
         )
         done = {name: saved.extra[name] for name in done}
+    flops = model_flops(model, example, recipe.precision) if dist.get_rank() == 0 else None
     if recipe.plan.file:
         model = mw.parallelize(model, mw.ParallelPlan.load(recipe.plan.file), batch=example)
     else:
@@ -139,7 +144,8 @@ def set_up(recipe: Recipe) -> Run:
     order = Order(len(rows), size, recipe.seed, first=done["rows_seen"])
     endless = iter(batches(rows, order, recipe.data.workers))
     evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
-    return Run(recipe, device, model, optimizer, endless, evaluated, {**done, **same})
+    flops = None if flops is None else flops * recipe.accumulate
+    return Run(recipe, device, model, optimizer, endless, evaluated, {**done, **same}, flops)
 
 
 def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:
