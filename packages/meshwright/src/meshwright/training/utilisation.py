@@ -62,5 +62,5 @@ class Utilisation:
 
     def figures(self, seconds: float) -> dict[str, float]:
         """For a step of so many seconds: "mfu", the model's share of the peak (PaLM, Chowdhery et al., 2022), and predictions."""
-        known = {} if self.flops is None or self.peak is None else {"mfu": self.flops / seconds / self.peak}
-        return {**known, **self.predicted}
+        mfu = {} if self.flops is None or self.peak is None else {"mfu": self.flops / seconds / self.peak}
+        return {**mfu, **self.predicted}
