@@ -443,3 +443,30 @@ def communicates(rank: int, size: int, pins: dict[str, Any]) -> list[float]:
 def test_a_planned_model_communicates_as_on_one_device(rank_pool: RankPool, pins: dict[str, Any]) -> None:
     for expected, seen in rank_pool.run(2, communicates, pins, timeout=60):
         assert seen == pytest.approx(expected, rel=1e-5)
+
+
+class DefaultActivation(Block):
+    """Its activation is the default of an argument: one module, of all models that are made."""
+
+    def __init__(self, activation: nn.Module = nn.ReLU()) -> None:  # noqa: B008
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.linear(x))
+
+
+def two_models(rank: int, size: int) -> list[tuple[float, float]]:
+    """Losses on one device and on stages of two models, one after the other, that have one module in common."""
+    x, losses = torch.ones(4, WIDTH), []
+    models = [
+        one_and_many(lambda: Chain(DefaultActivation), {"x": x}, pp=2, microbatches=2) for _ in range(2)
+    ]
+    for single, parallel in models:
+        losses.append((float(single(x=x)), float(parallel(x=x))))
+    return losses
+
+
+def test_models_may_share_a_module(rank_pool: RankPool) -> None:
+    for losses in rank_pool.run(2, two_models):
+        assert all(parallel == pytest.approx(single) for single, parallel in losses)

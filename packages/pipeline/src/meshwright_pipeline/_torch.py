@@ -20,8 +20,12 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 WeakTensorKeys = _WeakIdKeyDictionary
 """A dict with tensors as keys, by identity, that keeps none of them alive."""
 
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Names of the attributes of every torch module."""
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def is_framework_attribute(name: str) -> bool:
+    """Whether torch or meshwright has given a module this attribute. Of a module that two models share, say, ours tells of both."""
+    return name in _MODULE_ATTRIBUTES or name.startswith("_meshwright_")
 
 
 def op_name(op: Any) -> str:

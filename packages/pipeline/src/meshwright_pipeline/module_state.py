@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import MODULE_ATTRIBUTES, memory_of, tensors_in
+from meshwright_pipeline._torch import is_framework_attribute, memory_of, tensors_in
 from meshwright_pipeline.pytrees import tensors_within
 
 Place = tuple[str, str]
@@ -55,7 +55,9 @@ def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
     state: State = {}
     for path, part in parts:
         parameters, buffers = tensors_in(part)
-        attributes = {name: value for name, value in part.__dict__.items() if name not in MODULE_ATTRIBUTES}
+        attributes = {
+            name: value for name, value in part.__dict__.items() if not is_framework_attribute(name)
+        }
         for name, value in (attributes | parameters | buffers).items():
             state[path, name] = comparable(value, seen, values=True)
     return state
@@ -65,7 +67,9 @@ def tensors_held(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Place
     """The parameters and buffers of modules, and the tensors in their attributes and in what these hold."""
     for path, part in parts:
         parameters, buffers = tensors_in(part)
-        attributes = {name: value for name, value in part.__dict__.items() if name not in MODULE_ATTRIBUTES}
+        attributes = {
+            name: value for name, value in part.__dict__.items() if not is_framework_attribute(name)
+        }
         for name, value in (parameters | buffers | attributes).items():
             for tensor in tensors_within(value):
                 yield (path, name), tensor

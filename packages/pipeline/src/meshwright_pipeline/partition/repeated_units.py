@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_pipeline._torch import MODULE_ATTRIBUTES, hooks_of, pre_hooks_of, tensors_in
+from meshwright_pipeline._torch import hooks_of, is_framework_attribute, pre_hooks_of, tensors_in
 from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.meta_model import SHOWN
 from meshwright_pipeline.trace.microbatch import Call, signature, snapshot
@@ -194,7 +194,7 @@ def _attributes(unit: nn.Module) -> Iterator[tuple[Place, Hashable]]:
         missing = [name for table in tensors_in(part) for name, value in table.items() if value is None]
         yield (path, ""), (type(part), part.training, paths[id(part)], *part._modules, *missing)
         for name, value in part.__dict__.items():
-            if name not in MODULE_ATTRIBUTES and name != SHOWN:
+            if not is_framework_attribute(name) and name != SHOWN:
                 # tensors of a skeleton have no values
                 is_tensor = isinstance(value, torch.Tensor)
                 like: Hashable = (torch.Tensor, value.shape, value.dtype) if is_tensor else _key(value, paths)

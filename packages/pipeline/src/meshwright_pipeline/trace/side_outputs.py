@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline._torch import MODULE_ATTRIBUTES
+from meshwright_pipeline._torch import is_framework_attribute
 from meshwright_pipeline.pytrees import (
     ATTRIBUTES,
     Containers,
@@ -57,7 +57,9 @@ def attribute_leaves(unit: nn.Module) -> Attributes:
     for path, part in unit.named_modules():
         for name, value in part.__dict__.items():
             kind = type(value)
-            if name in MODULE_ATTRIBUTES or not (issubclass(kind, _KINDS) or dataclasses.is_dataclass(kind)):
+            if is_framework_attribute(name) or not (
+                issubclass(kind, _KINDS) or dataclasses.is_dataclass(kind)
+            ):
                 continue
             try:
                 leaves = leaves_of(value)

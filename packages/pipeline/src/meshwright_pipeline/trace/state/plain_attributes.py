@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import MODULE_ATTRIBUTES
+from meshwright_pipeline._torch import is_framework_attribute
 from meshwright_pipeline.module_state import Place, comparable
 from meshwright_pipeline.pytrees import NO_STATE, is_plain, is_stand_in, tensors_of
 from meshwright_pipeline.trace.profile import Key, Profile, Result
@@ -95,7 +95,7 @@ def outside_of(modules: Iterable[tuple[str, nn.Module]], shared: Mapping[str, An
         (path, name): (value, _mark(value))
         for path, part in modules
         for name, value in (*part.__dict__.items(), *part._buffers.items())
-        if name not in MODULE_ATTRIBUTES
+        if not is_framework_attribute(name)
     }
 
 
@@ -251,7 +251,7 @@ def _module_of(unit: str, at: str) -> str:
 def _attributes(unit: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in unit.named_modules():
         for name, value in part.__dict__.items():
-            if name not in MODULE_ATTRIBUTES and not is_stand_in(value):
+            if not is_framework_attribute(name) and not is_stand_in(value):
                 yield f"{path}:{name}", value
 
 

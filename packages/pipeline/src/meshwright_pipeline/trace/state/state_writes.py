@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import MODULE_ATTRIBUTES, tensors_in
+from meshwright_pipeline._torch import is_framework_attribute, tensors_in
 from meshwright_pipeline.module_state import Place, comparable
 from meshwright_pipeline.pytrees import entries_of, full_value, is_plain, tensors_of
 
@@ -114,7 +114,7 @@ class StateWrites:
     def _present(self) -> Iterator[tuple[Place, Any]]:
         for path, part in self._parts.items():
             for name, value in part.__dict__.items():
-                if name not in MODULE_ATTRIBUTES and is_plain(value) and not tensors_of(value):
+                if not is_framework_attribute(name) and is_plain(value) and not tensors_of(value):
                     yield (path, name), comparable(value)
 
 
