@@ -36,7 +36,7 @@ model = mw.auto_parallelize(model, next(iter(loader)), dp=torch.distributed.get_
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for epoch in range(3):
     right = rows = 0
-    for batch in mw.shard_loader(loader):  # a rank decodes only its pictures
+    for batch in mw.shard_loader(loader, model=model):  # a rank decodes only its pictures
         result = model(**batch)
         result.loss.backward()
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ def averaged(rank: int, size: int, folder: Path) -> list[Any]:
     """Losses, and the weights of a checkpoint that a callback has changed: as it is read, with and without the optimizer."""
     from meshwright.integrations.lightning import MeshwrightStrategy
 
+    # models of tests before, which shard_loader would have to choose from
+    gc.collect()
     torch.manual_seed(1)
     net = Small()
     options: dict[str, Any] = {"accelerator": "cpu", "max_steps": 2, "limit_val_batches": 0, **QUIET}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,8 +24,24 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 def random_sum(device: torch.device) -> int:
     """A checksum of the states of the generators that models on `device` draw from: the CPU's, and the device's own."""
+    return zlib.crc32(b"".join(each.get_state().numpy().tobytes() for each in _generators(device)))
+
+
+@contextlib.contextmanager
+def random_kept_on_error(device: torch.device) -> Iterator[None]:
+    """An error inside leaves random numbers as they were before: ranks may have drawn more or fewer of them by then."""
+    states = [(each, each.get_state()) for each in _generators(device)]
+    try:
+        yield
+    except BaseException:
+        for generator, state in states:
+            generator.set_state(state)
+        raise
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
     devices = {"cpu": torch.device("cpu"), device.type: device}
-    return zlib.crc32(b"".join(generator_of(each).get_state().numpy().tobytes() for each in devices.values()))
+    return [generator_of(each) for each in devices.values()]
 
 
 def forked_random(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts, with_random_state
 from meshwright_dtensor.model.compiled import refuse_traced_call
+from meshwright_dtensor.model.device import random_kept_on_error
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
@@ -173,7 +174,7 @@ class PipelinedCall:
             whole.end_step()
             # a value of one stage, such as the mean of a parameter
             args, kwargs = whole.on_every_rank((args, kwargs))
-        with own_stages(self.model), without_inference_mode():
+        with own_stages(self.model), without_inference_mode(), random_kept_on_error(self.context.device):
             return on_one_device(self._step, args, kwargs)
 
     def _step(self, args: Any, kwargs: Any) -> Any:
