@@ -20,7 +20,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.model.batch_text import SAME_RANDOM, BatchTexts, difference, is_compared
-from meshwright_dtensor.model.device import random_sum
+from meshwright_dtensor.model.device import random_sums
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discover_on_all_ranks
 from meshwright_dtensor.utils.checksum import checksum
@@ -59,11 +59,12 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
     ]
     labels = [f"{kind} {name!r} of shape {tuple(t.shape)}" for kind, name, t in named]
     sums = [checksum(t, samples=_SAMPLES if is_deferred(t) else None) for _, _, t in named] if values else []
-    labels.append("the state of torch's default random generator")
-    sums.append(zlib.crc32(bytes(torch.get_rng_state().tolist())))
-    if device.type == "cuda":
-        labels.append("the state of torch's random generator on the accelerator")
-        sums.append(zlib.crc32(bytes(torch.cuda.get_rng_state(device).tolist())))
+    states = random_sums(device)
+    sums += states
+    labels += [
+        "the state of torch's default random generator",
+        "the state of torch's random generator on the accelerator",
+    ][: len(states)]
     if differing([zlib.crc32(plan.executed_json().encode())]):
         text = "ranks were given different plans; load the same file, or plan on one rank and share the plan"
         raise UsageError(text)
@@ -119,7 +120,7 @@ def install_batch_check(model: nn.Module, mesh: DeviceMesh, device: torch.device
         return
     model.__dict__[_ATTRIBUTE] = BatchTexts()
     # of the call that runs, where ranks have different random numbers
-    different: list[int] = []
+    different: list[list[int]] = []
 
     def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         texts = model.__dict__.get(_ATTRIBUTE)
@@ -127,12 +128,12 @@ def install_batch_check(model: nn.Module, mesh: DeviceMesh, device: torch.device
         if isinstance(texts, BatchTexts):
             text, compared = texts.describe(args, kwargs)
             if compared:
-                state = random_sum(device)
-                if _compare_batches(text, state):
-                    different.append(state)
+                states = random_sums(device)
+                if _compare_batches(text, states):
+                    different.append(states)
 
     def check_draws(*_: Any) -> None:
-        if different and different.pop() != random_sum(device):
+        if different and different.pop() != random_sums(device):
             raise UsageError(f"ranks have different random numbers, {SAME_RANDOM}")
 
     model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
@@ -197,9 +198,9 @@ def install_call_order(model: nn.Module, mesh: DeviceMesh) -> None:
     model.register_forward_hook(leave, always_call=True)
 
 
-def _compare_batches(text: str, random_state: int) -> bool:
+def _compare_batches(text: str, random_states: list[int]) -> bool:
     """Whether ranks have different random numbers. Raises UsageError: they have different batches."""
-    different = differing([zlib.crc32(text.encode()), random_state])
+    different = differing([zlib.crc32(text.encode()), *random_states])
     if 0 in different:
         texts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, text)

@@ -28,11 +28,10 @@ from meshwright_checkpoint.state.collect import check_call, named_tensors, param
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.stages.optimizers import own_state
+from meshwright_dtensor.utils.checksum import checksum
 
 Tensor = torch.Tensor
 
-COLUMNS = 2053
-"""Words of a row of the table whose columns are summed: a prime, so that rows of a tensor seldom begin in one column."""
 MOST_TOLD = 8
 """Parts that an error names."""
 
@@ -73,7 +72,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | None = None) -> None
         return
     with own_state(unwrapped(model), optimizer):
         parts = [part for part in _parts(unwrapped(model), optimizer) if part.local.numel()]
-        sums = _checksums(parts)
+        sums = [checksum(part.local) for part in parts]
     differing = _exchange(parts, sums, ranks)
     if extremes([len(differing)], ranks.group)[0][1]:
         raise ReplicaError(_told(parts, differing, ranks))
@@ -136,41 +135,11 @@ def _part(kind: str, name: str, tensor: Tensor, parameter: Tensor | None = None)
     return Part(what, " ".join(box_text(there) for there, _ in held.boxes), held.local)
 
 
-def _checksums(parts: Sequence[Part]) -> list[int]:
-    """One number of 64 bits a part."""
-    sums = [_checksum(part.local).reshape(1) for part in parts]
-    on_devices = {part.local.device for part in parts}
-    if len(on_devices) == 1:
-        return torch.cat(sums).tolist()
-    return [int(checksum) for checksum in sums]
-
-
-def _checksum(local: Tensor) -> Tensor:
-    """A sum over the words of 8 bytes of a tensor, modulo 2**64. Each column of the table of words has an odd factor of its own.
-
-    So any change within one word changes it, as do most others.
-    """
-    flat = local.reshape(-1)
-    raw = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
-    padding = -raw.numel() % (8 * COLUMNS)
-    whole = raw.numel() // (8 * COLUMNS) * (8 * COLUMNS)
-    body, rest = raw[:whole], raw[whole:]
-    if body.storage_offset() % 8:
-        body = body.clone()
-    columns = body.view(torch.int64).view(-1, COLUMNS).sum(0)
-    if padding:
-        last = torch.zeros(8 * COLUMNS, dtype=torch.uint8, device=local.device)
-        last[: rest.numel()] = rest
-        columns += last.view(torch.int64)
-    factors = torch.arange(COLUMNS, device=local.device, dtype=torch.int64) * 0x5851F42D4C957F2D
-    return (columns * (2 * factors + 1)).sum()
-
-
 def _exchange(parts: Sequence[Part], sums: Sequence[int], ranks: Ranks) -> dict[int, dict[int, list[int]]]:
     """Key of each part that this rank compares, and that differs -> checksum -> the ranks that hold it."""
     sent: list[list[tuple[int, int]]] = [[] for _ in range(ranks.size)]
-    for part, checksum in zip(parts, sums, strict=True):
-        sent[part.key % ranks.size].append((part.key, checksum))
+    for part, total in zip(parts, sums, strict=True):
+        sent[part.key % ranks.size].append((part.key, total))
     device = ranks.device
     counts = torch.tensor([len(pairs) for pairs in sent], device=device)
     arriving = torch.empty_like(counts)
@@ -181,8 +150,8 @@ def _exchange(parts: Sequence[Part], sums: Sequence[int], ranks: Ranks) -> dict[
     dist.all_to_all_single(received, values, numbers, [len(pairs) for pairs in sent], group=ranks.group)
     holders: dict[int, dict[int, list[int]]] = {}
     senders = itertools.chain(*([rank] * number for rank, number in enumerate(numbers)))
-    for rank, (key, checksum) in zip(senders, received.tolist(), strict=True):
-        holders.setdefault(key, {}).setdefault(checksum, []).append(rank)
+    for rank, (key, total) in zip(senders, received.tolist(), strict=True):
+        holders.setdefault(key, {}).setdefault(total, []).append(rank)
     return {key: by_sum for key, by_sum in holders.items() if len(by_sum) > 1}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.core import pytree
-from meshwright_dtensor.model.device import random_sum
+from meshwright_dtensor.model.device import random_sums
 from meshwright_dtensor.utils.checksum import checksum
 
 SAME_BATCH = (
@@ -71,7 +71,7 @@ def describe(args: Sequence[Any], kwargs: dict[str, Any], *, values: bool = Fals
 
 def with_random_state(text: str, device: torch.device) -> str:
     """The text of a batch for a model that draws random numbers, which must be the same on every rank too."""
-    return f"{text}{_RANDOM}{random_sum(device):x}"
+    return f"{text}{_RANDOM}{random_sums(device)}"
 
 
 def split_random_state(text: str) -> tuple[str, str]:

@@ -22,9 +22,9 @@ def generator_of(device: torch.device) -> torch.Generator:
     return default_generator(device)
 
 
-def random_sum(device: torch.device) -> int:
-    """A checksum of the states of the generators that models on `device` draw from: the CPU's, and the device's own."""
-    return zlib.crc32(b"".join(each.get_state().numpy().tobytes() for each in _generators(device)))
+def random_sums(device: torch.device) -> list[int]:
+    """A checksum of the state of each generator that models on `device` draw from: the CPU's, and the device's own."""
+    return [zlib.crc32(each.get_state().numpy().tobytes()) for each in _generators(device)]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ import torch
 # words that are converted to int64 at a time
 _CHUNK = 2**22
 _MASK = (1 << 62) - 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+# by bytes of an element; sums of longer words would lose their highest bits
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 def checksum(tensor: torch.Tensor, *, samples: int | None = None) -> int:
