@@ -26,7 +26,6 @@ import io
 import json
 import os
 import re
-import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -188,13 +187,15 @@ def run_script(rank: int, size: int, folder: str, words: list[str]) -> str:
     """Run a script on a rank, as torchrun does, in the world of the pool; returns its output."""
     arguments, sys.argv = sys.argv, list(words)
     os.environ["LOCAL_RANK"] = str(rank)
+    namespace: dict[str, Any] = {"__name__": "__main__", "__file__": words[0]}
     destroy = dist.destroy_process_group
     # the pool's next step needs the world that a script ends
     dist.destroy_process_group = lambda *a: None
     try:
         with inside(folder) as out:
-            runpy.run_path(words[0], run_name="__main__")
+            exec(compile(Path(words[0]).read_text(), words[0], "exec"), namespace)
     finally:
+        namespace.clear()
         dist.destroy_process_group = destroy
         sys.argv = arguments
         # the models of a script must not be alive in the next one

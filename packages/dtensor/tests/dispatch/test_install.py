@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -293,6 +295,18 @@ def case_hooks(state):
     assert seen == [(4, 6)]
     same(x.grad, plain.grad)
     same(z.grad, y.grad)
+
+
+def case_hooks_let_go(state):
+    """A tensor that nothing but its own hook refers to is freed, and with it the graph of its step."""
+    _, _, x = setup(state=state)
+    y = x * 2
+    y.register_hook(lambda g: g)
+    y.sum().backward()
+    seen = weakref.ref(y)
+    del y
+    gc.collect()
+    assert seen() is None
 
 
 def case_backward_of_many_elements(state):

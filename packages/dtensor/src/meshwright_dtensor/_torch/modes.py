@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright_dtensor._torch.core import pytree
@@ -27,6 +28,11 @@ def outside_functorch(x: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def without_functorch() -> AbstractContextManager[Any]:
+    """Inside, no functorch transform of the caller is on: values of tensors that it has not wrapped can be read."""
+    return temporarily_clear_interpreter_stack()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.core import dtensor_like, dtensor_local, pytree, stock_call
 from meshwright_dtensor.dispatch.gathered_views import source, whole
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.layout import layout_of, replicated_layout
+from meshwright_dtensor.mesh.layout import Layout, layout_of, replicated_layout
 from meshwright_dtensor.parameter import MeshParameter, gradient_of
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States, complete
@@ -59,16 +59,16 @@ def _backward(func: Function, args: Args, kwargs: Kwargs) -> None:
     states = complete(layout.states)
     local = local_in(x, states)
     if gradient is not None:
-        given["gradient"] = _local_in(gradient, states, x)
+        given["gradient"] = _local_in(gradient, states, x._layout)
     inputs = given.pop("inputs", None)
     if inputs is not None:
         given["inputs"] = [_leaf(t) for t in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     local.backward(**given)
 
 
-def _local_in(g: Tensor, states: States, x: GlobalTensor) -> Tensor:
-    """The local tensor in ``states`` of a gradient of ``x``; a plain tensor is the global value."""
-    context = x._layout.context
+def _local_in(g: Tensor, states: States, layout: Layout) -> Tensor:
+    """The local tensor in ``states`` of a gradient of a value in ``layout``; a plain tensor is the global value."""
+    context = layout.context
     return local_in(g if isinstance(g, GlobalTensor) else wrap(g, replicated_layout(context, g)), states)
 
 
@@ -85,7 +85,7 @@ def _leaf(t: Tensor) -> Tensor:
 def _as_gradient(t: Any, g: Tensor | None) -> Tensor | None:
     """The gradient at the leaf of a global tensor or DTensor in the form of that tensor; of others, as it is."""
     if isinstance(t, GlobalTensor) and g is not None:
-        return wrap(g, layout_of(t._layout.context, _gradient_states(t), t._layout.shape, g.dtype))
+        return _gradient_in(t._layout, g)
     if isinstance(t, DTensor) and g is not None:
         copy = getattr(t, "_copy", None)
         if copy is not None and not (g.requires_grad and torch.is_grad_enabled()):
@@ -97,9 +97,14 @@ def _as_gradient(t: Any, g: Tensor | None) -> Tensor | None:
     return g
 
 
-def _gradient_states(x: GlobalTensor) -> tuple[Any, ...]:
+def _gradient_in(layout: Layout, g: Tensor) -> GlobalTensor:
+    """The gradient of a value in ``layout``, of whose local tensor it is ``g``."""
+    return wrap(g, layout_of(layout.context, _gradient_states(layout), layout.shape, g.dtype))
+
+
+def _gradient_states(layout: Layout) -> tuple[Any, ...]:
     """The dual states, so that the gradient of a gradient has the states of the value."""
-    return tuple({"X": "P", "P": "X"}.get(s, s) if isinstance(s, str) else s for s in x._layout.states)
+    return tuple({"X": "P", "P": "X"}.get(s, s) if isinstance(s, str) else s for s in layout.states)
 
 
 def _gradient(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -108,7 +113,7 @@ def _gradient(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _set_gradient(func: Function, args: Args, kwargs: Kwargs) -> None:
     x, g = args
-    x._local.grad = None if g is None else _local_in(g, _gradient_states(x), x)
+    x._local.grad = None if g is None else _local_in(g, _gradient_states(x._layout), x._layout)
 
 
 def _register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -118,9 +123,12 @@ def _register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
         with stock_call():
             return func(*args, **kwargs)
 
+    # without the tensor: autograd's graph holds the hook, the tensor the graph, and torch does not collect such a cycle
+    layout = x._layout
+
     def run(g: Tensor) -> Tensor | None:
-        new = hook(_as_gradient(x, g))
-        return None if new is None else _local_in(new, _gradient_states(x), x)
+        new = hook(_gradient_in(layout, g))
+        return None if new is None else _local_in(new, _gradient_states(layout), layout)
 
     return x._local.register_hook(run)
 
@@ -143,7 +151,7 @@ def _autograd_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
             continue
         states = complete(out._layout.states)
         locals_.append(local_in(out, states))
-        local_seeds.append(None if seed is None else _local_in(seed, states, out))
+        local_seeds.append(None if seed is None else _local_in(seed, states, out._layout))
     # a Function of the user has whole values of parameters, while the modules it calls read the parameters themselves
     sources = [source(t) for t in inputs]
     gradients = torch.autograd.grad(locals_, [_leaf(t) for t in sources], local_seeds, **given)
