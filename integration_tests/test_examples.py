@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-
 from doc_blocks import run_script
+
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 ROOT = Path(__file__).parent.parent
