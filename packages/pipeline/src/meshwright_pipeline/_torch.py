@@ -28,6 +28,11 @@ def is_framework_attribute(name: str) -> bool:
     return name in _MODULE_ATTRIBUTES or name.startswith("_meshwright_")
 
 
+def is_container(kind: type) -> bool:
+    """Whether pytree takes objects of a type apart: a registered type or a named tuple."""
+    return kind in _pytree.SUPPORTED_NODES or issubclass(kind, tuple)
+
+
 def op_name(op: Any) -> str:
     """The name of an overload's operator without its namespace, such as "zeros_like"."""
     return str(op._schema.name).split("::")[1]

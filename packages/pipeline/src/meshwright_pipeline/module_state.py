@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright_pipeline._torch import is_framework_attribute, memory_of, tensors_in
-from meshwright_pipeline.pytrees import tensors_within
+from meshwright_pipeline.pytrees import is_value, tensors_within
 
 Place = tuple[str, str]
 """The path of a module, and the name of its buffer or attribute."""
@@ -65,14 +66,19 @@ def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
 
 def tensors_held(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Place, torch.Tensor]]:
     """The parameters and buffers of modules, and the tensors in their attributes and in what these hold."""
+    # by id: what several modules have (their configuration) is searched once
+    without: set[int] = set()
     for path, part in parts:
         parameters, buffers = tensors_in(part)
-        attributes = {
-            name: value for name, value in part.__dict__.items() if not is_framework_attribute(name)
-        }
-        for name, value in (parameters | buffers | attributes).items():
+        for name, value in chain(parameters.items(), buffers.items(), part.__dict__.items()):
+            if is_value(value) or id(value) in without or is_framework_attribute(name):
+                continue
+            empty = True
             for tensor in tensors_within(value):
+                empty = False
                 yield (path, name), tensor
+            if empty:
+                without.add(id(value))
 
 
 def modules_around(model: nn.Module, units: Iterable[str]) -> list[tuple[str, nn.Module]]:

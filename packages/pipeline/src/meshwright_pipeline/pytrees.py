@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
-from meshwright_pipeline._torch import pytree
+from meshwright_pipeline._torch import is_container, pytree
 
 NO_STATE = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, partial)
 """Types whose objects have attributes that no call is given to write to."""
@@ -68,13 +68,20 @@ def _is_size(tree: Any) -> bool:
     return type(tree) is torch.Size
 
 
-_LEAVES = frozenset(
+_VALUES = frozenset(
     {
-        *(type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size),
+        *(type(None), bool, int, float, complex, str, bytes, torch.Size),
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     }
 )
-"""Types of most leaves; those of other types are asked for fields."""
+"""Types of most leaves that are no tensors. None of them has fields or attributes."""
+
+_LEAVES = _VALUES | {torch.Tensor, torch.nn.Parameter}
+
+
+def is_value(x: Any) -> bool:
+    """Whether something is of a plain type: no tensor, nor anything that could hold one."""
+    return type(x) in _VALUES
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -83,10 +90,15 @@ def leaves_of(tree: Any) -> list[Any]:
     kind = type(tree)
     if kind in _LEAVES:
         return [tree]
-    if kind is list or kind is tuple or kind is dict:
-        return [leaf for item in (tree.values() if kind is dict else tree) for leaf in leaves_of(item)]
     leaves: list[Any] = []
-    for leaf in pytree.tree_leaves(tree, is_leaf=_is_size):
+    if kind is list or kind is tuple or kind is dict:
+        for item in tree.values() if kind is dict else tree:
+            if type(item) in _LEAVES:
+                leaves.append(item)
+            else:
+                leaves += leaves_of(item)
+        return leaves
+    for leaf in pytree.tree_leaves(tree, is_leaf=_is_size) if is_container(kind) else (tree,):
         fields = _fields(leaf)
         leaves += [leaf] if fields is None else leaves_of(fields)
     return leaves
@@ -119,18 +131,25 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
     # isinstance() would count as a use of an IntProxy (see repeated_units)
     kind = type(leaf)
     if issubclass(kind, SimpleNamespace):
-        fields = vars(leaf)
+        fields = dict(vars(leaf))
     elif dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module):
-        fields = {}
-        for field in dataclasses.fields(leaf):
-            # a field may not be set yet; getattr() of its class may refuse
-            with contextlib.suppress(AttributeError):
-                fields[field.name] = object.__getattribute__(leaf, field.name)
+        fields = _dataclass_fields(leaf)
     else:
         return None
-    leaves = pytree.tree_leaves(fields)
-    has_tensors = any(isinstance(x, torch.Tensor) or _fields(x) is not None for x in leaves)
-    return dict(fields) if has_tensors else None
+    return fields if any(isinstance(x, torch.Tensor) for x in leaves_of(fields)) else None
+
+
+def _dataclass_fields(leaf: Any) -> dict[str, Any]:
+    values = getattr(leaf, "__dict__", {})
+    fields = {}
+    for field in dataclasses.fields(leaf):
+        if field.name in values:
+            fields[field.name] = values[field.name]
+        else:
+            # one of slots; or not set yet, and getattr() of its class may refuse
+            with contextlib.suppress(AttributeError):
+                fields[field.name] = object.__getattribute__(leaf, field.name)
+    return fields
 
 
 def attribute_tensors(leaf: Any) -> list[torch.Tensor]:
@@ -149,14 +168,14 @@ def tensors_within(tree: Any) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     waiting = [tree]
     while waiting:
-        value = waiting.pop()
-        for leaf in leaves_of(value):
+        for leaf in leaves_of(waiting.pop()):
             # isinstance() would count as a use of an IntProxy
-            if issubclass(type(leaf), torch.Tensor):
-                yield leaf
-            elif is_stand_in(leaf):
+            kind = type(leaf)
+            if kind in _VALUES:
                 continue
-            elif id(leaf) not in seen and not issubclass(type(leaf), NO_STATE):
+            if issubclass(kind, torch.Tensor):
+                yield leaf
+            elif not (id(leaf) in seen or is_stand_in(leaf) or issubclass(kind, NO_STATE)):
                 seen.add(id(leaf))
                 waiting.append(dict(getattr(leaf, "__dict__", {})))
 

@@ -1,4 +1,4 @@
-"""This process: its CPU cores, the report of the exception that ends it, and a clean exit if it used gloo.
+"""This process: its CPU cores, its garbage collection, the report of the exception that ends it, and a clean exit if it used gloo.
 
 A gloo thread takes the GIL to release the tensors of a finished collective. A thread that asks for the GIL during
 interpreter shutdown aborts the process: "terminate called without an active exception". ``destroy_process_group`` ends the
@@ -8,10 +8,12 @@ threads of a group only if nothing else refers to the group. Meshes refer to it,
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +24,20 @@ POLL_SECONDS = 0.01
 # what gloo says on the ranks that another one has left
 LEFT_ALONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 FIELDS = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Inside, garbage collection is off: imports and searches create many long-lived objects, and
+    scanning them took a quarter of the time.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @cache

@@ -15,6 +15,7 @@ from meshwright.commands.progress import progress
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plugins import PlannerSpec
 from meshwright_dtensor.strategy import Planner, PlanRequest
+from meshwright_dtensor.utils.process import without_garbage_collection
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +65,7 @@ def command(
         top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,
     )
     planners = [request.planner, *(name.strip() for name in (compare or "").split(","))]
-    with progress("loading", as_json) as phase:
+    with without_garbage_collection(), progress("loading", as_json) as phase:
         instance, batch = chosen.source().to_plan(values=RUNS in planners)
         phase("planning")
         if compare is not None:

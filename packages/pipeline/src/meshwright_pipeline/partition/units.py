@@ -100,9 +100,12 @@ def _between(model: nn.Module, names: frozenset[str], calls: Calls) -> Iterator[
         names_of.setdefault(module, []).append(name)
     others = {aliases[0]: aliases for aliases in names_of.values() if len(aliases) > 1}
     for caller, called in calls:
-        around = {unit for unit in names if f"{caller}.".startswith(f"{unit}.")}
-        if not any(alias.startswith(f"{unit}.") for alias in others.get(called, ()) for unit in around):
-            yield caller, called
+        aliases = others.get(called)
+        if aliases is not None:
+            around = [unit for unit in names if f"{caller}.".startswith(f"{unit}.")]
+            if any(alias.startswith(f"{unit}.") for alias in aliases for unit in around):
+                continue
+        yield caller, called
 
 
 def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:

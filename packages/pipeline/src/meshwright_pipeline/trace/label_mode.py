@@ -15,7 +15,7 @@ from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of
 from meshwright_pipeline import _torch
 from meshwright_pipeline._torch import TorchDispatchMode, WeakTensorKeys
 from meshwright_pipeline.hook_code import in_forward_hook
-from meshwright_pipeline.pytrees import is_expanded, tensors_of
+from meshwright_pipeline.pytrees import is_expanded, tensors_of, tensors_within
 from meshwright_pipeline.trace.profile import BETWEEN, NO_LABELS, PARAMETERS, Key, Label
 from meshwright_pipeline.trace.rng_replay import DrawLog, check_generator
 from meshwright_pipeline.trace.rows.tracer import RowTracer
@@ -147,10 +147,12 @@ class LabelMode(TorchDispatchMode):
                 reader = f"module {self.key[0]!r}" if self._depth else "code outside of it"
                 raise CannotBeCut(_HIDDEN.format(unit, reader))
 
-    def hand_out(self, tensors: Iterable[Tensor]) -> None:
-        """Others may use these tensors of units: each stage has its part of a cache."""
-        for tensor in tensors:
-            self._computed.pop(tensor, None)
+    def hand_out(self, tree: Any) -> None:
+        """Others may use the tensors within: each stage has its part of a cache."""
+        # a cache holds those of all layers before
+        if len(self._computed):
+            for tensor in tensors_within(tree):
+                self._computed.pop(tensor, None)
 
     def _label(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Label the result of an operation between units."""

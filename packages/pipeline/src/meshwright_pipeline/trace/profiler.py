@@ -312,7 +312,7 @@ class _ProfiledRun:
         # tensors that the unit reads elsewhere (a global tensor), code between units may have written
         self.consumes[key] |= self.mode.of(result.read) - {BATCH}
         self.ended(key)
-        self.mode.hand_out(pytrees.tensors_within((args, kwargs, result.output, result.side)))
+        self.mode.hand_out((args, kwargs, result.output, result.side))
         self.results[key] = result
         self._put_side_outputs(key, result)
         for path, entry in result.put.items():

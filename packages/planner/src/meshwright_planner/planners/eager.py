@@ -15,6 +15,7 @@ from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import Planner, PlanRequest, Strategy
 from meshwright_dtensor.strategy.plan_request import unknown
+from meshwright_dtensor.utils.process import without_garbage_collection
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.cost.cost_models import cost_model_of
 from meshwright_planner.cost.operations import OPTIMIZERS
@@ -27,7 +28,6 @@ from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.explore import Choice, explore
 from meshwright_planner.search.optimality import Proof, settle
 from meshwright_planner.trace.batch import Batch, check_signature, scaled
-from meshwright_planner.trace.recorder.borrow_model import without_garbage_collection
 
 _LOG = logging.getLogger(__name__)
 

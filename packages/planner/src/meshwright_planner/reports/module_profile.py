@@ -18,12 +18,12 @@ from meshwright_dtensor.strategy.plan_request import PRECISIONS, unknown
 from meshwright_dtensor.trace.graph import Node
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.html import table_html
+from meshwright_dtensor.utils.process import without_garbage_collection
 from meshwright_planner.recompute.region import Region
 from meshwright_planner.recompute.rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.flops import backward_flops, by_name, forward_flops
 from meshwright_planner.trace.quotient import Quotient, quotient
-from meshwright_planner.trace.recorder.borrow_model import without_garbage_collection
 from meshwright_planner.trace.recorder.record import record
 from meshwright_planner.trace.tape import Saved, Tape
 

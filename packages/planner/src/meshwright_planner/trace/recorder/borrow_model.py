@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import random
 import sys
 import types
@@ -56,18 +55,6 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
             yield
         finally:
             before.put_back()
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Inside, garbage collection is off: a search creates many long-lived objects, and scanning them took a quarter of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextlib.contextmanager
