@@ -182,6 +182,49 @@ def test_transforms_of_parameters_are_refused_in_one_line(rank_pool: RankPool, n
         assert error.startswith("UnsupportedError: ") and "\n" not in error
 
 
+def transformed_inputs(rank: int, size: int, name: str | None) -> Any:
+    """Transforms of inputs, for which parameters are constants; and the gradient of one along a parameter."""
+    model: Any = small() if name is None else parallel(small(), name)
+    rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(2))
+
+    def loss(row: Tensor) -> Tensor:
+        return model.b(torch.relu(model.a(row))).square().mean()  # type: ignore[no-any-return]
+
+    def values() -> list[Tensor]:
+        whole, by_row = torch.func.grad(loss)(rows), torch.func.vmap(torch.func.grad(loss))(rows)
+        by_row.square().sum().backward()
+        gradient = model.a.weight.grad
+        return [whole.detach(), by_row.detach(), gradient.full_tensor() if name else gradient]
+
+    return values() if name != "pp" else told(values)
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_transforms_of_inputs_have_the_values_of_one_device(rank_pool: RankPool, name: str) -> None:
+    expected = transformed_inputs(0, 1, None)
+    for result in rank_pool.run(2, transformed_inputs, name):
+        if name == "pp":
+            assert result.startswith("UnsupportedError: ") and "full_tensor()" in result
+        else:
+            torch.testing.assert_close(result, expected)
+
+
+def mapped(rank: int, size: int, name: str) -> Any:
+    """A model over the elements of a batch of batches."""
+    results: list[Tensor] = []
+    error = told(lambda: results.append(torch.func.vmap(parallel(small(), name))(ids()[None]).detach()))
+    return results[0] if results else error
+
+
+@pytest.mark.parametrize("name", ["dp", "tp", "zero3"])
+def test_models_inside_of_vmap_are_right_or_refused_in_one_line(rank_pool: RankPool, name: str) -> None:
+    for result in rank_pool.run(2, mapped, name):
+        if name == "tp":
+            torch.testing.assert_close(result, small()(ids())[None].detach())
+        else:
+            assert result.startswith("UnsupportedError: ") and "vmap" in result
+
+
 class Bag(Small):
     """Bags of embeddings in place of single ones."""
 

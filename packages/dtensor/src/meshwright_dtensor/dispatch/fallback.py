@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from meshwright_dtensor._torch.core import declared_writes, dtensor_local, pytree, stock_call, storage_key
-from meshwright_dtensor._torch.modes import outside_functorch
+from meshwright_dtensor._torch.modes import outside_functorch, without_functorch
 from meshwright_dtensor.comm.log import Site, current_site
 from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
 from meshwright_dtensor.dispatch.gathered_views import (
@@ -208,8 +208,7 @@ def run_collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def run_on_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run on gathered plain values and return plain results: a functorch transform would lose the labels.
 
-    Raises UnsupportedError: a sharded tensor that needs a gradient would have to be gathered inside the transform, or the
-        transform is of a parameter over a mesh.
+    Raises UnsupportedError: the transform is of a parameter over a mesh.
     """
     for x in pytree.tree_leaves((args, kwargs)):
         if isinstance(x, Tensor) and isinstance(outside_functorch(x), DTensor) and not isinstance(x, DTensor):
@@ -217,12 +216,9 @@ def run_on_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 f"{function_name(func)} inside a functorch transform (torch.func, vmap) of a parameter or gradient over a mesh; "
                 "transform its whole value instead, x.full_tensor()"
             )
-        if isinstance(x, GlobalTensor) and x.requires_grad and not x._layout.replicated:
-            raise UnsupportedError(
-                f"{function_name(func)} inside a functorch transform needs the whole of a sharded tensor ({x._layout!r}) whose "
-                "gradient is wanted; take x.full_tensor() outside of the transform and use that"
-            )
-    full_args, full_kwargs = pytree.tree_map(whole, (args, kwargs))
+    # a tensor that the transform has not wrapped is a constant of it: it is gathered outside, where collectives have gradients
+    with without_functorch():
+        full_args, full_kwargs = pytree.tree_map(whole, (args, kwargs))
     return func(*full_args, **full_kwargs)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright_dtensor._torch import core
+from meshwright_dtensor._torch.modes import without_functorch
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
 from meshwright_dtensor.utils.names import count_of
@@ -127,9 +128,11 @@ def check_sends(group: dist.ProcessGroup, device: torch.device, what: str) -> No
 def extremes(values: Sequence[int], group: dist.ProcessGroup | None) -> list[tuple[int, int]]:
     """Least and largest of each value over the ranks of a group, None for all ranks (a collective call)."""
     device = message_device(group)
-    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    largest, negated = both.view(2, -1).tolist()
+    # transforms of the caller (vmap) have no rules for collectives
+    with without_functorch():
+        both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        largest, negated = both.view(2, -1).tolist()
     return [(-low, high) for low, high in zip(negated, largest, strict=True)]
 
 

@@ -86,7 +86,8 @@ def run_worker(
                 finished = time.monotonic()
                 outcome = Outcome(b"", traceback.format_exc(), _pickled(error), finished, joined)
                 current = ""
-                # closes the connections, so that waiting ranks fail at once
+            if not current:
+                # closes the connections, so that waiting ranks fail at once; the error, which holds models, is gone by now
                 _leave()
             try:
                 pipe.send(outcome)

@@ -37,6 +37,10 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was:
+            if not gc.get_freeze_count():
+                # into the oldest generation: the next collection would scan all that is new
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -19,12 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright_dtensor._torch.modes import outside_functorch
 from meshwright_dtensor.api import distribute
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.sharding.states import State, is_shard
 from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_parallel._torch.core import map_tensors
@@ -65,7 +66,14 @@ class ModelPlacement:
                 tensor = tensor.to(dtype)
             if isinstance(tensor, (GlobalTensor, DTensor)):
                 return tensor
-            return distribute(tensor, self.mesh, self.input_states(name, tensor.shape, size))
+            states = self.input_states(name, tensor.shape, size)
+            if outside_functorch(tensor) is not tensor and any(is_shard(state) for state in states):
+                raise UnsupportedError(
+                    f"input {name!r} of a parallel model is inside of a functorch transform (torch.func, vmap), and its rows or "
+                    "tokens would be divided over ranks, which transforms cannot follow; call the model once for each element, or "
+                    "transform the modules inside"
+                )
+            return distribute(tensor, self.mesh, states)
 
         return map_tensors(distributed, args, kwargs)
 
