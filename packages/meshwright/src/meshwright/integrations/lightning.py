@@ -202,7 +202,7 @@ class StrategyMethods(Base):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """See Lightning (a collective call)."""
-        from lightning_utilities.core.apply_func import apply_to_collection
+        from lightning.fabric.utilities.apply_func import apply_to_collection
 
         model = self.lightning_module
         if not is_parallel(model):
