@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -53,6 +55,31 @@ def draw(rank: int, world_size: int) -> torch.Tensor:
 def here(rank: int, world_size: int, given: Here) -> Here:
     assert isinstance(given, Here)
     return Here(rank)
+
+
+MANY: list[Here] = []
+HELD: WeakSet[Any] = WeakSet()
+
+
+class Cycle:
+    """An object that only a garbage collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def fails_with_a_cycle(rank: int, world_size: int) -> None:
+    # so many that what is left is taken out of garbage collections
+    MANY.extend(Here(number) for number in range(30_000))
+    held = Cycle()
+    HELD.add(held)
+    raise ValueError("held")
+
+
+def still_held(rank: int, world_size: int) -> int:
+    MANY.clear()
+    gc.collect()
+    return len(HELD)
 
 
 def leaves_a_mark(rank: int, world_size: int, folder: str) -> int:
@@ -137,6 +164,12 @@ def test_the_exception_of_the_rank_that_failed_first_is_raised_with_its_tracebac
     assert "rank 3 of 4 failed in one_fails" in str(caught.value.__cause__)
     assert "in one_fails" in str(caught.value.__cause__)
     assert rank_pool.run(4, one_fails, 9) == [None] * 4
+
+
+def test_what_a_failed_function_held_is_freed(rank_pool: RankPool) -> None:
+    with pytest.raises(ValueError, match="held"):
+        rank_pool.run(1, fails_with_a_cycle)
+    assert rank_pool.run(1, still_held) == [0]
 
 
 def test_exception_that_cannot_be_pickled_is_reported_as_text(rank_pool: RankPool) -> None:

@@ -151,9 +151,7 @@ def _collect() -> None:
     if len(gc.get_objects()) > _MANY_OBJECTS:
         # with what was taken out before and may be garbage by now
         gc.unfreeze()
-        # what a collection frees may hold more by finalizers; frozen, it would stay for ever
-        while gc.collect():
-            pass
+        gc.collect()
         gc.freeze()
 
 
