@@ -111,6 +111,81 @@ def test_what_callbacks_save_is_resumed(rank_pool: RankPool, tmp_path: Path) -> 
         assert gap(resumed, (2 * torch.tensor(trained)).tolist()) == 0
 
 
+class Manual(Module):
+    """Steps two optimizers itself, and clips and schedules by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        loss = self.net(**batch).loss
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        for schedule in self.lr_schedulers():
+            schedule.step()
+        self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.net.named_parameters())
+        groups = [[p for name, p in named.items() if ("mlp" in name) == inner] for inner in (True, False)]
+        optimizers = [torch.optim.AdamW(group, lr=1e-2, eps=1e-4) for group in groups]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
+
+
+def by_hand(rank: int, size: int, plan: str | None) -> list[float]:
+    """Losses of manual optimization."""
+    from meshwright.integrations.lightning import MeshwrightStrategy
+
+    torch.manual_seed(1)
+    net = Manual()
+    where: dict[str, Any] = {"devices": 1} if plan is None else {"strategy": MeshwrightStrategy(PLANS[plan])}
+    Trainer(
+        accelerator="cpu", max_epochs=1, limit_val_batches=0, enable_checkpointing=False, **where, **QUIET
+    ).fit(net)
+    return net.losses
+
+
+@pytest.mark.parametrize("plan", ["dp2", "tp2", "zero3", "pp2"])
+def test_manual_optimization_is_that_of_one_device(rank_pool: RankPool, plan: str) -> None:
+    expected = by_hand(0, 1, None)
+    assert len(expected) == 4
+    for losses in rank_pool.run(2, by_hand, plan):
+        assert gap(losses, expected) < LIMITS["no"]
+
+
+def written(rank: int, size: int, plan: str | None, folder: Path) -> list[Any]:
+    """What a script that writes with TensorBoard itself passes, on rank 0 as on one device."""
+    from tensorboardX import SummaryWriter
+
+    torch.manual_seed(1)
+    batch = next(iter(DataLoader(samples(4, seed=3), batch_size=ROWS)))
+    net = model() if plan is None else mw.auto_parallelize(model(), batch, **PLANS[plan])
+    loss = net(**batch).loss
+    loss.backward()
+    weight = net.transformer.wte.weight
+    if rank == 0:
+        with SummaryWriter(str(folder)) as writer:
+            writer.add_scalar("loss", loss, 0)
+            writer.add_scalars("two", {"loss": loss.item()}, 0)
+            if plan != "pp2":
+                # values of one stage are read by all ranks together
+                writer.add_histogram("weight", weight.detach().cpu().numpy(), 0)
+    return [float(loss), float(weight.grad.norm())]
+
+
+@pytest.mark.parametrize("plan", ["dp2", "pp2"])
+def test_scripts_may_write_with_tensorboard_on_rank_0(rank_pool: RankPool, tmp_path: Path, plan: str) -> None:
+    pytest.importorskip("tensorboardX")
+    expected = written(0, 1, None, tmp_path / "one")
+    for values in rank_pool.run(2, written, plan, tmp_path / "many"):
+        assert gap(values, expected) < LIMITS["no"]
+    assert list((tmp_path / "many").glob("events*"))
+
+
 def logged(rank: int, size: int, folder: Path) -> tuple[list[float], Any]:
     """Losses, and what wandb has of the last on this rank."""
     from lightning.pytorch.loggers import WandbLogger
