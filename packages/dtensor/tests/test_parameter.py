@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -112,6 +114,18 @@ def case_hooks(mesh):
         model(torch.ones(2, 6)).sum().backward()
     close(here[0].weight.grad, plain[0].weight.grad)
     assert seen == [nn.Parameter, MeshParameter]
+
+
+def case_hooks_let_go(mesh):
+    """A parameter that nothing but its own hook could refer to is freed."""
+    parameter = as_mesh_parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]), (0,))
+    parameter.register_hook(lambda g: g)
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    (parameter * 2).sum().backward()
+    seen = weakref.ref(parameter)
+    del parameter
+    gc.collect()
+    assert seen() is None
 
 
 def case_computation_with_parameters_alone(mesh):

@@ -139,7 +139,15 @@ class MeshParameter(WholeMemory, DTensor):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """``hook`` is called with this parameter once its gradient has been accumulated in a backward pass."""
         self._refuse_hooks()
-        return dtensor_local(self).register_post_accumulate_grad_hook(lambda _leaf: hook(self))
+        # the garbage collector does not see hooks of this kind: one that held the parameter would never be freed
+        parameter = weakref.ref(self)
+
+        def run(_leaf: Tensor) -> None:
+            this = parameter()
+            if this is not None:
+                hook(this)
+
+        return dtensor_local(self).register_post_accumulate_grad_hook(run)
 
     def _refuse_hooks(self) -> None:
         if self._copy is not None:

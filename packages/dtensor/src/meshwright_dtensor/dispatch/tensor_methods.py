@@ -59,7 +59,7 @@ def _backward(func: Function, args: Args, kwargs: Kwargs) -> None:
     states = complete(layout.states)
     local = local_in(x, states)
     if gradient is not None:
-        given["gradient"] = _local_in(gradient, states, x._layout)
+        given["gradient"] = _local_in(gradient, states, layout)
     inputs = given.pop("inputs", None)
     if inputs is not None:
         given["inputs"] = [_leaf(t) for t in ([inputs] if isinstance(inputs, Tensor) else inputs)]
