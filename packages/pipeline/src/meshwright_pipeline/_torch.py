@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakIdKeyDictionary as _WeakIdKeyDictionary
 
@@ -139,6 +140,13 @@ def forward_hooks(module: nn.Module, hooks: Mapping[int, Callable[..., Any]]) ->
     finally:
         module._forward_hooks.clear()
         module._forward_hooks.update(before)
+
+
+@contextlib.contextmanager
+def during_module_calls(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
+    """Inside, every call of a module runs `before(module, args)` and `after(module, args, output)`, before its own hooks."""
+    with register_module_forward_pre_hook(before), register_module_forward_hook(after):
+        yield
 
 
 def replace_call(model: nn.Module, call: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ from pipe_models import Bomb, Chain, chain_batch, chain_plan
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright_dtensor.errors import StageError, UsageError
+from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
 
@@ -125,6 +125,56 @@ def test_errors_of_outside_losses(rank_pool: RankPool) -> None:
         assert (
             "stage 0 failed in the backward of microbatch 0, on rank 0: ValueError: boom backward" in failed
         )
+
+
+def hooked(rank: int, size: int) -> list[str]:
+    """Errors of a loss of an activation that a hook has kept, inside and outside, and of a model in a transform; "" where none."""
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        kept.append(output)
+
+    def keep_argument(module: nn.Module, args: Any) -> None:
+        kept.append(args[0])
+
+    batch, told = chain_batch(), []
+    inside, outside, argument = (pipeline(make(), plan) for make, plan in _HOOKED)
+    inside.layers[1].register_forward_hook(keep)
+    outside.chain.layers[1].register_forward_hook(keep)
+    argument.layers[1].register_forward_pre_hook(keep_argument)
+    losses = (
+        lambda: inside(**batch)["loss"] + kept[-1].square().mean(),
+        lambda: loss_of(outside(batch["ids"]), batch["labels"]) + kept[-1].square().mean(),
+        lambda: argument(**batch)["loss"] + kept[-1].square().mean(),
+        # what hooks keep and do not use is no error
+        lambda: inside(**batch)["loss"] + kept[-1].detach().mean().item(),
+        lambda: torch.vmap(lambda ids: inside(ids)["logits"])(batch["ids"][None]),
+    )
+    for loss in losses:
+        try:
+            loss().backward()
+            told.append("")
+        except UnsupportedError as error:
+            told.append(str(error))
+    return told
+
+
+_HOOKED = (
+    (Chain, chain_plan()),
+    (lambda: make(0.0), plan("1f1b")),
+    (Chain, chain_plan()),
+)
+
+
+@pytest.mark.slow
+def test_losses_of_what_hooks_keep_are_refused(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, hooked, timeout=150)
+    for inside, outside, argument, detached, transform in (first,):
+        assert "from the output of module 'layers.1', which a forward hook has kept" in inside
+        assert "from the output of module 'chain.layers.1', which a forward hook has kept" in outside
+        assert "from an argument of module 'layers.1', which a forward hook has kept" in argument
+        assert detached == "" and "calls a pipelined model" in transform
+    assert second[3] == "" and "calls a pipelined model" in second[4]
 
 
 def recompute(rank: int, size: int, preserve: bool, schedule: str) -> tuple[float, float] | str:

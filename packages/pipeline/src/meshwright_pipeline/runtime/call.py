@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
-from meshwright_dtensor._torch.modes import without_inference_mode
+from meshwright_dtensor._torch.modes import functorch_active, without_inference_mode
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts, with_random_state
@@ -34,6 +34,7 @@ from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, no
 from meshwright_pipeline.runtime.input_grads import InputGradients
 from meshwright_pipeline.runtime.p2p.step import Failure, StepMessages
 from meshwright_pipeline.runtime.prepare import Preparation, Prepared
+from meshwright_pipeline.runtime.results.hooked_activations import HookedActivations
 from meshwright_pipeline.runtime.results.left_tensors import LeftTensors
 from meshwright_pipeline.runtime.results.step_output import with_loss
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
@@ -135,7 +136,7 @@ class PipelinedCall:
         self.preparation = Preparation(skeleton, owned, table, context, split)
         self.stage_ranks = StageRanks(self.preparation.mesh)
         self.sinks = Sinks(model, context.plain)
-        self.left = LeftTensors()
+        self.left, self.hooked = LeftTensors(), HookedActivations()
         self.end = StepEnd(context, table, tied, [self.sinks.forget, self.preparation.forget])
         self.rank = self.end.rank
         self.last: StepOutcome | None = None
@@ -168,6 +169,11 @@ class PipelinedCall:
             StageError: a stage failed, or ranks were given different batches; on every rank.
         """
         refuse_traced_call()
+        if functorch_active():
+            raise UnsupportedError(
+                "a functorch transform (torch.func, vmap) calls a pipelined model, whose stages run on other ranks; call the model "
+                "with the rows of all examples in one batch, or plan without pp"
+            )
         whole = whole_model_of(self.model)
         if whole is not None:
             # if a step of an optimizer has raised
@@ -275,8 +281,8 @@ class PipelinedCall:
         step, state = StepResult(plan, run), plan.prepared.profile.kept
         self.left.watch(self.model, plan.prepared.profile.left_anywhere)
         before = [] if per_microbatch else [x if x is None else x.clone() for x in state.held(self.model)]
-        sinks = self.sinks.active() if plan.training else contextlib.nullcontext()
-        with sinks, self._random_numbers(plan.prepared.streams) as step.drawn:
+        gradients = self._gradients() if plan.training else contextlib.nullcontext()
+        with gradients, self._random_numbers(plan.prepared.streams) as step.drawn:
             self.last = outcome = run.run()
             if self._has_last_stage and outcome.failure is None and not run.input_missing:
                 try:
@@ -292,6 +298,14 @@ class PipelinedCall:
         outcome.unit_outputs.clear()
         step.failure = outcome.failure
         return step
+
+    @contextlib.contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """Inside, the step computes gradients."""
+        settings = self.preparation.settings
+        assert settings is not None
+        with self.sinks.active(), self.hooked.step(self.model, settings.own_hooks):
+            yield
 
     def _add_up(self, step: StepResult, losses: Mapping[int, Tensor], results: Mapping[int, Any]) -> None:
         """The loss and the outputs of the batch, from those of microbatches."""
@@ -389,7 +403,7 @@ class PipelinedCall:
                 # what is recomputed reads attributes too
                 self.left.shown(self.model, self.context.device),
                 own_stages(self.model),
-                self.sinks.active(),
+                self._gradients(),
                 self._random_numbers(plan.prepared.streams, step.drawn),
             ):
                 unit_gradients: Mapping[int, Sequence[Tensor | None]] = {}
