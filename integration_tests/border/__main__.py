@@ -14,12 +14,13 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from .registry import all_keys
+from .registry import keys_of
 from .run import Outcome
-from .subjects import PLANS
+from .subjects import LOOP_PLANS, PLANS
 from .sweep import sweep
 from .table import page
 
+ALL = [*PLANS, *LOOP_PLANS]
 GOOD = ("equal", "same error", "refused", "not tried")
 
 
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", default=[], help="cases whose key contains this; repeatable"
     )
-    parser.add_argument("--plan", action="append", default=[], choices=list(PLANS), help="repeatable")
+    parser.add_argument("--plan", action="append", default=[], choices=ALL, help="repeatable")
     parser.add_argument(
         "--write", type=Path, help="where the page goes; by default docs/border.md, if all is run"
     )
@@ -39,12 +40,16 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="one case of so many")
     arguments = parser.parse_args()
     start = time.monotonic()
-    plans = arguments.plan or list(PLANS)
-    everything = all_keys()
-    keys = [key for key in everything if not arguments.only or any(part in key for part in arguments.only)]
-    keys = keys[:: arguments.every]
+    plans = arguments.plan or ALL
+    whole = plans == ALL and not arguments.only and arguments.every == 1
     outcome_by_case = _stored(arguments.store)
-    for plan in plans:
+    keys_by_plan = {
+        plan: [key for key in keys_of(plan) if any(part in key for part in arguments.only or [""])][
+            :: arguments.every
+        ]
+        for plan in plans
+    }
+    for plan, keys in keys_by_plan.items():
         todo = [
             key
             for key in keys
@@ -58,12 +63,15 @@ def main() -> int:
             if outcome.kind not in GOOD:
                 print(f"{outcome.kind:9} {plan:6} {outcome.key}\n          {outcome.reason}", flush=True)
     outcomes = [
-        outcome_by_case[plan, key] for plan in plans for key in keys if (plan, key) in outcome_by_case
+        outcome_by_case[plan, key]
+        for plan, keys in keys_by_plan.items()
+        for key in keys
+        if (plan, key) in outcome_by_case
     ]
     counts = Counter(outcome.kind for outcome in outcomes)
     print(f"{dict(counts)} in {time.monotonic() - start:.0f} s")
     path = arguments.write
-    if path is None and len(keys) == len(everything) and plans == list(PLANS):
+    if path is None and whole:
         path = Path(__file__).parents[2] / "docs" / "border.md"
     if path is not None:
         path.write_text(page(outcomes))

@@ -11,9 +11,11 @@ from . import saving_cases as in_saving
 from . import utils_cases as in_utils
 from .autograd_cases import autograd_cases
 from .cases import Case
+from .loop_cases import loop_cases
 from .module_cases import module_cases
 from .optimizer_cases import optimizer_cases
 from .saving_cases import saving_cases
+from .subjects import LOOP_PLANS
 from .tensor_cases import AREA, accepted, tensor_case
 from .utils_cases import utils_cases
 
@@ -21,13 +23,18 @@ from .utils_cases import utils_cases
 @cache
 def written() -> dict[str, Case]:
     """The cases that are written one by one."""
-    made = (module_cases, utils_cases, optimizer_cases, autograd_cases, saving_cases)
+    made = (loop_cases, module_cases, utils_cases, optimizer_cases, autograd_cases, saving_cases)
     return {case.key: case for cases in made for case in cases()}
 
 
 def all_keys() -> list[str]:
     """Of every case."""
     return [*written(), *accepted()[0]]
+
+
+def keys_of(plan: str) -> list[str]:
+    """Of the cases that are tried under this plan."""
+    return [case.key for case in loop_cases()] if plan in LOOP_PLANS else all_keys()
 
 
 def case_of(key: str) -> Case:

@@ -89,7 +89,7 @@ class Ranks:
 
     def agreed(self, mine: Any) -> list[Any]:
         """What every rank has, by a group of its own: a rank that still runs the case is waited for."""
-        told: list[Any] = [None] * 2
+        told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, mine, group=self.group)
         return told
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ PLANS: dict[str, dict[str, Any]] = {
         "pipeline": PipelineRule(stages=(("emb", "a"), ("b", "c")), microbatches=2),
     },
 }
+LOOP_PLANS: dict[str, dict[str, Any]] = {
+    "pp2 x tp2": PLANS["tp2"] | PLANS["pp2"] | {"degrees": {"pp": 2, "dp": 1, "tp": 2}},
+    "pp2 x zero2": PLANS["pp2"] | {"degrees": {"pp": 2, "zero": 2}, "zero": {"stage": 2}},
+}
+"""Plans of four ranks, for what is written around the loop of training."""
 SETUPS = ("bare", "backward", "optimizer")
 
 
@@ -97,12 +103,17 @@ class Subject:
         return values
 
 
+def world_of(plan: str) -> int:
+    """Its ranks."""
+    return math.prod((PLANS | LOOP_PLANS)[plan]["degrees"].values())
+
+
 def subject(plan: str, setup: str, parallel: bool) -> Subject:
     """A fresh model: of one device, or by this plan of `PLANS` (a collective call)."""
     torch.manual_seed(0)
     made = Subject(Small(), setup, plan)
     if parallel:
-        mw.parallelize(made.model, ParallelPlan(world_size=2, **PLANS[plan]))
+        mw.parallelize(made.model, ParallelPlan(world_size=world_of(plan), **(PLANS | LOOP_PLANS)[plan]))
     if setup == "optimizer":
         made.optimizer = torch.optim.AdamW(made.model.parameters(), lr=0.01)
         made.loss().backward()

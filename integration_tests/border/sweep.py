@@ -10,6 +10,7 @@ from pathlib import Path
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 from .run import Outcome, run_cases
+from .subjects import world_of
 
 AT_ONCE = 200
 """Cases in one call of the ranks."""
@@ -18,7 +19,7 @@ AT_ONCE = 200
 def sweep(keys: Sequence[str], plans: Sequence[str], pool: RankPool | None = None) -> Iterator[Outcome]:
     """The outcome of every case under every plan."""
     with tempfile.TemporaryDirectory() as folder:
-        made = pool or RankPool(2, grace=2.0)
+        made = pool or RankPool(max(map(world_of, plans)), grace=2.0)
         try:
             for plan in plans:
                 for first in range(0, len(keys), AT_ONCE):
@@ -33,7 +34,7 @@ def _some(pool: RankPool, keys: list[str], plan: str, folder: Path) -> Iterator[
         path = folder / f"{plan}-0"
         path.unlink(missing_ok=True)
         try:
-            pool.run(2, run_cases, plan, keys, str(folder), timeout=3600)
+            pool.run(world_of(plan), run_cases, plan, keys, str(folder), timeout=3600)
         except RankError as error:
             death = " ".join(str(error).split())
         else:
@@ -51,7 +52,7 @@ def _some(pool: RankPool, keys: list[str], plan: str, folder: Path) -> Iterator[
 
 def _where(folder: Path, plan: str) -> str:
     """The innermost line of ours on the rank that was ended."""
-    for rank in range(2):
+    for rank in range(world_of(plan)):
         stack = (folder / f"{plan}-{rank}-stack").read_text().splitlines()
         ours = [line.strip() for line in stack if "meshwright" in line and "rank_" not in line]
         if stack:

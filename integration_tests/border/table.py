@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from .loop_cases import AREA as LOOPS
 from .registry import area_of, untried
 from .run import Outcome
 
@@ -15,9 +16,10 @@ _HEAD = """# What torch lets a user do with a model, done with a parallel one
 
 Every public method and property of `torch.Tensor`, on parameters, gradients, optimizer states, values of a state dict, buffers,
 activations and losses; every public method of `torch.nn.Module`, on the model and on a layer; `torch.nn.utils`, `torch.optim`,
-`torch.amp`, `torch.autograd`, `torch.func`, `torch.serialization` and copies: on a small model of one device, and on the same under
-a plan of two ranks. Compared: what is returned (whole), all parameters, buffers, gradients and optimizer states afterwards, the
-state of the generator, and for modules, utilities and optimizers a step of training after it. Written by
+`torch.amp`, `torch.autograd`, `torch.func`, `torch.serialization` and copies; what is written around a loop of training: on a
+small model of one device, and on the same under a plan of two or four ranks. Compared: what is returned (whole), all parameters,
+buffers, gradients and optimizer states afterwards, the state of the generator, and for modules, utilities, optimizers and loops a
+step of training after it. Written by
 `python -m integration_tests.border` ({cases} cases for each plan); `--only TEXT` and `--plan PLAN` choose, and write nothing.
 
 | outcome | meaning |
@@ -38,6 +40,7 @@ def page(outcomes: Iterable[Outcome]) -> str:
     outcomes = [each for each in outcomes if each.kind != "not tried"]
     text = _HEAD.format(cases=len({each.key for each in outcomes}))
     text += _summary(outcomes)
+    text += "\n## Around the loop of training\n\n" + _by_case(outcomes)
     text += (
         "\n## What is refused\n\nBy the reason; after it the names and, if not all, the plans.\n\n"
         + _grouped(outcomes, ("refused",))
@@ -61,6 +64,17 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
             for (named, plan), by_name in counts.items()
             if named == area
         ]
+    return "\n".join(rows) + "\n"
+
+
+def _by_case(outcomes: Sequence[Outcome]) -> str:
+    """One line for each case, one column for each plan."""
+    kinds = {(each.plan, each.key): each.kind for each in outcomes if area_of(each.key) == LOOPS}
+    plans = list(dict.fromkeys(plan for plan, _ in kinds))
+    rows = [f"| case | {' | '.join(plans)} |", "|---|" + "---|" * len(plans)]
+    for key in dict.fromkeys(key for _, key in kinds):
+        name = key.split(" | ")[0].removeprefix("loop.")
+        rows.append(f"| {name} | {' | '.join(kinds.get((plan, key), '') for plan in plans)} |")
     return "\n".join(rows) + "\n"
 
 
