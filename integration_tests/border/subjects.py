@@ -28,6 +28,8 @@ PLANS: dict[str, dict[str, Any]] = {
     },
 }
 LOOP_PLANS: dict[str, dict[str, Any]] = {
+    "tp2 x zero3": PLANS["tp2"] | PLANS["zero3"] | {"degrees": {"tp": 2, "zero": 2}},
+    "pp2 x dp2": PLANS["pp2"] | {"degrees": {"pp": 2, "dp": 2}},
     "pp2 x tp2": PLANS["tp2"] | PLANS["pp2"] | {"degrees": {"pp": 2, "dp": 1, "tp": 2}},
     "pp2 x zero2": PLANS["pp2"] | {"degrees": {"pp": 2, "zero": 2}, "zero": {"stage": 2}},
 }

@@ -13,8 +13,8 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 
 from . import run
 from .cases import Case
-from .registry import all_keys
-from .subjects import PLANS, Subject
+from .registry import all_keys, keys_of
+from .subjects import LOOP_PLANS, PLANS, Subject
 from .sweep import sweep
 from .table import page
 
@@ -67,6 +67,18 @@ def test_a_sample_is_as_on_one_device_or_refused(rank_pool: RankPool, plan: str)
     assert len(outcomes) > 38
     assert [each for each in outcomes if each.kind not in FINE] == []
     assert f"| torch.Tensor | {plan} |" in page(outcomes)
+
+
+LOOPS_MENDED = ("loop.tensor hook | model", "loop.deepcopy for an average | model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", list(LOOP_PLANS))
+def test_loops_of_four_ranks_are_as_on_one_device_or_refused(rank_pool: RankPool, plan: str) -> None:
+    keys = [*keys_of(plan)[::12], *LOOPS_MENDED]
+    outcomes = list(sweep(keys, [plan], rank_pool))
+    assert len(outcomes) == len(keys)
+    assert [each for each in outcomes if each.kind not in FINE] == []
 
 
 def _of_a_part(made: Subject) -> Any:

@@ -27,10 +27,21 @@ def _registered(method: str) -> Callable[..., Any]:
     """The method of this name for hooks of gradients: called on the ranks that hold the value, as in a step."""
 
     def register(self: Any, hook: Callable[[Any], Any]) -> Any:
-        agreed = self.whole_model.agreed_hook(hook)
+        model: Any = self.whole_model
+        agreed = model.agreed_hook(hook)
         run = agreed if self.here else lambda _: None
+        handle, error = None, None
         with held([self]):
-            return getattr(value_of(self), method)(run)
+            try:
+                handle = getattr(value_of(self), method)(run)
+            except Exception as raised:
+                error = raised
+        if not model.inside:
+            # only the holders know whether the gradient is put together later, by ZeRO
+            model.raise_on_all(error, f"{method} was refused on another rank of the pipeline")
+        elif error is not None:
+            raise error
+        return handle
 
     return register
 

@@ -332,9 +332,13 @@ class WholeModel:
 
     def _agree_on_hooks(self) -> None:
         error, self._hook_error = self._hook_error, None
+        self.raise_on_all(error, "a gradient hook failed on another rank of the pipeline")
+
+    def raise_on_all(self, error: Exception | None, told: str) -> None:
+        """Raise the `error` of this rank, or UsageError with that of another one, if any has one (a collective call)."""
         if any(self.agreed([error is not None])):
             first = next(filter(None, self._of_ranks(error and repr(error))))
-            raise error or UsageError(f"a gradient hook failed on another rank of the pipeline: {first}")
+            raise error or UsageError(f"{told}: {first}")
 
     def agreed(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on any rank (a collective call)."""

@@ -25,6 +25,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.mesh import group_over
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
 from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.tensor.staged import check_copied
 from meshwright_parallel._torch import core
 from meshwright_parallel._torch.core import gradient_is_captured, leaf_of, local_of, with_local
 from meshwright_parallel.engine.buckets import Axes, Bucket, BucketSizes, Slot, broadcast_order, make_buckets
@@ -72,7 +73,8 @@ class DataReduction:
         self._install()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataReduction:
-        """For a copied model: a new engine on the copied parameters."""
+        """For a copied model: a new engine on the copied parameters. Raises UnsupportedError: of a pipelined one."""
+        check_copied(p for _, p, _ in self._parameters)
         for unsharded in map(unsharded_of, (p for _, p, _ in self._parameters)):
             if unsharded is not None:
                 # gives the copied parameters their compute copies

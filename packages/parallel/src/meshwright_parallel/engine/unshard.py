@@ -30,6 +30,7 @@ from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.tensor.staged import check_copied
 from meshwright_parallel._torch.core import backward_is_running, saving_is_hooked
 from meshwright_parallel.engine.flat_shards import Shards
 from meshwright_parallel.engine.param_group import GroupSpec, ParamGroup, UnshardedParameter, UnshardState
@@ -68,7 +69,8 @@ class UnshardEngine:
                 unsharded.parameter.compute_with(unsharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnshardEngine:
-        """For a copied model: a new engine over the copied parameters."""
+        """For a copied model: a new engine over the copied parameters. Raises UnsupportedError: of a pipelined one."""
+        check_copied(old.parameter for spec in self.specs for old in spec.parameters)
         specs = []
         for spec in self.specs:
             parameters = [

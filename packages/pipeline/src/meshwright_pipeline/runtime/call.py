@@ -22,6 +22,7 @@ from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.staged import refuse_copied_stages
 from meshwright_dtensor.trace.one_device import on_one_device
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis import loss_additivity
@@ -143,9 +144,7 @@ class PipelinedCall:
         self.texts = BatchTexts()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise UnsupportedError(
-            "a pipelined model cannot be copied: each rank holds only its stages; build another model and parallelize that"
-        )
+        refuse_copied_stages()
 
     def claim_hooks(self, before: Mapping[nn.Module, frozenset[int]]) -> None:
         """Count the forward hooks that modules have now and did not have `before` as meshwright's own."""
