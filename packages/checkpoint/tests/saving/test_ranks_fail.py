@@ -169,3 +169,17 @@ def test_save_and_load_reject_different_arguments_on_ranks(rank_pool: RankPool, 
         strict=True,
     ):
         assert part in text
+
+
+def saved_of(rank: int, size: int, folder: str, width: int) -> None:
+    torch.manual_seed(0)
+    save(f"{folder}/{size}-{width}", model=torch.nn.Linear(width, 2)).wait()
+
+
+def test_ranks_that_have_saved_in_other_worlds_save_together(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(2, saved_of, str(tmp_path), 1)
+    for width in range(2, 8):
+        # rank 0 forgets how two ranks share the writing, and rank 1 does not
+        rank_pool.run(1, saved_of, str(tmp_path), width)
+    rank_pool.run(2, saved_of, str(tmp_path / "again"), 1)
+    assert latest(tmp_path / "again") == str(tmp_path / "again" / "2-1")

@@ -207,7 +207,8 @@ class Saver:
             return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
 
         key = hashlib.sha256("".join(ranks.gather_checked(catalog_digest)).encode()).hexdigest()
-        if key not in self._plans:
+        # a rank may have made it in another world, or have made others since
+        if not all(ranks.gather(key in self._plans)):
             catalogs = ranks.gather(catalog)
             types, tensors = ranks.run_checked(lambda: _merge_catalogs(catalogs))
             write_plan = ranks.run_checked(lambda: plan_writes(tensors, ranks.size))
