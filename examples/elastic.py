@@ -3,8 +3,8 @@
     torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 100 examples/elastic.py
 
 torchrun starts all ranks again when a machine is lost or comes back. The script then plans for the new number of ranks,
-and loads the last whole checkpoint into that plan. Losses are those of a run that was never interrupted. The batch is
-the global batch, so it stays the same.
+and `mw.elastic` loads the last whole checkpoint into that plan. Losses are those of a run that was never interrupted. The
+batch is the global batch, so it stays the same.
 """
 
 import sys
@@ -15,8 +15,8 @@ from torch import nn
 
 import meshwright as mw
 
-FOLDER, STEPS, EVERY = "elastic-run", 8, 2
-stop = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS  # for our tests: a machine is lost here
+STEPS = 8
+lost = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS  # for our tests: a machine is lost here
 
 
 class Model(nn.Module):
@@ -32,26 +32,21 @@ class Model(nn.Module):
         return x
 
 
-def batch_of(step):
-    """The global batch of a step: it depends on nothing else, so a new run has the same data."""
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-
-
 mw.init()
 torch.manual_seed(0)
-model = mw.auto_parallelize(Model(), batch_of(0))  # a plan for the ranks that there are now
+data = torch.randn(24, 16)
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model = mw.auto_parallelize(Model(), data[:8])  # a plan for the ranks that there are now
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-first = 0
-if path := mw.latest(FOLDER):
-    first = mw.load(path, model=model, optimizer=optimizer)["step"] + 1
-for step in range(first, stop):
-    loss = F.mse_loss(model(batch_of(step)), batch_of(step).sin())
+run = mw.elastic("elastic-run", model=model, optimizer=optimizer, every=2)
+for step, batch in run.batches(loader, STEPS):
+    if step == lost:
+        break
+    loss = F.mse_loss(model(batch), batch.sin())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     value = loss.item()
     if torch.distributed.get_rank() == 0:
         print(f"step {step:3d}  loss {value:.4f}")
-    if step % EVERY == EVERY - 1:
-        mw.save(f"{FOLDER}/step-{step}", model=model, optimizer=optimizer, extra={"step": step}).wait()
 torch.distributed.destroy_process_group()

@@ -12,6 +12,7 @@ from meshwright_dtensor.utils.exports import load_on_first_use
 
 if TYPE_CHECKING:
     from meshwright import debug as debug
+    from meshwright.elastic_loop import elastic as elastic
     from meshwright.resharding import reshard as reshard
     from meshwright_checkpoint import check_replicas as check_replicas
     from meshwright_checkpoint import export as export
@@ -48,6 +49,7 @@ __all__, __getattr__, __dir__ = load_on_first_use(
     __name__,
     {
         ".debug": "",
+        ".elastic_loop": "elastic",
         ".resharding": "reshard",
         "meshwright_checkpoint": "check_replicas, export, full_state_dict, latest, load, prepare_save, save, watch_replicas",
         "meshwright_dtensor.api": "distribute",

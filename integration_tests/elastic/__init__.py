@@ -1,0 +1,1 @@
+"""Whole elastic runs, killed from outside: `python -m integration_tests.elastic`."""

@@ -1,0 +1,78 @@
+"""A loop of `mw.elastic`, started by torchrun with the folder of the run; each start is on another plan.
+
+Writes lines to FOLDER/log: {"first": step} when it begins, {"step", "loss"} after a step, {"done": true} at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule, PipelineRule
+
+STEPS, EVERY, PAUSE = 40, 2, 0.05
+PLANS: tuple[dict[str, Any], ...] = (
+    {"degrees": {"dp": 2}},
+    {
+        "degrees": {"pp": 2, "dp": 1},
+        "pipeline": PipelineRule(stages=(("0", "1", "2"), ("3",)), microbatches=2),
+    },
+    {"degrees": {"zero": 2}, "zero": {"stage": 3}},
+    {
+        "degrees": {"dp": 1, "tp": 2},
+        "parameters": (ParameterRule(pattern="0.weight", placement={"tp": "S(0)"}),),
+    },
+)
+"""Of two ranks; other numbers of ranks are data parallel."""
+
+
+def main(folder: Path) -> None:
+    """Train to the end, or until somebody kills this rank."""
+    mw.init()
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    torch.manual_seed(0)
+    rows = torch.randn(24, 8)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 8))
+    starts = len(list(folder.glob("start-*")))
+    chosen = PLANS[starts % len(PLANS)] if ranks == 2 else {"degrees": {"dp": ranks}}
+    mw.parallelize(model, ParallelPlan(world_size=ranks, **chosen), batch=rows[:8])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+    run = mw.elastic(
+        folder / "run", model=model, optimizer=optimizer, state={"scheduler": scheduler}, every=EVERY
+    )
+
+    def tell(**what: Any) -> None:
+        if rank == 0:
+            with (folder / "log").open("a") as log:
+                print(json.dumps(what), file=log)
+
+    if rank == 0:
+        (folder / f"start-{starts}").touch()
+    tell(first=run.step)
+    for step, batch in run.batches(DataLoader(rows, batch_size=8, shuffle=True), STEPS):
+        loss = (model(batch) - batch.sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        value = loss.item()
+        tell(step=step, loss=value)
+        time.sleep(PAUSE)
+    if not run.received:
+        tell(done=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,227 @@
+"""`mw.elastic`: the steps of a user's own loop, which goes on where it ended, with the ranks that there are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.ranks import signals
+from meshwright_checkpoint import CheckpointError, SaveHandle, latest, load, save
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.state import rng
+from meshwright_checkpoint.storage.retention import Retention
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.mesh import extremes
+
+_KEYS = {"step", "place", "state"}
+
+
+def elastic(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    state: Mapping[str, Any] | None = None,
+    every: int = 100,
+    keep_last: int | None = 2,
+    keep_every: int | None = None,
+) -> ElasticLoop:
+    """A loop that is started again after any end, with any number of ranks, and goes on (a collective call).
+
+        run = mw.elastic("run", model=model, optimizer=optimizer, state={"scheduler": scheduler})
+        for step, batch in run.batches(loader, 1000):
+            ...
+
+    What `folder` has of an earlier start is loaded now: parameters, buffers, optimizer, random streams, `state`.
+
+    Args:
+        folder: of checkpoints, a path or a URL of fsspec that every rank sees; "step-N" in it is written after step N.
+        model, optimizer: as for `mw.save`, on a plan for the ranks that there are now.
+        state: name -> object with state_dict() and load_state_dict(), such as a scheduler; equal on all ranks.
+        every: steps between two checkpoints, which are written in the background.
+        keep_last, keep_every: see `mw.save`.
+
+    Raises:
+        UsageError: an argument is wrong, or the folder is that of another loop.
+        CheckpointError: a checkpoint cannot be read; see `mw.load`.
+    """
+    return ElasticLoop(folder, model, optimizer, dict(state or {}), every, Retention(keep_last, keep_every))
+
+
+class ElasticLoop:
+    """See `elastic`.
+
+    Attributes:
+        step: steps that are done, also by earlier starts.
+        received: the signal (SIGTERM, SIGINT) after which the loop ended; 0 if none.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        state: dict[str, Any],
+        every: int,
+        retention: Retention,
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise UsageError(f"every={every!r} is not a number of steps; pass at least 1")
+        for name, owner in state.items():
+            if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
+                rule = "has no state_dict() and load_state_dict()"
+                raise UsageError(f"state[{name!r}] is a {type(owner).__name__}, which {rule}")
+        self.step = self.received = 0
+        self._folder, self._model, self._optimizer, self._state = folder, model, optimizer, state
+        self._every, self._retention, self._ranks = every, retention, Ranks()
+        self._saving: SaveHandle | None = None
+        self._batches: _Batches | None = None
+        self._place: dict[str, Any] | None = None
+        self._runs = False
+        self._load()
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of the steps that are left of `total`, counted from 0.
+
+        A checkpoint is written after every `every`-th step, after the last, and when a rank has received SIGTERM or SIGINT:
+        the loop then ends after the step, and `received` says so. What follows the loop runs when it is written.
+
+        Raises:
+            UsageError: another loop of this object runs.
+            CheckpointError: a checkpoint could not be written.
+        """
+        if self._runs:
+            raise UsageError(
+                "steps() or batches() of one mw.elastic runs already; a run has one loop at a time"
+            )
+        self._runs = True
+        try:
+            with signals() as arrived:
+                while self.step < total and not self.received:
+                    yield self.step
+                    self.step += 1
+                    self.received = arrived()
+                    if self._ranks.size > 1:
+                        ((_, self.received),) = extremes([self.received], self._ranks.group)
+                    if self.received or self.step == total or self.step % self._every == 0:
+                        self._save()
+            self._wait()
+        finally:
+            self._runs = False
+            # after a `break`, or an error in the loop
+            with suppress(CheckpointError):
+                self._wait()
+
+    def batches(self, loader: Iterable[Any], total: int) -> Iterator[tuple[int, Any]]:
+        """The steps that are left of `total`, with the batch of each: what a run that never ended would see.
+
+        `loader` is iterated epoch after epoch. In an epoch that had begun, the batches before are loaded again and left out;
+        a loader with state_dict() and load_state_dict() finds its place by itself.
+
+        Raises as `steps`, and UsageError: the loader has no batch, or fewer than it had.
+        """
+        self._batches, place = _Batches(loader, self._place), self._place
+        source = iter(self._batches)
+        try:
+            for step in self.steps(total):
+                yield step, next(source)
+        finally:
+            self._place = self._batches.place() or place
+            self._batches = None
+
+    def _load(self) -> None:
+        # of rank 0: another rank may see the folder later
+        path = self._ranks.gather_checked(lambda: None if self._ranks.rank else latest(self._folder))[0]
+        if path is None:
+            return
+        extra = load(path, model=self._model, optimizer=self._optimizer)
+        if not isinstance(extra, dict) or extra.keys() != _KEYS:
+            raise UsageError(f"{path} was not written by mw.elastic; give another folder, or use mw.load")
+        missing = sorted(extra["state"].keys() ^ self._state.keys())
+        if missing:
+            raise UsageError(
+                f"{path} has the state of {sorted(extra['state'])}, not of {sorted(self._state)}"
+            )
+        for name, owner in self._state.items():
+            owner.load_state_dict(extra["state"][name])
+        self.step, self._place = extra["step"], extra["place"]
+
+    def _wait(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def _save(self) -> None:
+        place = self._place if self._batches is None else self._batches.place()
+        state = {name: owner.state_dict() for name, owner in self._state.items()}
+        self._saving = save(
+            f"{os.fspath(self._folder)}/step-{self.step}",
+            model=self._model,
+            optimizer=self._optimizer,
+            extra={"step": self.step, "place": place, "state": state},
+            step=self.step,
+            keep_last=self._retention.keep_last,
+            keep_every=self._retention.keep_every,
+        )
+
+
+class _Batches:
+    """The batches of a loader, epoch after epoch, from `place` on."""
+
+    def __init__(self, loader: Iterable[Any], place: dict[str, Any] | None) -> None:
+        self._loader, self._from = loader, place
+        self._finds_place = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        # random streams before the epoch, and how many of its batches were taken
+        self._streams: dict[str, torch.Tensor] | None = None
+        self._taken = 0
+
+    def place(self) -> dict[str, Any] | None:
+        """Where the next batch is; None before the first."""
+        if self._finds_place:
+            loader: Any = self._loader
+            return {"loader": loader.state_dict()}
+        return None if self._streams is None else {"streams": self._streams, "taken": self._taken}
+
+    def __iter__(self) -> Iterator[Any]:
+        place, self._from = self._from, None
+        while True:
+            iterator, is_whole = self._epoch(place), place is None
+            place = None
+            for batch in iterator:
+                self._taken += 1
+                yield batch
+            if is_whole and not self._taken:
+                raise UsageError(
+                    f"the {type(self._loader).__name__} has no batch; a loop over it would never end"
+                )
+
+    def _epoch(self, place: dict[str, Any] | None) -> Iterator[Any]:
+        if place is not None and "loader" in place and self._finds_place:
+            loader: Any = self._loader
+            loader.load_state_dict(place["loader"])
+            place = None
+        if place is None:
+            self._streams, self._taken = rng.state(), 0
+            return iter(self._loader)
+        if "streams" not in place:
+            kind = type(self._loader).__name__
+            raise UsageError(
+                f"the run had a loader with load_state_dict(), and this {kind} has none; give it again"
+            )
+        streams = rng.state()
+        self._streams, self._taken = place["streams"], 0
+        rng.restore(place["streams"])
+        iterator = iter(self._loader)
+        for self._taken in range(1, place["taken"] + 1):
+            if next(iterator, self) is self:
+                rule = (
+                    f"{place['taken']} batches of the epoch were taken before, and it has {self._taken - 1}"
+                )
+                raise UsageError(f"{rule}; go on with the same data, or give another folder")
+        rng.restore(streams)
+        return iterator
