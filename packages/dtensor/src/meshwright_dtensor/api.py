@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch.core import entered_mesh
+from meshwright_dtensor._torch.groups import new_mesh
 from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.dispatch.install import install
 from meshwright_dtensor.errors import UnsupportedError, UsageError
@@ -126,4 +127,4 @@ def _default_mesh(placements: Placements) -> DeviceMesh:
             "distribute(tensor, mesh, placements)"
         )
     names = tuple(placements) if isinstance(placements, Mapping) else ("ranks",)
-    return init_device_mesh(init().type, (dist.get_world_size(),), mesh_dim_names=names)
+    return new_mesh(init().type, [dist.get_world_size()], names)

@@ -12,29 +12,19 @@ from typing import Any, TypeVar
 
 import torch
 import torch.autograd.graph as _autograd_graph
-import torch.distributed as dist
 import torch.utils._pytree as _pytree
 import torch.utils.checkpoint as _checkpoint
 from torch import _ops
 from torch._prims_common import suggest_memory_format
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import DTensor
 from torch.utils import _python_dispatch
-
-from meshwright_dtensor._torch.one_rank import OneRank
 
 # used everywhere, and private only by name
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 OpOverload = _ops.OpOverload
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def fake_store() -> Any:
-    """A store for the "fake" backend, whose collectives do nothing; the import registers it."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -45,16 +35,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     index = module.current_device() if device.index is None else device.index
     generator: torch.Generator = module.default_generators[index]
     return generator
-
-
-def hash_store() -> Any:
-    """A rendezvous inside this process, for a world of one."""
-    return dist.HashStore()  # type: ignore[attr-defined]
-
-
-def default_store() -> Any:
-    """The store of the default process group."""
-    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
 
 
 def entered_mesh() -> DeviceMesh | None:
@@ -167,22 +147,6 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
 
 
-def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """The process group over the product of several mesh axes; made on first use, so every rank must call this."""
-    # the mesh keeps it
-    return mesh[axes]._flatten().get_group()
-
-
-def set_default_group(group: dist.ProcessGroup) -> None:
-    """Make `group` the one that collective calls without a group use."""
-    dist.distributed_c10d._update_default_pg(group)  # type: ignore[no-untyped-call]
-
-
-def live_groups() -> list[dist.ProcessGroup]:
-    """The process groups of this rank, oldest first."""
-    return [group for group in dist.distributed_c10d._world.pg_map if not isinstance(group, OneRank)]
-
-
 def weak_storage(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage | None]:
     """What gives the storage, held, while anything else holds it, and None afterwards."""
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -292,28 +256,6 @@ def on_checkpointing(resume: Callable[[Callable[..., Any]], Callable[..., Any]])
 
     setattr(generator, "_meshwright_resume", (*before, resume))  # noqa: B010 - mypy knows no attributes of functions
     setattr(_checkpoint, "_checkpoint_without_reentrant_generator", generator)  # noqa: B010
-
-
-def forget_meshes() -> None:
-    """Clear DTensor's caches of sharding propagation and redistribution.
-
-    They keep meshes alive with their process groups, and return them for an equal mesh whose groups are new.
-    """
-    # what torch.distributed.tensor.debug does, whose import takes half a second
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-
-
-def forget_failed_join() -> None:
-    """Reset torch's count of groups after a failed start-up, so that the next default group has its usual name.
-
-    torch resets the count only when a default group is destroyed.  Without this, a rank whose peer left during start-up
-    would wait for its peers under another name for ever.
-    """
-    if not dist.is_initialized():
-        dist.distributed_c10d._world.group_count = 0
 
 
 COMPILED_ATTRIBUTES = tuple(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright_dtensor._torch.core import default_store
+from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor._torch.modes import in_backward
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.deadlock import users_line

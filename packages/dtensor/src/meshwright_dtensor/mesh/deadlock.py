@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor._torch.core import default_store
+from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.process import record_error
 

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor._torch import core
+from meshwright_dtensor._torch.groups import (
+    flattened_group,
+    forget_meshes,
+    hash_store,
+    live_groups,
+    new_group,
+    new_mesh,
+    set_default_group,
+    set_timeout,
+)
 from meshwright_dtensor._torch.modes import without_functorch
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
@@ -24,17 +33,22 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan.plan import ParallelPlan
 
 
-def init(device: str | None = None) -> torch.device:
+def init(device: str | None = None, *, timeout: float | None = None) -> torch.device:
     """Join the process group that torchrun describes, or make a world of one rank; every entry point calls it.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; by default cuda where there is one, else cpu.
+        timeout: seconds that a collective waits for other ranks before it fails; by default torch's, half an hour (NCCL: ten
+            minutes). All groups that are made from now on have that of the world.
 
     Returns:
         The device of this rank.
 
-    Raises UsageError: the device type is not available here, or has fewer devices than ranks were started.
+    Raises UsageError: the device type is not available here, or has fewer devices than ranks were started; the timeout is not
+    above 0.
     """
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"timeout={timeout!r} is no time that a collective can wait; give seconds above 0")
     here = torch.cuda.is_available()
     # a world that was made for the CPU stays there
     of_cpu = dist.is_initialized() and backend_of(None, "cuda") is None
@@ -60,7 +74,9 @@ def init(device: str | None = None) -> torch.device:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=core.hash_store(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1)
+    if timeout is not None:
+        set_timeout(timeout)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         report_last_to_torchrun()
         watch_for_deadlocks()
@@ -88,7 +104,7 @@ def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
             f"they multiply to {product}, and must to the world size, {world}",
             f"run on {count_of(product, 'rank')}, or plan for world_size={world}",
         )
-    return init_device_mesh(here.type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
+    return new_mesh(here.type, list(plan.degrees.values()), list(plan.degrees))
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
@@ -96,7 +112,7 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
 
     With several axes, the first call makes the group and is collective: every rank of the mesh must make it.
     """
-    return mesh.get_group(axes[0]) if len(axes) == 1 else core.flattened_group(mesh, tuple(axes))
+    return mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh, tuple(axes))
 
 
 def backend_of(group: dist.ProcessGroup | None, device: str) -> str | None:
@@ -138,21 +154,21 @@ def extremes(values: Sequence[int], group: dist.ProcessGroup | None) -> list[tup
 
 def restrict_world(size: int) -> dist.ProcessGroup | None:
     """Make ranks 0 to `size` - 1 the default process group (a collective call). None on all other ranks, which keep theirs."""
-    group = dist.new_group(list(range(size)))
+    group = new_group(range(size))
     if dist.get_rank() >= size:
         return None
-    core.set_default_group(group)
+    set_default_group(group)
     return group
 
 
 def set_default_world(group: dist.ProcessGroup) -> None:
     """Make `group` the default process group, on its ranks."""
-    core.set_default_group(group)
+    set_default_group(group)
 
 
 def live_process_groups() -> frozenset[dist.ProcessGroup]:
     """The process groups that exist on this rank."""
-    return frozenset(core.live_groups()) if dist.is_initialized() else frozenset()
+    return frozenset(live_groups()) if dist.is_initialized() else frozenset()
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -161,4 +177,4 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         if group in alive and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    core.forget_meshes()
+    forget_meshes()

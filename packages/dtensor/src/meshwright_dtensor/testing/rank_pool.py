@@ -35,7 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright_dtensor._torch.core import fake_store
+from meshwright_dtensor._torch.groups import fake_store
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.testing.rank_worker import Outcome, run_worker
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from meshwright_dtensor._torch.core import forget_failed_join, forget_meshes
+from meshwright_dtensor._torch.groups import forget_failed_join, forget_meshes
 from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
 
 _MANY_OBJECTS = 20_000

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright_dtensor._torch.groups import new_group
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import backend_of, check_sends
 from meshwright_dtensor.schedule.timetable import Timetable
@@ -74,7 +75,7 @@ def tensor_groups(
     dist.all_gather_object(everywhere, dist.get_process_group_ranks(group))
     made = []
     for _ in range(max(channels.values(), default=-1) + 1):
-        of_each = {tuple(ranks): dist.new_group(ranks, backend=backend) for ranks in _distinct(everywhere)}
+        of_each = {tuple(ranks): new_group(ranks, backend) for ranks in _distinct(everywhere)}
         made.append(of_each[tuple(everywhere[dist.get_rank()])])
     groups = {channel: made[number] for channel, number in channels.items()}
     _connect(groups, dist.get_rank(group), device, table)

@@ -1,0 +1,99 @@
+"""Process groups and the store that they were made by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, _redistribute
+
+from meshwright_dtensor._torch.one_rank import OneRank
+
+
+def fake_store() -> Any:
+    """A store for the "fake" backend, whose collectives do nothing; the import registers it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def hash_store() -> Any:
+    """A rendezvous inside this process, for a world of one."""
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+
+
+def set_timeout(seconds: float) -> None:
+    """How long an operation of the default process group may wait for other ranks."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """`group`, whose operations wait as long as those of the default group; torch would give it half an hour, or ten minutes."""
+    for kind in ("cpu", "cuda"):
+        device, world = torch.device(kind), dist.distributed_c10d._get_default_group()
+        if device in world._device_types and device in group._device_types:
+            options = getattr(world._get_backend(device), "options", None)
+            if options is not None:
+                group._get_backend(device)._set_default_timeout(options._timeout)
+    return group
+
+
+def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
+    """A group of these ranks, or on other ranks what torch gives them (a collective call of all ranks)."""
+    group: Any = dist.new_group(list(ranks), backend=backend)
+    return with_timeout(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+def new_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """A mesh of all ranks, in the order of their numbers."""
+    mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
+    for name in names:
+        with_timeout(mesh.get_group(name))
+    return mesh
+
+
+def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """The process group over the product of several mesh axes; made on first use, so every rank must call this."""
+    # the mesh keeps it
+    return with_timeout(mesh[axes]._flatten().get_group())
+
+
+def set_default_group(group: dist.ProcessGroup) -> None:
+    """Make `group` the one that collective calls without a group use."""
+    dist.distributed_c10d._update_default_pg(group)  # type: ignore[no-untyped-call]
+
+
+def live_groups() -> list[dist.ProcessGroup]:
+    """The process groups of this rank, oldest first."""
+    return [group for group in dist.distributed_c10d._world.pg_map if not isinstance(group, OneRank)]
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches of sharding propagation and redistribution.
+
+    They keep meshes alive with their process groups, and return them for an equal mesh whose groups are new.
+    """
+    # what torch.distributed.tensor.debug does, whose import takes half a second
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def forget_failed_join() -> None:
+    """Reset torch's count of groups after a failed start-up, so that the next default group has its usual name.
+
+    torch resets the count only when a default group is destroyed.  Without this, a rank whose peer left during start-up
+    would wait for its peers under another name for ever.
+    """
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0

@@ -1,0 +1,48 @@
+"""How long collectives wait for other ranks, in the world and in all groups that are made of it."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.mesh import build_mesh, group_over, init
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+
+def timeouts(rank: int, size: int) -> list[timedelta]:
+    init(timeout=7)
+    mesh = build_mesh(ParallelPlan(world_size=size, degrees={"dp": 2, "tp": 2, "cp": 1}))
+    groups = [None, *(mesh.get_group(axis) for axis in ("dp", "tp", "cp")), group_over(mesh, ("dp", "tp"))]
+    groups[0] = dist.group.WORLD
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def late(rank: int, size: int) -> float:
+    init(timeout=1.5)
+    mesh = build_mesh(ParallelPlan(world_size=size, degrees={"dp": 2}))
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="imed out"):
+            dist.all_reduce(torch.ones(1), group=mesh.get_group("dp"))
+    return time.monotonic() - start
+
+
+def test_all_groups_wait_as_long_as_the_world(rank_pool: RankPool) -> None:
+    assert rank_pool.run(4, timeouts) == [[timedelta(seconds=7)] * 5] * 4
+
+
+def test_a_rank_that_waits_too_long_fails(rank_pool: RankPool) -> None:
+    waited, _ = rank_pool.run(2, late)
+    assert waited >= 1.0
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_timeout_that_no_rank_can_keep_is_refused(seconds: float) -> None:
+    with pytest.raises(UsageError, match="seconds above 0"):
+        init(timeout=seconds)
