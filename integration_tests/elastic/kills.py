@@ -87,16 +87,16 @@ def _wait_for_start(folder: Path, job: subprocess.Popen[bytes], more: float | No
 
 
 def _kill(folder: Path, job: subprocess.Popen[bytes], rank: int | None) -> None:
-    """SIGKILL to a rank; to all of the job, where it is None or that rank has not begun."""
-    file = folder / f"pid-{rank}"
-    pid = int(file.read_text() or 0) if rank is not None and file.exists() else 0
-    for old in folder.glob("pid-*"):
-        old.unlink()
-    with suppress(ProcessLookupError):
-        if pid:
+    """SIGKILL to a rank; to the launcher and all ranks, where it is None or that rank has not begun."""
+    pids = {path.name: int(path.read_text() or 0) for path in folder.glob("pid-*")}
+    for name in pids:
+        (folder / name).unlink()
+    one = pids.get(f"pid-{rank}", 0)
+    if not one:
+        os.kill(job.pid, signal.SIGKILL)
+    for pid in [one] if one else filter(None, pids.values()):
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        else:
-            os.killpg(job.pid, signal.SIGKILL)
 
 
 def _committed(folder: Path) -> int:

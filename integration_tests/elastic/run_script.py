@@ -1,6 +1,7 @@
 """A loop of `mw.elastic`, started by torchrun with the folder of the run; each start is on another plan.
 
-Writes lines to FOLDER/log: {"first": step} when it begins, {"step", "loss"} after a step, {"done": true} at the end.
+Writes lines to FOLDER/log: {"first": step, "ranks": number} when it begins, {"step", "loss"} after a step, {"done": true} when
+all steps are done.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule, PipelineRule
 
-STEPS, EVERY, PAUSE = 40, 2, 0.05
+EVERY, PAUSE = 2, 0.05
+STEPS = int(os.environ.get("STEPS", "40"))
 PLANS: tuple[dict[str, Any], ...] = (
     {"degrees": {"dp": 2}},
     {
         "degrees": {"pp": 2, "dp": 1},
-        "pipeline": PipelineRule(stages=(("0", "1", "2"), ("3",)), microbatches=2),
+        "pipeline": PipelineRule(stages=(("0",), ("3",)), microbatches=2),
     },
     {"degrees": {"zero": 2}, "zero": {"stage": 3}},
     {
@@ -37,7 +39,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 def main(folder: Path) -> None:
     """Train to the end, or until somebody kills this rank."""
-    mw.init()
+    mw.init(timeout=5)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(0)
@@ -45,6 +47,8 @@ def main(folder: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 8))
     starts = len(list(folder.glob("start-*")))
     chosen = PLANS[starts % len(PLANS)] if ranks == 2 else {"degrees": {"dp": ranks}}
+    if ranks == 4:
+        chosen = PLANS[3] | {"degrees": {"dp": 2, "tp": 2}}
     mw.parallelize(model, ParallelPlan(world_size=ranks, **chosen), batch=rows[:8])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
@@ -59,7 +63,7 @@ def main(folder: Path) -> None:
 
     if rank == 0:
         (folder / f"start-{starts}").touch()
-    tell(first=run.step)
+    tell(first=run.step, ranks=ranks)
     for step, batch in run.batches(DataLoader(rows, batch_size=8, shuffle=True), STEPS):
         loss = (model(batch) - batch.sin()).square().mean()
         loss.backward()

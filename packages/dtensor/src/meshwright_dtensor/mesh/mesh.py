@@ -26,6 +26,7 @@ from meshwright_dtensor._torch.groups import (
 from meshwright_dtensor._torch.modes import without_functorch
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
+from meshwright_dtensor.mesh.start_store import start_store
 from meshwright_dtensor.utils.names import count_of
 from meshwright_dtensor.utils.process import report_last_to_torchrun, settle_at_exit
 
@@ -72,7 +73,7 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
         if kind == "cuda":
             atexit.register(_end_groups)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, **start_store())
         else:
             dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1)
     if timeout is not None:
