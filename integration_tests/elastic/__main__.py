@@ -1,38 +1,68 @@
-"""python -m integration_tests.elastic [--kills 200] [--seed 1]: kills from outside of whole elastic runs, one run after another."""
+"""python -m integration_tests.elastic [--kills 200] [--hosts 10] [--seed 1]: whole elastic runs, killed from outside.
+
+--hosts: how often a host of a run on two hosts is lost, and comes back (network namespaces; Linux, as root).
+"""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from .kills import losses, spread, torture
+from .kills import lines, losses, spread, torture
+from .lost_hosts import lose_hosts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m integration_tests.elastic", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--hosts", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    start, done, runs, worst = time.monotonic(), 0, 0, 0.0
     with tempfile.TemporaryDirectory() as parent:
         whole = Path(parent, "whole")
         whole.mkdir()
         torture(whole, 0, 0)
-        wanted = losses(whole)
-        while done < arguments.kills:
-            folder = Path(parent, str(runs))
-            folder.mkdir()
-            done += torture(folder, min(25, arguments.kills - done), arguments.seed + runs)
-            runs += 1
-            distances = [abs(a - b) / b for a, b in zip(losses(folder), wanted, strict=True)]
-            worst = max(worst, spread(folder), *distances)
-            print(
-                f"{done} kills, {runs} runs, largest distance of a loss {worst:.1e}, {time.monotonic() - start:.0f} s",
-                flush=True,
-            )
+        worst = kill_runs(Path(parent), arguments.kills, arguments.seed, losses(whole))
+        if arguments.hosts:
+            worst = max(worst, *lose(Path(parent), arguments.hosts, arguments.seed, losses(whole)))
     assert worst < 1e-4
+
+
+def kill_runs(parent: Path, kills: int, seed: int, wanted: list[float]) -> float:
+    """Kill runs so often; the largest relative distance of a loss."""
+    start, done, runs, worst = time.monotonic(), 0, 0, 0.0
+    while done < kills:
+        folder = parent / str(runs)
+        folder.mkdir()
+        done += torture(folder, min(25, kills - done), seed + runs)
+        runs += 1
+        worst = max(worst, distance(folder, wanted))
+        took = f"{time.monotonic() - start:.0f} s"
+        print(f"{done} kills, {runs} runs, largest distance of a loss {worst:.1e}, {took}", flush=True)
+    return worst
+
+
+def lose(parent: Path, count: int, seed: int, wanted: list[float]) -> Iterator[float]:
+    """Lose hosts so often, twice in a run; the largest relative distances of a loss."""
+    for number in range(0, count, 2):
+        folder, start = parent / f"hosts-{number}", time.monotonic()
+        folder.mkdir()
+        told = lose_hosts(folder, min(2, count - number), seed + number)
+        starts = [(line["first"], line["ranks"]) for line in lines(folder) if "first" in line]
+        yield distance(folder, wanted)
+        print(
+            f"hosts {', '.join(told)}; starts at step, on ranks: {starts}; {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+
+
+def distance(folder: Path, wanted: list[float]) -> float:
+    """Of the losses of a run from those wanted, and from each other where a step was done twice."""
+    distances = [abs(a - b) / b for a, b in zip(losses(folder), wanted, strict=True)]
+    return max(spread(folder), *distances)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,6 +22,9 @@ RANKS = 3
 def port() -> Any:
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     yield server.port
+    for thread in threading.enumerate():
+        if thread.name == "meshwright start":
+            thread.join(5)
     del server
 
 

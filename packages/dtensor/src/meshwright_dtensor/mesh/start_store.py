@@ -69,11 +69,12 @@ def _answer(store: Any, prefix: str, ranks: int) -> None:
     with suppress(RuntimeError):
         while missing:
             for rank in sorted(missing):
-                if store.check([f"{_REQUEST}{rank}"]):
-                    request = store.get(f"{_REQUEST}{rank}")
-                    if answered.get(rank) != request:
-                        answered[rank] = request
-                        store.set(_ANSWER + request.decode(), prefix)
+                asked = store.check([f"{_REQUEST}{rank}"])
+                request = store.get(f"{_REQUEST}{rank}") if asked else None
                 if store.check([f"{_JOINED}{prefix}/{rank}"]):
+                    # what it asks after that is for the next start
                     missing.remove(rank)
+                elif request is not None and answered.get(rank) != request:
+                    answered[rank] = request
+                    store.set(_ANSWER + request.decode(), prefix)
             time.sleep(POLL_SECONDS)
