@@ -151,12 +151,24 @@ def test_wrong_recipes_tell_all_their_errors(case: str) -> None:
     assert len(message.splitlines()) == (count if count == 1 else count + 1)
 
 
+_ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+"""A few lines that say 10^12 values."""
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
         ("a.toml", "steps = x\n", "a.toml is not TOML: Invalid value (at line 1"),
         ("a.yaml", "steps: [", "a.yaml is not YAML"),
         ("a.yaml", "- 3", "errors"),
+        ("a.yaml", "steps: 2001-99-99", "a.yaml is not YAML: month must be in"),
+        ("a.yaml", "model: &m {a: *m}", "line 1: a value contains itself"),
+        ("a.yaml", "[" * 100_000, "a.yaml is not YAML"),
+        ("a.yaml", _ALIASES, "it has more than 100000 values"),
+        ("a.toml", "steps = " + "[" * 100_000, "a.toml is not TOML"),
+        ("a.toml", "steps = " + "9" * 5000, "a.toml is not TOML"),
     ],
 )
 def test_files_that_are_none(name: str, text: str, expected: str) -> None:

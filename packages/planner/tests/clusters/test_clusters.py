@@ -69,6 +69,10 @@ def test_measured_machine_round_trips_and_loads_by_path(tmp_path: Path) -> None:
             {"links": [NVLINK, {**INFINIBAND, "size": 12}, {**INFINIBAND, "name": "spine"}]},
             "begins at rank 12",
         ),
+        (
+            {"links": [NVLINK, {**INFINIBAND, "size": 10**15 + 4}, {**INFINIBAND, "name": "spine"}]},
+            r"begins at rank 10{14}4, inside .*\(those begin at 0, 8, 16, 24, ",
+        ),
         ({"reserved_bytes": 10**12}, "reserved_bytes is 1000000000000, and memory_bytes .*: nothing is left"),
         (
             {"links": [{n: v for n, v in NVLINK.items() if n != "size"}, INFINIBAND]},
@@ -84,6 +88,15 @@ def test_error_of_a_wrong_file_names_the_field(tmp_path: Path, change: dict[str,
         cluster_of(str(tmp_path / "wrong.json"), HOST)
     with pytest.raises(UsageError, match=r"none\.json.*meshwright calibrate"):
         cluster_of("none.json", HOST)
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(0, ()), (3, ()), (5, (2, 5, 1)), (4, (4,)), (9, (1, 9))])
+def test_groups_of_a_level_begin_where_it_says(size: int, sizes: tuple[int, ...]) -> None:
+    level = LinkLevel("link", size, 1e-6, 1e9, sizes)
+    starts = level.groups(40)[:-1]
+    assert [rank for rank in range(40) if level.begins_at(rank)] == starts
+    if sizes:
+        assert starts[: len(sizes) + 1] == [sum(sizes[:n]) for n in range(len(sizes) + 1)]
 
 
 def test_binary_file_is_rejected(tmp_path: Path) -> None:

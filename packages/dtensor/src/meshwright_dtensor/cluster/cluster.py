@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import accumulate, chain, pairwise, product, repeat, takewhile
 from typing import Annotated
 
 from pydantic import Field
@@ -47,14 +47,25 @@ class LinkLevel:
     bandwidth_Bps: Positive
     sizes: tuple[Count, ...] = ()
 
+    def starts(self) -> Iterator[int]:
+        """The first rank of each group of this level, without end; 0 alone where it joins all ranks."""
+        if not self.sizes and not self.size:
+            return iter((0,))
+        last = self.sizes[-1] if self.sizes else self.size
+        return accumulate(chain(self.sizes, repeat(last)), initial=0)
+
     def groups(self, ranks: int) -> list[int]:
         """The first rank of each group of this level among `ranks` ranks, and `ranks` itself."""
-        bounds, number = [0], 0
-        while bounds[-1] < ranks:
-            size = self.sizes[min(number, len(self.sizes) - 1)] if self.sizes else self.size
-            bounds.append(min(ranks, bounds[-1] + size) if size else ranks)
-            number += 1
-        return bounds
+        return [*takewhile(lambda rank: rank < ranks, self.starts()), ranks]
+
+    def begins_at(self, rank: int) -> bool:
+        """Whether `rank` is the first of a group of this level."""
+        if not self.sizes:
+            return rank % self.size == 0 if self.size else rank == 0
+        named = sum(self.sizes)
+        if rank > named:
+            return (rank - named) % self.sizes[-1] == 0
+        return rank in (0, *accumulate(self.sizes))
 
     def members(self, stride: int, degree: int, ranks: int) -> int:
         """The fewest ranks of an axis group (`degree` ranks with this `stride`) in one group of this level; `degree` if

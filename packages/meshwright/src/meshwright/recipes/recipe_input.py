@@ -19,6 +19,9 @@ from meshwright_dtensor.utils.schema_errors import fields_at, path_text, problem
 Places = dict[tuple[str, ...], str]
 """Path of a field -> where it was written."""
 
+MAX_VALUES = 100_000
+"""In a recipe of YAML, whose aliases could make of a few lines more than fits in memory."""
+_DEPTH = 16
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 _TOML = re.compile(r"\s*(?:\[([\w.\" -]+)\]|([\w.\"-]+)\s*=)")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -86,7 +89,8 @@ def _read(path: Path) -> tuple[dict[str, Any], Places]:
         return _yaml(path, text)
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    # ValueError: its own, and of numbers and dates that there are not
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"{path} is not TOML: {error}") from error
     places: Places = {}
     table: tuple[str, ...] = ()
@@ -100,7 +104,9 @@ def _read(path: Path) -> tuple[dict[str, Any], Places]:
 
 def _with_outer(path: tuple[str, ...], place: str, places: Places) -> Places:
     """The place of a field, and of the tables around it where they have none."""
-    return {path: place} | {path[:n]: place for n in range(1, len(path)) if path[:n] not in places}
+    return {path: place} | {
+        path[:n]: place for n in range(1, min(len(path), _DEPTH)) if path[:n] not in places
+    }
 
 
 def _yaml(path: Path, text: str) -> tuple[dict[str, Any], Places]:
@@ -113,9 +119,26 @@ def _yaml(path: Path, text: str) -> tuple[dict[str, Any], Places]:
             yield (*outer, str(key.value)), f"{path}, line {key.start_mark.line + 1}"
             yield from places(value, (*outer, str(key.value)))
 
+    def count(node: Any, outer: tuple[int, ...]) -> int:
+        """The values in a node, with what it refers to written out at each place."""
+        if id(node) in outer:
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a value contains itself")
+        if id(node) not in counts:
+            inner = (
+                [x for pair in node.value for x in pair] if isinstance(node, yaml.MappingNode) else node.value
+            )
+            parts = inner if isinstance(node, yaml.CollectionNode) else ()
+            counts[id(node)] = 1 + sum(count(part, (*outer, id(node))) for part in parts)
+        return counts[id(node)]
+
+    counts: dict[int, int] = {}
     try:
-        node, data = yaml.compose(text), _numbers(yaml.safe_load(text))
-    except yaml.YAMLError as error:
+        node = yaml.compose(text)
+        if node is not None and count(node, ()) > MAX_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_VALUES} values")
+        data = _numbers(yaml.safe_load(text))
+    # ValueError: of numbers and dates that there are not
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     return (data if isinstance(data, dict) else {}), dict(places(node, ()))
 

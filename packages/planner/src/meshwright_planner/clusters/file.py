@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -95,11 +95,11 @@ def _check_nested(levels: Sequence[LinkLevel]) -> None:
             continue
         # sizes repeat their last, so a few of the outer groups are enough
         until = sum(outer.sizes) + 2 * (outer.sizes[-1] if outer.sizes else outer.size)
-        cut = sorted(set(outer.groups(until)[:-1]) - set(inner.groups(until)))
+        cut = [rank for rank in outer.groups(until)[:-1] if not inner.begins_at(rank)]
         if cut:
             raise ValueError(
                 f"links: a group of {outer.name!r} begins at rank {cut[0]}, inside of a group of {inner.name!r} (those begin at "
-                f"{', '.join(map(str, inner.groups(until)[:4]))}, ...); a level must hold whole groups of the one inside of it"
+                f"{', '.join(map(str, islice(inner.starts(), 4)))}, ...); a level must hold whole groups of the one inside of it"
             )
 
 

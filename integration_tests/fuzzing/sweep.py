@@ -1,0 +1,71 @@
+"""Reads many changed inputs of a format, in bounded memory; an error must be one of ours."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+
+from meshwright_dtensor.errors import MeshwrightError
+
+from .formats import Format
+
+SECONDS = 5.0
+"""An input that takes longer hangs."""
+MEMORY = 1 << 30
+"""Bytes of address space that reading may take beyond what the process has."""
+
+
+@dataclass
+class Found:
+    """What reading gave. `wrong`: kind of a failure -> how often, and the first input with its trace."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: dict[str, tuple[int, bytes, str]] = field(default_factory=dict)
+    slowest: float = 0.0
+
+
+def fuzz(form: Format, inputs: int, seed: int) -> Found:
+    """Read the right inputs and so many changed ones."""
+    found, choose = Found(), random.Random(seed)
+    for data in form.right:
+        form.read(data)
+    with bounded_memory():
+        for _ in range(inputs):
+            _one(form, form.changed(choose), found)
+    return found
+
+
+def _one(form: Format, data: bytes, found: Found) -> None:
+    start, kind, trace = time.process_time(), "read", ""
+    try:
+        form.read(data)
+    except MeshwrightError:
+        kind = "refused"
+    except Exception as error:
+        # of what they hold there may be no memory left
+        traceback.clear_frames(error.__traceback__)
+        kind, trace = f"{type(error).__name__}: {str(error)[:60]}", traceback.format_exc()
+    took = time.process_time() - start
+    found.slowest = max(found.slowest, took)
+    if took > SECONDS:
+        kind, trace = "slow", f"{took:.1f} s"
+    found.counts[kind] += 1
+    if trace:
+        count, first, told = found.wrong.get(kind, (0, data, trace))
+        found.wrong[kind] = (count + 1, first, told)
+
+
+class bounded_memory:
+    """Inside, the process cannot take more than `MEMORY` bytes of address space beyond what it has."""
+
+    def __enter__(self) -> None:
+        pages = int(open("/proc/self/statm").read().split()[0])
+        self._before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, self._before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, self._before)
