@@ -202,7 +202,7 @@ def _dcp(folder: Path) -> Format:
     model, path = _model(), folder / "dcp"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=path, no_dist=True)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
     file = path / ".metadata"
     right = file.read_bytes()
     plain = pickle.dumps({"a": [1, 2.0, "x", (None, True)], "b": {3}})

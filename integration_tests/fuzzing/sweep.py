@@ -6,8 +6,10 @@ import random
 import resource
 import time
 import traceback
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from meshwright_dtensor.errors import MeshwrightError
 
@@ -33,7 +35,8 @@ def fuzz(form: Format, inputs: int, seed: int) -> Found:
     found, choose = Found(), random.Random(seed)
     for data in form.right:
         form.read(data)
-    with bounded_memory():
+    with warnings.catch_warnings(), bounded_memory():
+        warnings.simplefilter("ignore")
         for _ in range(inputs):
             _one(form, form.changed(choose), found)
     return found
@@ -63,7 +66,7 @@ class bounded_memory:
     """Inside, the process cannot take more than `MEMORY` bytes of address space beyond what it has."""
 
     def __enter__(self) -> None:
-        pages = int(open("/proc/self/statm").read().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
         self._before = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, self._before[1]))
 

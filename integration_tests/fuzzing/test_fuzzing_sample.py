@@ -7,7 +7,7 @@ import pytest
 from .formats import Format, formats
 from .sweep import MEMORY, fuzz
 
-INPUTS = 400
+INPUTS = 150
 
 
 @pytest.mark.slow

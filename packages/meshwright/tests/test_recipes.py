@@ -168,6 +168,7 @@ _ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a.yaml", "[" * 100_000, "a.yaml is not YAML"),
         ("a.yaml", _ALIASES, "it has more than 100000 values"),
         ("a.toml", "steps = " + "[" * 100_000, "a.toml is not TOML"),
+        ("a.toml", "a" + ".a" * 5000 + " = 1", "nested more than 16 deep"),
         ("a.toml", "steps = " + "9" * 5000, "a.toml is not TOML"),
     ],
 )

@@ -22,6 +22,7 @@ Places = dict[tuple[str, ...], str]
 MAX_VALUES = 100_000
 """In a recipe of YAML, whose aliases could make of a few lines more than fits in memory."""
 _DEPTH = 16
+"""Of tables and lists."""
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 _TOML = re.compile(r"\s*(?:\[([\w.\" -]+)\]|([\w.\"-]+)\s*=)")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -48,6 +49,7 @@ def read_recipe(words: Sequence[str]) -> Recipe:
             path = tuple(match[1].split("."))
             _set(data, path, match[2])
             places |= _with_outer(path, word, places)
+    _check_depth(data, name)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -59,6 +61,20 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     lines = [f"{field}: {', or '.join(rules)}" for field, rules in told.items()]
     head = f"{name}: {count_of(len(lines), 'error')}\n  " if len(lines) > 1 else ""
     raise RecipeError(head + "\n  ".join(lines))
+
+
+def _check_depth(data: Any, name: str) -> None:
+    level = [data]
+    for _ in range(_DEPTH):
+        level = [x for table in level if isinstance(table, dict | list) for x in _inner(table)]
+    if level:
+        raise RecipeError(
+            f"{name}: tables and lists are nested more than {_DEPTH} deep; no field of a recipe is"
+        )
+
+
+def _inner(table: Any) -> Any:
+    return table.values() if isinstance(table, dict) else table
 
 
 def _told(item: Any, places: Places, name: str) -> tuple[str, str]:
