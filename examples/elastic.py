@@ -38,7 +38,7 @@ data = torch.randn(24, 16)
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 model = mw.auto_parallelize(Model(), data[:8])  # a plan for the ranks that there are now
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-run = mw.elastic("elastic-run", model=model, optimizer=optimizer, every=2)
+run = mw.elastic("elastic-run", model=model, optimizer=optimizer, interval=2)
 for step, batch in run.batches(loader, STEPS):
     if step == lost:
         break

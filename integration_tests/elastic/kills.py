@@ -91,10 +91,10 @@ def _kill(folder: Path, job: subprocess.Popen[bytes], rank: int | None) -> None:
     pids = {path.name: int(path.read_text() or 0) for path in folder.glob("pid-*")}
     for name in pids:
         (folder / name).unlink()
-    one = pids.get(f"pid-{rank}", 0)
-    if not one:
+    only = pids.get(f"pid-{rank}", 0)
+    if not only:
         os.kill(job.pid, signal.SIGKILL)
-    for pid in [one] if one else filter(None, pids.values()):
+    for pid in [only] if only else filter(None, pids.values()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

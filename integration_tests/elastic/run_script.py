@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     run = mw.elastic(
-        folder / "run", model=model, optimizer=optimizer, state={"scheduler": scheduler}, every=EVERY
+        folder / "run", model=model, optimizer=optimizer, state={"scheduler": scheduler}, interval=EVERY
     )
 
     def tell(**what: Any) -> None:

@@ -25,15 +25,15 @@ def main() -> int:
             if arguments.only and not any(part in name for part in arguments.only):
                 continue
             start = time.monotonic()
-            found = fuzz(form, arguments.inputs, arguments.seed)
-            fine = f"{found.counts['read']} read, {found.counts['refused']} refused, slowest {found.slowest:.2f} s"
+            outcome = fuzz(form, arguments.inputs, arguments.seed)
+            fine = f"{outcome.counts['read']} read, {outcome.counts['refused']} refused, slowest {outcome.slowest:.2f} s"
             print(
-                f"{name}: {fine}, {len(found.wrong)} kinds of failures; {time.monotonic() - start:.0f} s",
+                f"{name}: {fine}, {len(outcome.wrong)} kinds of failures; {time.monotonic() - start:.0f} s",
                 flush=True,
             )
-            for kind, (count, data, trace) in found.wrong.items():
+            for kind, (count, data, trace) in outcome.wrong.items():
                 print(f"  {count} x {kind}\n  first: {data[:300]!r}\n{trace[-1500:]}", flush=True)
-            wrong += len(found.wrong)
+            wrong += len(outcome.wrong)
     return int(wrong > 0)
 
 

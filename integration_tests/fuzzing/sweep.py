@@ -18,11 +18,11 @@ from .formats import Format
 SECONDS = 5.0
 """An input that takes longer hangs."""
 MEMORY = 1 << 30
-"""Bytes of address space that reading may take beyond what the process has."""
+"""Bytes of address space that reading may take more than the process has."""
 
 
 @dataclass
-class Found:
+class Outcome:
     """What reading gave. `wrong`: kind of a failure -> how often, and the first input with its trace."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -30,19 +30,19 @@ class Found:
     slowest: float = 0.0
 
 
-def fuzz(form: Format, inputs: int, seed: int) -> Found:
+def fuzz(form: Format, inputs: int, seed: int) -> Outcome:
     """Read the right inputs and so many changed ones."""
-    found, choose = Found(), random.Random(seed)
+    outcome, choose = Outcome(), random.Random(seed)
     for data in form.right:
         form.read(data)
     with warnings.catch_warnings(), bounded_memory():
         warnings.simplefilter("ignore")
         for _ in range(inputs):
-            _one(form, form.changed(choose), found)
-    return found
+            _one(form, form.changed(choose), outcome)
+    return outcome
 
 
-def _one(form: Format, data: bytes, found: Found) -> None:
+def _one(form: Format, data: bytes, outcome: Outcome) -> None:
     start, kind, trace = time.process_time(), "read", ""
     try:
         form.read(data)
@@ -53,17 +53,17 @@ def _one(form: Format, data: bytes, found: Found) -> None:
         traceback.clear_frames(error.__traceback__)
         kind, trace = f"{type(error).__name__}: {str(error)[:60]}", traceback.format_exc()
     took = time.process_time() - start
-    found.slowest = max(found.slowest, took)
+    outcome.slowest = max(outcome.slowest, took)
     if took > SECONDS:
         kind, trace = "slow", f"{took:.1f} s"
-    found.counts[kind] += 1
+    outcome.counts[kind] += 1
     if trace:
-        count, first, told = found.wrong.get(kind, (0, data, trace))
-        found.wrong[kind] = (count + 1, first, told)
+        count, first, told = outcome.wrong.get(kind, (0, data, trace))
+        outcome.wrong[kind] = (count + 1, first, told)
 
 
 class bounded_memory:
-    """Inside, the process cannot take more than `MEMORY` bytes of address space beyond what it has."""
+    """Inside, the process cannot take more than `MEMORY` bytes of address space more."""
 
     def __enter__(self) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

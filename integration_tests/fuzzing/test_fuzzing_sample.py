@@ -14,9 +14,9 @@ INPUTS = 150
 def test_changed_files_give_our_errors() -> None:
     with formats() as all_formats:
         for name, form in all_formats.items():
-            found = fuzz(form, INPUTS, seed=7)
-            assert not found.wrong, (name, found.wrong)
-            assert found.counts["refused"] > INPUTS // 10, name
+            outcome = fuzz(form, INPUTS, seed=7)
+            assert not outcome.wrong, (name, outcome.wrong)
+            assert outcome.counts["refused"] > INPUTS // 10, name
 
 
 def _reader(kind: str) -> Format:

@@ -62,7 +62,7 @@ def trained(
     kind: str = "shuffled",
     lost: int = STEPS,
     killed: int = -1,
-    every: int = 3,
+    interval: int = 3,
 ) -> tuple[dict[int, float], int]:
     """Losses by step until the ranks are `lost`, and the signal; rank 0 has SIGTERM in step `killed`."""
     mw.init()
@@ -71,7 +71,9 @@ def trained(
     mw.parallelize(model, ParallelPlan(world_size=size, degrees={"dp": size}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-    run = mw.elastic(folder, model=model, optimizer=optimizer, state={"scheduler": scheduler}, every=every)
+    run = mw.elastic(
+        folder, model=model, optimizer=optimizer, state={"scheduler": scheduler}, interval=interval
+    )
     losses = {}
     for step, batch in run.batches(loader_of(kind), STEPS):
         if step == lost:
@@ -127,13 +129,13 @@ def unrestored(rank: int, size: int, folder: str) -> tuple[dict[int, float], int
 def test_wrong_calls(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="every=0 is not a number of steps"):
-        mw.elastic(tmp_path / "run", model=model, every=0)
+    with pytest.raises(UsageError, match="interval=0 is not a number of steps"):
+        mw.elastic(tmp_path / "run", model=model, interval=0)
     with pytest.raises(UsageError, match=r"state\['rate'\] is a float"):
         mw.elastic(tmp_path / "run", model=model, state={"rate": 0.1})
     with pytest.raises(UsageError, match="keep_last=0"):
         mw.elastic(tmp_path / "run", model=model, keep_last=0)
-    run = mw.elastic(tmp_path / "run", model=model, state={"optimizer": optimizer}, every=1)
+    run = mw.elastic(tmp_path / "run", model=model, state={"optimizer": optimizer}, interval=1)
     with pytest.raises(UsageError, match="list has no batch"):
         next(run.batches([], 2))
     steps = run.steps(3)
@@ -150,11 +152,11 @@ def test_wrong_calls(tmp_path: Path) -> None:
 
 def test_another_loader_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    for _, _ in mw.elastic(tmp_path / "short", model=model, every=1).batches([1, 2, 3, 4], 4):
+    for _, _ in mw.elastic(tmp_path / "short", model=model, interval=1).batches([1, 2, 3, 4], 4):
         pass
     with pytest.raises(UsageError, match="4 batches of the epoch were taken before, and it has 2"):
         next(mw.elastic(tmp_path / "short", model=model).batches([1, 2], 5))
-    for _, _ in mw.elastic(tmp_path / "placed", model=model, every=1).batches(Counted(), 2):
+    for _, _ in mw.elastic(tmp_path / "placed", model=model, interval=1).batches(Counted(), 2):
         pass
     with pytest.raises(UsageError, match="and this list has none"):
         next(mw.elastic(tmp_path / "placed", model=model).batches([1, 2], 5))
@@ -162,7 +164,7 @@ def test_another_loader_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_loop(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    run = mw.elastic(tmp_path / "run", model=model, every=1)
+    run = mw.elastic(tmp_path / "run", model=model, interval=1)
     (tmp_path / "run").write_text("a file")
     with pytest.raises(CheckpointError):
         list(run.steps(3))

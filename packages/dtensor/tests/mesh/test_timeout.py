@@ -1,4 +1,4 @@
-"""How long collectives wait for other ranks, in the world and in all groups that are made of it."""
+"""How long collectives wait for other ranks, in the world and in its groups."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def elastic(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     state: Mapping[str, Any] | None = None,
-    every: int = 100,
+    interval: int = 100,
     keep_last: int | None = 2,
     keep_every: int | None = None,
 ) -> ElasticLoop:
@@ -43,14 +43,16 @@ def elastic(
         folder: of checkpoints, a path or a URL of fsspec that every rank sees; "step-N" in it is written after step N.
         model, optimizer: as for `mw.save`, on a plan for the ranks that there are now.
         state: name -> object with state_dict() and load_state_dict(), such as a scheduler; equal on all ranks.
-        every: steps between two checkpoints, which are written in the background.
+        interval: steps between two checkpoints, which are written in the background.
         keep_last, keep_every: see `mw.save`.
 
     Raises:
         UsageError: an argument is wrong, or the folder is that of another loop.
         CheckpointError: a checkpoint cannot be read; see `mw.load`.
     """
-    return ElasticLoop(folder, model, optimizer, dict(state or {}), every, Retention(keep_last, keep_every))
+    return ElasticLoop(
+        folder, model, optimizer, dict(state or {}), interval, Retention(keep_last, keep_every)
+    )
 
 
 class ElasticLoop:
@@ -67,18 +69,18 @@ class ElasticLoop:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         state: dict[str, Any],
-        every: int,
+        interval: int,
         retention: Retention,
     ) -> None:
-        if type(every) is not int or every < 1:
-            raise UsageError(f"every={every!r} is not a number of steps; pass at least 1")
+        if type(interval) is not int or interval < 1:
+            raise UsageError(f"interval={interval!r} is not a number of steps; pass at least 1")
         for name, owner in state.items():
             if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
                 rule = "has no state_dict() and load_state_dict()"
                 raise UsageError(f"state[{name!r}] is a {type(owner).__name__}, which {rule}")
         self.step = self.received = 0
         self._folder, self._model, self._optimizer, self._state = folder, model, optimizer, state
-        self._every, self._retention, self._ranks = every, retention, Ranks()
+        self._interval, self._retention, self._ranks = interval, retention, Ranks()
         self._saving: SaveHandle | None = None
         self._batches: _Batches | None = None
         self._place: dict[str, Any] | None = None
@@ -88,7 +90,7 @@ class ElasticLoop:
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of `total`, counted from 0.
 
-        A checkpoint is written after every `every`-th step, after the last, and when a rank has received SIGTERM or SIGINT:
+        A checkpoint is written after each `interval` of steps, after the last, and when a rank has received SIGTERM or SIGINT:
         the loop then ends after the step, and `received` says so. What follows the loop runs when it is written.
 
         Raises:
@@ -108,7 +110,7 @@ class ElasticLoop:
                     self.received = arrived()
                     if self._ranks.size > 1:
                         ((_, self.received),) = extremes([self.received], self._ranks.group)
-                    if self.received or self.step == total or self.step % self._every == 0:
+                    if self.received or self.step == total or self.step % self._interval == 0:
                         self._save()
             self._wait()
         finally:

@@ -69,10 +69,10 @@ def _answer(store: Any, prefix: str, ranks: int) -> None:
     with suppress(RuntimeError):
         while missing:
             for rank in sorted(missing):
-                asked = store.check([f"{_REQUEST}{rank}"])
-                request = store.get(f"{_REQUEST}{rank}") if asked else None
+                key = f"{_REQUEST}{rank}"
+                request = store.get(key) if store.check([key]) else None
                 if store.check([f"{_JOINED}{prefix}/{rank}"]):
-                    # what it asks after that is for the next start
+                    # a request after that is one of the next start
                     missing.remove(rank)
                 elif request is not None and answered.get(rank) != request:
                     answered[rank] = request

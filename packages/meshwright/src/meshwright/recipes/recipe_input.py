@@ -136,7 +136,7 @@ def _yaml(path: Path, text: str) -> tuple[dict[str, Any], Places]:
             yield from places(value, (*outer, str(key.value)))
 
     def count(node: Any, outer: tuple[int, ...]) -> int:
-        """The values in a node, with what it refers to written out at each place."""
+        """The values in a node, with aliases written out at each place."""
         if id(node) in outer:
             raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a value contains itself")
         if id(node) not in counts:
