@@ -68,14 +68,7 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
         )
     settle_at_exit()
     if not dist.is_initialized():
-        # small messages between ranks need no accelerator, and do not wait for one
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "cpu:gloo" if here else "gloo"
-        if kind == "cuda":
-            atexit.register(_end_groups)
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, **start_store())
-        else:
-            dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1)
+        _join(kind)
     if timeout is not None:
         set_timeout(timeout)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -85,6 +78,18 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def _join(kind: str) -> None:
+    """Make the default process group."""
+    # small messages between ranks need no accelerator, and do not wait for one
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "cpu:gloo" if torch.cuda.is_available() else "gloo"
+    if kind == "cuda":
+        atexit.register(_end_groups)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, **start_store())
+    else:
+        dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1)
 
 
 def _end_groups() -> None:

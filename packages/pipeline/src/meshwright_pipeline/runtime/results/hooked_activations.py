@@ -60,6 +60,6 @@ class HookedActivations:
             raise UnsupportedError(
                 f"a loss is computed from {what}, which a forward hook has kept. In a pipeline it is an activation of one stage "
                 "and of one microbatch, and its graph ends with the step: compute this part of the loss in the forward of the "
-                "model, or return from the forward what it is computed from (and compute all of the loss outside of the "
+                "model, or return its operands from the forward (and compute all of the loss outside of the "
                 "model), or plan without pp"
             )
