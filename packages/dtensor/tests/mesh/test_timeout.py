@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright_dtensor._torch.groups import new_group
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import build_mesh, group_over, init
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
+@contextmanager
+def waiting(seconds: float) -> Iterator[None]:
+    """Inside, collectives wait so long; the ranks of a pool are used again."""
+    world = dist.group.WORLD
+    before = world._get_backend(torch.device("cpu")).options._timeout
+    init(timeout=seconds)
+    try:
+        yield
+    finally:
+        init(timeout=before.total_seconds())
+
+
 def timeouts(rank: int, size: int) -> list[timedelta]:
-    init(timeout=7)
+    with waiting(7):
+        return timeouts_of_groups(size)
+
+
+def timeouts_of_groups(size: int) -> list[timedelta]:
     mesh = build_mesh(ParallelPlan(world_size=size, degrees={"dp": 2, "tp": 2, "cp": 1}))
     groups = [None, *(mesh.get_group(axis) for axis in ("dp", "tp", "cp")), group_over(mesh, ("dp", "tp"))]
     groups[0] = dist.group.WORLD
@@ -24,12 +43,13 @@ def timeouts(rank: int, size: int) -> list[timedelta]:
 
 
 def late(rank: int, size: int) -> float:
-    init(timeout=1.5)
-    mesh = build_mesh(ParallelPlan(world_size=size, degrees={"dp": 2}))
+    with waiting(1.5):
+        # a group of its own, whose members are the world's
+        group = new_group(range(size))
     start = time.monotonic()
     if rank == 0:
         with pytest.raises(RuntimeError, match="imed out"):
-            dist.all_reduce(torch.ones(1), group=mesh.get_group("dp"))
+            dist.all_reduce(torch.ones(1), group=group)
     return time.monotonic() - start
 
 
