@@ -31,7 +31,7 @@ def elastic(
     keep_last: int | None = 2,
     keep_every: int | None = None,
 ) -> ElasticLoop:
-    """A loop that is started again after any end, with any number of ranks, and goes on (a collective call).
+    """A loop that is started again after any end, with any number of ranks, and goes on (a collective call)::
 
         run = mw.elastic("run", model=model, optimizer=optimizer, state={"scheduler": scheduler})
         for step, batch in run.batches(loader, 1000):
