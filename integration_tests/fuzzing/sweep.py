@@ -8,6 +8,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,13 +64,13 @@ def _one(form: Format, data: bytes, outcome: Outcome) -> None:
         outcome.wrong[kind] = (count + 1, first, told)
 
 
-class bounded_memory:
-    """Inside, the process cannot take more than `MEMORY` bytes of address space more."""
-
-    def __enter__(self) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        self._before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, self._before[1]))
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, self._before)
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Inside, the process cannot take more than `MEMORY` bytes of address space in addition to its own."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

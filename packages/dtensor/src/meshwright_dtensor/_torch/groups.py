@@ -38,8 +38,8 @@ def set_timeout(seconds: float) -> None:
 
 def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """`group`, whose operations wait as long as those of the default group; torch would give it half an hour, or ten minutes."""
-    for kind in ("cpu", "cuda"):
-        device, world = torch.device(kind), dist.distributed_c10d._get_default_group()
+    world = dist.distributed_c10d._get_default_group()
+    for device in map(torch.device, ("cpu", "cuda")):
         if device in world._device_types and device in group._device_types:
             options = getattr(world._get_backend(device), "options", None)
             if options is not None:

@@ -25,23 +25,20 @@ class HookedActivations:
     @contextlib.contextmanager
     def step(self, model: nn.Module, own: Mapping[nn.Module, frozenset[int]]) -> Iterator[None]:
         """Inside, stages run forwards and backwards. `own`: each module -> ids of the forward hooks that are ours."""
-        hooked = {}
-        for module, ours in own.items():
-            before = len(pre_hooks_of(module)) > len(weight_hooks(module))
-            after = bool(hooks_of(module).keys() - ours)
-            if before or after:
-                name = next(name for name, other in model.named_modules() if other is module)
-                hooked[module] = (name, before, after)
+        # looked at in every step, so the modules without hooks cost two lookups each
+        before = [m for m in own if (hooks := pre_hooks_of(m)) and len(hooks) > len(weight_hooks(m))]
+        after = [m for m, ours in own.items() if hooks_of(m).keys() - ours]
+        hooked = {*before, *after}
+        names = {module: name for name, module in model.named_modules() if module in hooked} if hooked else {}
+        with_arguments, with_output = frozenset(before), frozenset(after)
 
         def arguments(module: nn.Module, args: Any) -> None:
-            name, before, _ = hooked.get(module, ("", False, False))
-            if before:
-                self._guard(f"an argument of module {name!r}", args)
+            if module in with_arguments:
+                self._guard(f"an argument of module {names[module]!r}", args)
 
         def output(module: nn.Module, _: Any, result: Any) -> None:
-            name, _, after = hooked.get(module, ("", False, False))
-            if after:
-                self._guard(f"the output of module {name!r}", result)
+            if module in with_output:
+                self._guard(f"the output of module {names[module]!r}", result)
 
         outer, self._in_step = self._in_step, True
         try:
