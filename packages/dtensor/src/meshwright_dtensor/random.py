@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +66,20 @@ def without_pieces() -> Iterator[None]:
         _WHOLE.reset(token)
 
 
+class Draws(threading.local):
+    """Who makes the draws of this thread: a compiled region takes its random numbers before it runs, in the order of its code.
+
+    Attributes:
+        taken: called with a function that makes one draw, it returns a tensor of that form; None lets each draw run at once.
+    """
+
+    taken: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
+
+
+DRAWS = Draws()
+"""Torch functions carry no context, so it is kept per thread."""
+
+
 def draw_full_then_slice(
     draw: Draw,
     shape: Sequence[int],
@@ -83,6 +99,33 @@ def draw_full_then_slice(
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
     give the same numbers. With `gaps` the tensor is not dense: torch fills a view of a larger one with other numbers.
     """
+    make = partial(
+        _draw,
+        draw,
+        shape,
+        dim_order,
+        dtype,
+        device,
+        box,
+        generator=generator,
+        piece_numel=piece_numel,
+        gaps=gaps,
+    )
+    return make() if DRAWS.taken is None else DRAWS.taken(make)
+
+
+def _draw(
+    draw: Draw,
+    shape: Sequence[int],
+    dim_order: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    box: boxes.Place,
+    *,
+    generator: torch.Generator | None,
+    piece_numel: int | None,
+    gaps: bool,
+) -> torch.Tensor:
     strides = boxes.strides_of(tuple(shape), tuple(dim_order), gaps)
     if gaps:
         piece_numel = None
@@ -141,7 +184,8 @@ def run_random(
     if kind == "fill":
         local, rest = args[0], args[1:]
         only_box = boxes.single_box(result.box)
-        if only_box == boxes.whole_box(result.shape) and boxes.dim_order_of(local) == result.dim_order:
+        whole = only_box == boxes.whole_box(result.shape) and boxes.dim_order_of(local) == result.dim_order
+        if whole and DRAWS.taken is None:
             return op(local, *rest, **kwargs)
         gaps = boxes.has_gaps(local, result.shape, result.dim_order)
         where = result.shape, result.dim_order, local.dtype, local.device, result.box

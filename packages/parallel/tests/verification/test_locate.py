@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from parallel_models import batch_of, make, plan_of
 
-from meshwright_dtensor.comm import collectives
+from meshwright_dtensor.comm import group_calls
 from meshwright_dtensor.errors import VerificationError
 from meshwright_dtensor.plan import ParameterRule
 from meshwright_dtensor.rules.composites.embedding import Embedding
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import VerificationReport, verify
 
-SOUND = collectives._all_reduce
+SOUND = group_calls.all_reduce
 
 
 def _unreduced(t: torch.Tensor, group: Any) -> torch.Tensor:
@@ -41,8 +41,8 @@ def faulty(rank: int, world_size: int, how: str) -> VerificationReport:
     changes: dict[str, Any] = {"parameters": rules[how]} if how in rules else {}
     plan = plan_of(degrees={"dp": 1, "tp": 2}, **changes)
     patches = {
-        "forward": mock.patch.object(collectives, "_all_reduce", _unreduced),
-        "backward": mock.patch.object(collectives, "_all_reduce", _unreduced_gradient),
+        "forward": mock.patch.object(group_calls, "all_reduce", _unreduced),
+        "backward": mock.patch.object(group_calls, "all_reduce", _unreduced_gradient),
         "vocabulary": mock.patch.object(Embedding, "local", _unmasked),
     }
     with patches[how]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
+from meshwright_dtensor.comm import group_calls
 from meshwright_dtensor.comm.log import CommLog, Site, record
 from meshwright_dtensor.sharding.intervals import Intervals, IntervalShard, chunk_intervals, intervals_of
 from meshwright_dtensor.sharding.states import State, format_state
@@ -123,9 +124,9 @@ class Step:
             if self.collective == "reduce_scatter":
                 return _scatterer(int(b), want, group)
             select = _selector(int(b), want[rank])
-            return select if a == "R" else (lambda t: select(_all_reduce(t, group)))
+            return select if a == "R" else (lambda t: select(group_calls.all_reduce(t, group)))
         if a == "P":
-            return lambda t: _all_reduce(t, group)
+            return lambda t: group_calls.all_reduce(t, group)
         # a Partial of a replicated value
         return (lambda t: t) if rank == 0 else _zeros_in_memory_of
 
@@ -148,18 +149,12 @@ def _zeros_in_memory_of(t: Tensor) -> Tensor:
     return t.new_zeros(extent).as_strided(t.shape, t.stride()) if t.numel() else torch.zeros_like(t)
 
 
-def _all_reduce(t: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = t.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group)
-    return out
-
-
 def _all_to_all(t: Tensor, source: int, target: int, n: int, group: dist.ProcessGroup) -> Tensor:
     shape = list(t.shape)
     shape[target] //= n
     send = torch.cat([c.reshape(-1) for c in t.chunk(n, target)])
-    received = torch.empty_like(send)
-    dist.all_to_all_single(received, send, group=group)
+    counts = [send.numel() // n] * n
+    received = group_calls.all_to_all(send, counts, counts, group)
     return torch.cat(received.view([n, *shape]).unbind(0), source)
 
 
@@ -222,11 +217,9 @@ def _gatherer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Mov
             t = torch.cat([t, t.new_zeros(pad)], dim)
         if chunks and all(size == 1 for size in t.shape[:dim]):
             # the chunks follow each other in memory
-            out = t.new_empty([*t.shape[:dim], n * longest, *t.shape[dim + 1 :]])
-            dist.all_gather_single(out.view(-1), t.contiguous().view(-1), group=group)
+            out = group_calls.all_gather(t, group, [*t.shape[:dim], n * longest, *t.shape[dim + 1 :]])
             return out if n * longest == total else out.narrow(dim, 0, total).contiguous()
-        parts = t.new_empty([n, *t.shape])
-        dist.all_gather_single(parts.view(-1), t.contiguous().view(-1), group=group)
+        parts = group_calls.all_gather(t, group)
         return _join([parts[rank].narrow(dim, at, size) for _, size, rank, at in pieces], dim)
 
     return gather
@@ -243,9 +236,7 @@ def _scatterer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Mo
         chunks = torch.cat([c.reshape(-1) for c in t.chunk(n, dim)])
         shape = list(t.shape)
         shape[dim] //= n
-        out = t.new_empty(shape)
-        dist.reduce_scatter_single(out.view(-1), chunks, group=group)
-        return out
+        return group_calls.reduce_scatter(chunks, group, shape)
 
     return scatter
 
@@ -309,12 +300,6 @@ def _swap(
     """Send ``send[r]`` to rank ``r``; return the tensors received, shaped as ``t`` but for these sizes of dims."""
     shapes = [[changed.get(d, n) for d, n in enumerate(t.shape)] for changed in sizes]
     counts = [math.prod(shape) for shape in shapes]
-    received = t.new_empty(sum(counts))
-    dist.all_to_all_single(
-        received,
-        torch.cat([x.reshape(-1) for x in send]),
-        output_split_sizes=counts,
-        input_split_sizes=[x.numel() for x in send],
-        group=group,
-    )
+    row = torch.cat([x.reshape(-1) for x in send])
+    received = group_calls.all_to_all(row, counts, [x.numel() for x in send], group)
     return [x.view(shape) for x, shape in zip(received.split(counts), shapes, strict=True)]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import any_autocast, dtensor_local, make_subclass, pytree
+from meshwright_dtensor._torch.functional import is_recorded
 from meshwright_dtensor._torch.modes import functorch_active, kept_dispatch_keys
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
@@ -287,6 +288,7 @@ def _make(
     pairs = [_layout_and_local(context, t) for t in tensors]
     layouts = [layout for layout, _ in pairs]
     name = function_name(func)
+    _check_not_recorded(name, pairs)
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
         return ViewWrite(func)
@@ -318,6 +320,15 @@ def _make(
         return fallback.Replicated(context, func, in_place)
     note(context, name, d.tier, layouts, d.reason)
     return program
+
+
+def _check_not_recorded(name: str, pairs: Sequence[tuple[Layout, Tensor]]) -> None:
+    """Refuse to derive a program for tensors that a compiler records: it would be kept, and its trial recorded too."""
+    if any(is_recorded(local) for _, local in pairs):
+        layouts = [layout for layout, _ in pairs]
+        raise UnsupportedError(
+            f"{name} on {layouts} runs for the first time while a compiler records the call around it"
+        )
 
 
 def _check_statistics(func: Function, args: Any, kwargs: Any) -> None:

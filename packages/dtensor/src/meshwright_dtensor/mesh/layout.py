@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from meshwright_dtensor._torch.core import dtensor_spec
+from meshwright_dtensor._torch.modes import without_modes
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.run_shard import RunShard
@@ -43,7 +44,9 @@ class Layout:
         self.replicated = all(s == "I" or s == "X" for s in states)
         self.region: Region = region_of(tuple(shape), context.sizes, context.coords, states)
         self.local_shape = torch.Size(region_shape(self.region))
-        self.template = torch.empty(shape, dtype=dtype, device="meta")
+        # layouts are kept: a mode of the caller, a compiler's for example, would be kept with them
+        with without_modes():
+            self.template = torch.empty(shape, dtype=dtype, device="meta")
 
     @property
     def mesh(self) -> DeviceMesh:

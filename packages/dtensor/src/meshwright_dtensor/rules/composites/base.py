@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright_dtensor.comm import group_calls
 from meshwright_dtensor.mesh.context import MeshContext, follow_call
 from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.sharding.boxes import Box, Interval, Region, chunk_box, region_of
@@ -95,10 +96,10 @@ class LocalContext:
     def all_reduce(
         self, tensor: torch.Tensor, axes: Sequence[int], phase: str, op: Any = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        """All-reduce ``tensor`` in place over these mesh axes, and record it."""
+        """``tensor``, which is overwritten, reduced over these mesh axes; the collectives are logged."""
         for axis in axes:
             follow_call(self.mesh, f"all_reduce over axis {axis}")
-            dist.all_reduce(tensor, op=op, group=self.group(axis))
+            tensor = group_calls.all_reduce_(tensor, self.group(axis), op)
             self.record("all_reduce", axis, tensor.nbytes, phase)
         return tensor
 

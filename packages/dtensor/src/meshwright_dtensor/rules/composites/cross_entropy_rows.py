@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from meshwright_dtensor._torch.functional import is_recorded
 from meshwright_dtensor.rules.composites.base import LocalContext
 
 ON_CPU, ELSEWHERE = 1 << 20, 256 << 20
@@ -153,6 +154,9 @@ class SharedRowsLoss(torch.autograd.Function):
         total = summed(logits, target, ignore)
         pair = torch.stack([total, _looked_up(target, ignore)[0].sum().to(total.dtype)])
         for number, axis in enumerate(axes):
+            if is_recorded(pair):
+                pair = ctx.all_reduce(pair, [axis], "forward")
+                continue
             work = dist.all_reduce(pair, group=ctx.group(axis), async_op=True)
             ctx.record("all_reduce", axis, pair.nbytes, "forward")
             if not number and early is not None and early():

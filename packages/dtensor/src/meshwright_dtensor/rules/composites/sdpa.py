@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor.comm.log import NOWHERE, Site
+from meshwright_dtensor.random import DRAWS
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
 from meshwright_dtensor.rules.composites.sdpa_context import local_attention, noise_of, shares_sequence
@@ -92,7 +93,7 @@ class ScaledDotProductAttention(Composite):
         def attend(tensors: list[torch.Tensor], site: Site = NOWHERE) -> torch.Tensor:
             q, k, v = tensors[:3]
             bias = tensors[3] if mask is not None else None
-            if not dropping:
+            if not dropping and not (p and DRAWS.taken is not None):
                 return F.scaled_dot_product_attention(
                     q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
                 )

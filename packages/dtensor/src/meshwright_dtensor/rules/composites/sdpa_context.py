@@ -13,7 +13,7 @@ from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.random import draw_full_then_slice
+from meshwright_dtensor.random import DRAWS, draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
@@ -120,16 +120,28 @@ def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Seque
 
     def draw(tensors: Sequence[Tensor]) -> Tensor:
         q = tensors[0]
+        forms: Sequence[Tensor | None] = ()
+        if q.device.type != "cpu":
+            of_mask = tensors[3] if ctx.node.args[3] is not None else None
+            forms = (*tensors[:3], of_mask)
+            if DRAWS.taken is not None:
+                # the draw is kept, and may not keep values
+                forms = [None if t is None else _form(t) for t in forms]
 
         def fill(full: Tensor) -> Tensor:
-            if full.device.type == "cpu":
+            if not forms:
                 return noise_(full, p)
-            of_mask = tensors[3] if ctx.node.args[3] is not None else None
-            return dropout_noise.attention_noise_(full, p, (*tensors[:3], of_mask), sizes, causal, scale)
+            return dropout_noise.attention_noise_(full, p, forms, sizes, causal, scale)
 
         return draw_full_then_slice(fill, shape, range(len(shape)), q.dtype, q.device, region)
 
     return draw
+
+
+def _form(t: Tensor) -> Tensor:
+    """A tensor of the same form without memory."""
+    form = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return form.requires_grad_(t.requires_grad)
 
 
 # ---- all-to-all to heads
