@@ -250,6 +250,7 @@ def test_the_text_is_readable() -> None:
         '    {"module": "layers.*", "function": "linear", "occurrence": 0, "inputs": [{"tp": "S(2)"}, null]}\n'
         "  ],\n"
         '  "recompute": [],\n'
+        '  "compile": [],\n'
         '  "predicted": {\n'
         '    "step_seconds": 0.25,\n'
         '    "compute_seconds": 0.125,\n'

@@ -8,6 +8,7 @@ from torch import nn
 
 from meshwright_dtensor._torch.modes import recordable, without_inference_mode
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.model.compiled import Uncompiled
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, discover
 from meshwright_dtensor.strategy import PlanKeywords, PlanRequest, with_plan_keywords
@@ -19,7 +20,7 @@ def plan(model: nn.Module, batch: Any, **keywords: Unpack[PlanKeywords]) -> Para
     """Plan how to parallelize `model` over the ranks of a cluster. The model is run once on fake tensors and left untouched.
 
     Args:
-        model: any module; its parameters may be on the meta device.
+        model: any module; its parameters may be on the meta device. Of `torch.compile(module)` it is the module, with compile=True.
         batch: one example of the GLOBAL batch: a dict of keyword arguments, a tuple of arguments, or a tensor.
         {keywords}
 
@@ -32,6 +33,13 @@ def plan(model: nn.Module, batch: Any, **keywords: Unpack[PlanKeywords]) -> Para
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    request = PlanRequest.of(keywords)
-    plans = discover().get(PlannerSpec, request.planner).load()().plan(model, recordable(batch), request)
+    taken = Uncompiled(model)
+    try:
+        if taken.patterns and keywords.get("compile") is None:
+            keywords["compile"] = taken.patterns
+        request = PlanRequest.of(keywords)
+        planner = discover().get(PlannerSpec, request.planner).load()()
+        plans = planner.plan(taken.model, recordable(batch), request)
+    finally:
+        taken.restore()
     return plans if request.top_k > 1 else plans[0]

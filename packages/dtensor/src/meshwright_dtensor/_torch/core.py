@@ -285,6 +285,19 @@ def compiled_by(module: torch.nn.Module) -> str | None:
     return "torch.compile" if wrapper or hasattr(module.forward, "_is_torch_compile") else None
 
 
+def wrapped_by_compile(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that `torch.compile(module)` has wrapped; None of another module."""
+    return module._modules["_orig_mod"] if "dynamo_ctx" in vars(module) else None
+
+
+def swap_compiled_call(module: torch.nn.Module, call: Any = None) -> Any:
+    """Give a module another compiled call (None: it runs as it is); returns what `module.compile()` has made of it."""
+    before = module._compiled_call_impl
+    if before is not call:
+        module._compiled_call_impl = call
+    return before
+
+
 def without_tracing(function: F) -> F:
     """Let torch.compile call a function instead of tracing it. torch.compiler.disable would import the compiler."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

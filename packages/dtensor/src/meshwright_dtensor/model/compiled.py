@@ -1,4 +1,7 @@
-"""Refuses compiled and scripted modules: a graph would take this rank's part of a value for the whole."""
+"""Models of `torch.compile`: taken out of it before they become parallel, and refused afterwards, as scripted ones always are.
+
+A graph of torch.compile would take this rank's part of a value for the whole; compiled regions do not.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,55 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from meshwright_dtensor._torch.core import COMPILED_ATTRIBUTES, compiled_by, without_tracing
+from meshwright_dtensor._torch.core import (
+    COMPILED_ATTRIBUTES,
+    compiled_by,
+    swap_compiled_call,
+    without_tracing,
+    wrapped_by_compile,
+)
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.model.blocks import blocks
+
+
+class Uncompiled:
+    """A model without torch.compile; it keeps what was taken out.
+
+    Attributes:
+        model: the module inside of `torch.compile(module)`, else the model itself.
+        patterns: names or patterns of the modules that were compiled; of a whole model its repeated blocks, "*" without any.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = wrapped_by_compile(model) or model
+        self._calls: list[tuple[nn.Module, Any]] = []
+        self._wrappers: list[tuple[nn.Module, str, nn.Module]] = []
+        names = [""] if self.model is not model else []
+        for name, module in list(self.model.named_modules()):
+            call = swap_compiled_call(module)
+            if call is not None:
+                names.append(name)
+                self._calls.append((module, call))
+            for key, child in list(module.named_children()):
+                inner = wrapped_by_compile(child)
+                if inner is not None:
+                    names.append(f"{name}.{key}" if name else key)
+                    self._wrappers.append((module, key, child))
+                    setattr(module, key, inner)
+        self.patterns = _block_patterns(self.model) if "" in names else tuple(dict.fromkeys(names))
+
+    def restore(self) -> None:
+        """Compile the modules again."""
+        for module, call in self._calls:
+            swap_compiled_call(module, call)
+        for module, key, child in self._wrappers:
+            setattr(module, key, child)
+
+
+def _block_patterns(model: nn.Module) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{name.rpartition('.')[0]}.*".lstrip(".") for name, _ in blocks(model))) or (
+        "*",
+    )
 
 
 def check_not_compiled(model: nn.Module) -> None:
@@ -37,8 +87,8 @@ def refuse_traced_call(*_: Any) -> None:
 @without_tracing
 def _refuse(subject: str = "torch.compile or torch.jit was given a parallel model") -> NoReturn:
     raise UnsupportedError(
-        f"{subject}: a graph would take this rank's part of a value for the whole, and compiled regions are not implemented "
-        "yet; use the ordinary module, without torch.compile and torch.jit"
+        f"{subject}: a graph would take this rank's part of a value for the whole; use the ordinary module, without torch.compile "
+        "and torch.jit, and give mw.plan compile=True, which compiles its repeated blocks"
     )
 
 

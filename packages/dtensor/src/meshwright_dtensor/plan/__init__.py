@@ -1,6 +1,7 @@
 """The parallel plan: how a model is parallelized, as a value that is read, edited, compared and saved as JSON. Torch-free."""
 
 from meshwright_dtensor.plan.fields import ActivationRule as ActivationRule
+from meshwright_dtensor.plan.fields import CompileRule as CompileRule
 from meshwright_dtensor.plan.fields import ContextSharing as ContextSharing
 from meshwright_dtensor.plan.fields import ExpertsRule as ExpertsRule
 from meshwright_dtensor.plan.fields import ParameterRule as ParameterRule

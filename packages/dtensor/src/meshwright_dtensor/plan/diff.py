@@ -20,6 +20,7 @@ def diff(old: PlanFields, new: PlanFields) -> list[str]:
 # lists whose entries are compared by name, so that a change of order does not hide other changes
 _KEYS: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": lambda rule: json.dumps(rule["pattern"]),
+    "compile": lambda rule: json.dumps(rule["pattern"]),
     "parameters": lambda rule: json.dumps(rule["pattern"]),
     "experts": lambda rule: json.dumps(rule["module"]),
     "activations": lambda rule: f"{json.dumps(rule['module'])} {rule['function']} #{rule['occurrence']}",

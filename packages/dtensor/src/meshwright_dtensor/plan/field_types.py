@@ -144,7 +144,7 @@ ParameterState = Annotated[StrictStr, AfterValidator(parameter_state)]
 ValueState = Annotated[StrictStr, AfterValidator(value_state)]
 States = Annotated[dict[Axis, ValueState], Frozen]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Given = StrictBool | StrictInt | Number | Text | Annotated[dict[Axis, Positive], Frozen]
+Given = StrictBool | StrictInt | Number | Text | Annotated[dict[Axis, Positive], Frozen] | tuple[Text, ...]
 
 
 class PlanMeta(ModelMetaclass):

@@ -160,6 +160,21 @@ class RecomputeRule(Model):
         return fnmatchcase(module, self.pattern)
 
 
+class CompileRule(Model):
+    """Modules whose calls run as compiled graphs (compiled regions).
+
+    pattern: a shell-style pattern on the module's full name; of nested modules that match, the outermost counts.
+    backend: "inductor" generates code; "aot_eager" runs the recorded operations one by one, to find faults.
+    """
+
+    pattern: Word
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+
+    def matches(self, module: str) -> bool:
+        """Whether the rule applies to this module."""
+        return fnmatchcase(module, self.pattern)
+
+
 class PipelineRule(Model):
     """The pipeline stages along the axis "pp", and how microbatches run through them.
 
@@ -274,6 +289,7 @@ class PlanFields(Model):
         activations: target states by call; the others are derived.
         context: how the sequence is sharded on the axis "cp"; None takes the defaults of ContextSharing.
         recompute: modules whose activations are recomputed in the backward pass; the first rule that matches counts.
+        compile: modules whose calls run as compiled graphs; the first rule that matches counts.
         experts: modules whose experts are sharded along the axis "ep" and get their tokens sent; without that axis,
             each data rank runs them on its local tokens. If none is named, modules that a probe finds when the plan is
             applied.
@@ -291,6 +307,7 @@ class PlanFields(Model):
     activations: tuple[ActivationRule, ...] = ()
     context: ContextSharing | None = None
     recompute: tuple[RecomputeRule, ...] = ()
+    compile: tuple[CompileRule, ...] = ()
     experts: tuple[ExpertsRule, ...] = ()
     pipeline: PipelineRule | None = None
     predicted: Prediction | None = None

@@ -69,6 +69,8 @@ def _head(plan: PlanFields) -> Part:
         yield f"  precision: computed in {computed}, gradients added up in {reduced}"
     for recomputed in plan.recompute:
         yield f"  recomputed: {recomputed.pattern} ({recomputed.policy})"
+    for compiled in plan.compile:
+        yield f"  compiled: {compiled.pattern}{'' if compiled.backend == 'inductor' else f' ({compiled.backend})'}"
 
 
 def _parameters(plan: PlanFields) -> Part:

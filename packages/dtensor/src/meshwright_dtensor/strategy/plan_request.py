@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from types import MappingProxyType
@@ -63,7 +63,7 @@ class PlanKeywords(TypedDict, total=False):
     microbatches: int | None
     schedule: str | None
     recompute: str | None
-    compile: str | bool | None
+    compile: bool | str | Sequence[str] | None
     keep_user_sharding: bool
 
 
@@ -99,7 +99,8 @@ class PlanRequest:
         schedule: name of a registered pipeline schedule; None searches all that are installed.
         recompute: "full", "alternate" or "selective" for every repeated block (see plan.RecomputeRule), or a pattern of module
             names, recomputed in full; None recomputes only if nothing else fits the memory, in a pipeline stage by stage.
-        compile: refused, nothing executes it yet.
+        compile: True runs the calls of every repeated block as compiled graphs (torch's inductor); or a pattern of module names,
+            or several. What cannot be compiled runs as it is, and `regions` says why. None or False compiles nothing.
         keep_user_sharding: keep parameters as `mark_sharding` placed them and plan around that; False searches freely.
     """
 
@@ -127,7 +128,7 @@ class PlanRequest:
     microbatches: int | None = None
     schedule: str | None = None
     recompute: str | None = None
-    compile: str | bool | None = None
+    compile: bool | str | Sequence[str] | None = None
     keep_user_sharding: bool = True
 
     def __post_init__(self) -> None:
@@ -319,8 +320,11 @@ def _names(request: PlanRequest, axes: Collection[str]) -> Iterator[str]:
             f"recompute={request.recompute!r} is none of 'full', 'alternate', 'selective' and a pattern of module names; give "
             "one, or leave it out: then blocks are recomputed only if memory requires it"
         )
-    if request.compile is not None:
-        yield f"compile={request.compile!r}: nothing executes it yet, it needs compiled regions; leave it out"
+    if not _says_what_to_compile(request.compile):
+        yield (
+            f"compile={request.compile!r} is neither True, for every repeated block, nor a pattern of module names, nor a list of "
+            "patterns; give one, or leave it out"
+        )
     for name, kind in (("cost_model", "cost model"), ("schedule", "schedule")):
         value = getattr(request, name)
         if value is not None and not _is_name(value):
@@ -335,3 +339,9 @@ def _names(request: PlanRequest, axes: Collection[str]) -> Iterator[str]:
                 f"{axis}={degree}: no installed strategy owns the axis {axis!r} (installed axes: "
                 f"{', '.join(sorted(axes)) or 'none'}); install a distribution that registers one, or leave {axis} out"
             )
+
+
+def _says_what_to_compile(value: Any) -> bool:
+    """Whether it is a bool, None, a pattern of module names, or several."""
+    patterns = value if isinstance(value, (list, tuple)) else (value,)
+    return isinstance(value, bool | None) or (bool(patterns) and all(map(_is_name, patterns)))

@@ -15,6 +15,7 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.model.blocks import parameter_units
 from meshwright_dtensor.model.precision import DTYPES
+from meshwright_dtensor.plan import CompileRule
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Link, ModelSizes, SearchRequest, Strategy, Survey
 from meshwright_planner.cost.cost_models import CheckedModel, priced
@@ -64,6 +65,7 @@ class Setting:
         stage: ZeRO stage, pinned by the user; 0 where it is searched.
         precision: a name of plan.PrecisionRule in which the model is computed; None is its own.
         recompute: a policy or a pattern (see plan), pinned by the user; None is searched.
+        compiled: modules whose calls run compiled; costs are those of calls that do not.
         sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
         time_budget: seconds that the search may take; None is no limit.
         cost_model: predicts the seconds of operations and collectives; None uses the cluster's own figures.
@@ -86,6 +88,7 @@ class Setting:
     precision: str | None = None
     sequence_parallel: bool | None = None
     recompute: str | None = None
+    compiled: tuple[CompileRule, ...] = ()
     time_budget: float | None = None
     cost_model: CheckedModel | None = None
     request: Mapping[str, Any] = field(default_factory=dict)

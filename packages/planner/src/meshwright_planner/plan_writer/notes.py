@@ -67,6 +67,7 @@ def plan_of(
         parameters=tuple(parameters),
         activations=tuple(activations),
         recompute=candidate.recompute,
+        compile=setting.compiled,
         predicted=Prediction(
             step_seconds=candidate.step_seconds,
             compute_seconds=candidate.compute_seconds,

@@ -23,6 +23,7 @@ from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.context import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.problem import marked
+from meshwright_planner.plan_writer.compile_rules import compile_rules
 from meshwright_planner.plan_writer.notes import plan_of, reasons
 from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.explore import Choice, explore
@@ -136,6 +137,7 @@ class EagerPlanner(Planner):
             stage=request.zero or 0,
             precision=request.precision,
             recompute=request.recompute,
+            compiled=compile_rules(model, request.compile),
             sequence_parallel=request.sequence_parallel,
             time_budget=request.time_budget,
             cost_model=cost_model_of(request.cost_model, cluster, host),
