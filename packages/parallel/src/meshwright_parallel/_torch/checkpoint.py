@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -52,6 +54,34 @@ def selective_checkpointing() -> bool:
     """Whether torch's selective checkpointing counts the ops that run here: it requires the same ops in both runs."""
     modes = range(torch._C._len_torch_dispatch_stack())
     return any(isinstance(torch._C._get_dispatch_stack_at(i), _SELECTIVE) for i in modes)
+
+
+Notes = dict[Any, list[Any]]
+
+
+def notes_of_checkpoint() -> tuple[Notes, Counter[Any] | None] | None:
+    """Notes on the calls of the checkpointed region that runs here, kept as long as the region; None outside of all.
+
+    The second value is None in the first run of the region, and counts the calls of each second run.
+    """
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    if pair is None:
+        return None
+    pack = inspect.unwrap(pair[0])
+    variables = dict(
+        zip(pack.__code__.co_freevars, [cell.cell_contents for cell in pack.__closure__ or ()], strict=True)
+    )
+    if pack.__qualname__.startswith("_checkpoint_hook."):
+        return variables["frame"].__dict__.setdefault(_NOTES, {}), None
+    if pack.__qualname__.startswith("_recomputation_hook."):
+        frame = variables["target_frame_ref"]().__dict__
+        return frame.setdefault(_NOTES, {}), frame.setdefault(_AGAIN, {}).setdefault(
+            variables["gid"], Counter()
+        )
+    return None
+
+
+_NOTES, _AGAIN = "_meshwright_notes", "_meshwright_again"
 
 
 class _Choice:

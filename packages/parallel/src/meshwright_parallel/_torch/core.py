@@ -179,6 +179,21 @@ def module_parts(module: torch.nn.Module) -> dict[str, Any]:
     return {name: vars(module)[name] for name in _PARTS if name in vars(module)}
 
 
+def own_children(module: torch.nn.Module) -> dict[str, Any]:
+    """The dict of the modules that are attributes of a module."""
+    return module._modules
+
+
+def own_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """The dicts of the hooks of a module, forward and backward."""
+    return [
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ]
+
+
 _PARTS = tuple(name for name, value in vars(torch.nn.Module()).items() if isinstance(value, (dict, set)))
 PARAMETERS, BUFFERS = "_parameters", "_buffers"
 """Keys of the parameters and buffers of the module itself in `module_parts`."""

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor._torch.modes import recordable, without_inference_mode
 from meshwright_dtensor.mesh.mesh import init
+from meshwright_dtensor.model.compiled import Uncompiled
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.stored.gather import whole_value
@@ -40,6 +41,10 @@ def auto_parallelize(
     """
     init()
     host = same_plugins(plugins)
+    taken = Uncompiled(model)
+    model = taken.model
+    if taken.patterns and keywords.get("compile") is None:
+        keywords["compile"] = taken.patterns
     check_model(model)
     if keywords.get("world_size") is None:
         keywords["world_size"] = dist.get_world_size()

@@ -27,10 +27,10 @@ from meshwright_dtensor.dispatch.planned_calls import install_targets
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.mesh.mesh import build_mesh, init, live_process_groups
-from meshwright_dtensor.model.compiled import refuse_compiling
+from meshwright_dtensor.model.compiled import Uncompiled, refuse_compiling
 from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
 from meshwright_dtensor.model.wrapped import refuse_wrapping
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan import CompileRule, ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
 from meshwright_dtensor.sharding.states import States
@@ -38,6 +38,7 @@ from meshwright_dtensor.stages.whole_model import show_all_stages
 from meshwright_dtensor.stored.permuted import install_true_order
 from meshwright_dtensor.tensor.replaced import replace_tensor
 from meshwright_dtensor.trace.one_device import show_one_device
+from meshwright_parallel.compile.install import install_regions
 from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.engine.grad_reduction import install_reduction, make_groups
 from meshwright_parallel.engine.unshard import install_compute_copies
@@ -62,7 +63,8 @@ def parallelize(
 
     Args:
         model: an ordinary module, the same on every rank, or built inside `deferred_init()`. Its parameters are replaced:
-            make optimizers afterwards, from `model.parameters()`.
+            make optimizers afterwards, from `model.parameters()`. What `torch.compile` was called with is compiled as a region
+            (`compile=True`), and the module inside of it is returned.
         plan: from a planner, a file or by hand. `model.parallel_plan` holds it afterwards.
         batch: an example of the model's arguments (a dict of keywords, a tuple of arguments or a tensor). It is checked
             against the plan, and not run.
@@ -78,8 +80,20 @@ def parallelize(
             plans.
         PluginError: a strategy of the plan is not installed.
     """
+    init()
+    taken = Uncompiled(model)
+    if taken.patterns and not plan.compile:
+        plan = plan.replace(compile=tuple(CompileRule(pattern=pattern) for pattern in taken.patterns))
+    try:
+        return _applied(taken.model, plan, batch, same_plugins(plugins))
+    except BaseException:
+        taken.restore()
+        raise
+
+
+def _applied(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost) -> nn.Module:
+    """`parallelize`, of a model without torch.compile."""
     device = init()
-    host = same_plugins(plugins)
     world_size = dist.get_world_size()
     check_model(model)
     fit = check_fit(model, plan, batch, host, world_size)
@@ -113,6 +127,7 @@ def parallelize(
     for strategy in strategies:
         strategy.attach(model, mesh, inner)
     install_local_tokens(model, local_tokens)
+    install_regions(model, inner)
     install_compute_copies(model, mesh, inner, strategies)
     # a pipeline keeps gradients in other memory until the end of the step
     install_reduction(model, mesh, BucketSizes(BUCKET_BYTES, reuse=division is None))

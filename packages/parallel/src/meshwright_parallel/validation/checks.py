@@ -27,6 +27,7 @@ from meshwright_dtensor.strategy.resolve import parameter_states, resolve_strate
 from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_parallel._torch.core import gradient_hooks, map_tensors
+from meshwright_parallel.compile.install import compiled_modules
 from meshwright_parallel.placement.inputs import input_states, placement_of, size_of
 from meshwright_parallel.placement.stage_plan import StagePlan, split_plan
 from meshwright_parallel.recompute.checkpoint import recomputed_modules
@@ -66,6 +67,7 @@ def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost
     states = _stored_states(model, part.plan, part.strategies)
     _check_plan(model, part, batch, states)
     recomputed_modules(model, part.plan)
+    compiled_modules(model, part.plan)
     if part.outer is None or any(degree > 1 for degree in part.plan.degrees.values()):
         check_dense(model)
     if part.outer is not None:

@@ -59,6 +59,9 @@ def _count(arguments: dict[str, Any]) -> float:
 class GlueMode(TorchFunctionMode):
     """Intercepts torch functions that code between units calls, not those that units call."""
 
+    # what a unit computes may be one compiled call
+    over_compiled_regions = True
+
     def __init__(self) -> None:
         super().__init__()
         self._paused = 0

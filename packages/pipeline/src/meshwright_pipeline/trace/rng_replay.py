@@ -281,6 +281,9 @@ class RngReplay:
 class ReplayMode(TorchDispatchMode):
     """Inside, random operations of the model return the numbers of one device."""
 
+    # compiled regions draw their numbers outside of their graphs, in the order of the code
+    over_compiled_regions = True
+
     def __init__(self, replay: RngReplay) -> None:
         super().__init__()
         self.replay = replay

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline._torch import during_module_calls, hooks_of, pre_hooks_of, weight_hooks
+from meshwright_pipeline._torch import during_module_calls, hooks_of, pre_hooks_of
 from meshwright_pipeline.pytrees import tensors_of
 
 
@@ -26,7 +26,7 @@ class HookedActivations:
     def step(self, model: nn.Module, own: Mapping[nn.Module, frozenset[int]]) -> Iterator[None]:
         """Inside, stages run forwards and backwards. `own`: each module -> ids of the forward hooks that are ours."""
         # looked at in every step, so the modules without hooks cost two lookups each
-        before = [m for m in own if (hooks := pre_hooks_of(m)) and len(hooks) > len(weight_hooks(m))]
+        before = [m for m in own if (hooks := pre_hooks_of(m)) and not all(map(_is_ours, hooks.values()))]
         after = [m for m, ours in own.items() if hooks_of(m).keys() - ours]
         hooked = {*before, *after}
         names = {module: name for name, module in model.named_modules() if module in hooked} if hooked else {}
@@ -60,3 +60,10 @@ class HookedActivations:
                 "model, or return its operands from the forward (and compute all of the loss outside of the "
                 "model), or plan without pp"
             )
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a forward pre-hook keeps no activation: one of meshwright, or of torch.nn.utils, which computes a weight."""
+    return type(hook).__module__.startswith("torch.nn.utils.") or getattr(hook, "__module__", "").startswith(
+        "meshwright_"
+    )

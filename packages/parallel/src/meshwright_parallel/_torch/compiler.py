@@ -1,0 +1,215 @@
+"""Private names of torch's compiler: AOTAutograd, which records a function with its backward pass, and inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.nn.modules import module as _module
+
+Tensor = torch.Tensor
+Backend = Literal["inductor", "aot_eager"]
+Compiled = Callable[..., Any]
+
+
+class _NotRun(Exception):
+    """A compiled graph is called for the first time, while it is being compiled."""
+
+
+class AotFunction:
+    """A function of tensors that returns tensors, recorded by AOTAutograd with its backward pass and compiled.
+
+    Args:
+        function: takes and returns tensors of fixed shapes, strides, dtypes and requires_grad.
+        check: called with the graph of each pass, the forward first.
+        check_joint: called with the graph of both passes together, if there is a backward pass.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        check: Callable[[fx.GraphModule], None],
+        check_joint: Callable[[fx.GraphModule], None],
+    ) -> None:
+        from torch._functorch import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        self._compiling = True
+        compiler = _inductor if backend == "inductor" else _as_recorded
+
+        def forward(graph: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+            check(graph)
+            return self._boxed(compiler(graph, examples, False))
+
+        def backward(graph: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+            check(graph)
+            return compiler(graph, examples, True)
+
+        def partition(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            check_joint(graph)
+            if backend == "inductor":
+                from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+                joint_graph_passes(graph)
+                options["compiler"] = "inductor"
+            return min_cut_rematerialization_partition(graph, inputs, **options)
+
+        with _backward_at_once():
+            self._function = aot_autograd.aot_function(
+                function,
+                fw_compiler=forward,  # type: ignore[arg-type]
+                bw_compiler=backward,  # type: ignore[arg-type]
+                inference_compiler=forward,  # type: ignore[arg-type]
+                partition_fn=partition,
+                decompositions=_decompositions() if backend == "inductor" else None,
+            )
+
+    def _boxed(self, run: Compiled) -> Compiled:
+        def boxed(values: list[Any]) -> Any:
+            if self._compiling:
+                raise _NotRun
+            return run(values)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    def compile(self, examples: Sequence[Tensor]) -> None:
+        """Record and compile, and do not run."""
+        from torch._inductor import config as inductor
+
+        with (
+            inductor.patch(fallback_random=True),
+            _nothing_donated(),
+            _without_saved_hooks(),
+        ):
+            with suppress(_NotRun):
+                self._function(*examples)
+        self._compiling = False
+
+    def __call__(self, values: Sequence[Tensor]) -> Any:
+        """The results; autograd records one node."""
+        return self._function(*values)
+
+
+def _decompositions() -> dict[Any, Any]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def _inductor(graph: fx.GraphModule, examples: Sequence[Any], backward: bool) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(graph, examples, is_backward=backward)  # type: ignore[arg-type, return-value]
+
+
+def _as_recorded(graph: fx.GraphModule, examples: Sequence[Any], backward: bool) -> Compiled:
+    def run(values: list[Any]) -> Any:
+        mine = list(values)
+        values.clear()
+        return graph(*mine)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@contextmanager
+def _backward_at_once() -> Iterator[None]:
+    """Inside, functions are made whose backward pass is compiled together with the forward; torch does it at its first run."""
+    from torch._functorch import aot_autograd
+
+    config: Any = aot_autograd.AOTConfig  # type: ignore[attr-defined]
+    with _replaced(aot_autograd, "AOTConfig", partial(config, force_non_lazy_backward_lowering=True)):
+        yield
+
+
+@contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """Inside, backward passes are compiled that keep what was saved: a user may run one again (retain_graph=True).
+
+    torch's own switch, donated_buffer, is read once more when the pass runs, where it is that of the user.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    with _replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args, **kwargs: []):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextmanager
+def _without_saved_hooks() -> Iterator[None]:
+    """Inside, no hooks see the tensors that autograd saves."""
+    autograd: Any = torch._C._autograd
+    taken = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def modes_are_on() -> bool:
+    """Whether a mode of the caller has to see torch functions or operations."""
+    core: Any = torch._C
+    modes = [core._get_dispatch_stack_at(i) for i in range(core._len_torch_dispatch_stack())]
+    modes += [core._get_function_stack_at(i) for i in range(core._len_torch_function_stack())]
+    return not all(getattr(mode, "over_compiled_regions", False) for mode in modes)
+
+
+def global_hooks() -> bool:
+    """Whether hooks for all modules are registered."""
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+def is_random_or_constant(node: fx.Node) -> str | None:
+    """What a node of a graph may not be: a random operation or a tensor that is no input; None of other nodes."""
+    if node.op == "get_attr":
+        return (
+            f"it computes with a tensor, {node.target}, that is neither an argument, a parameter nor a buffer"
+        )
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags and _probability(node) != 0.0:
+        return (
+            f"it draws random numbers by {node.target}, which depend on values or are not drawn on the mesh"
+        )
+    return None
+
+
+def _probability(node: fx.Node) -> Any:
+    """With which probability an operation drops elements: an attention with 0.0 draws no random numbers."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("dropout_p", 0.0) if "dropout_p" in names else None
+
+
+def collective_of(node: fx.Node) -> tuple[str, str, int] | None:
+    """(operation, group, elements of the local input) of a collective in a graph; None of other nodes."""
+    if node.op != "call_function" or getattr(node.target, "namespace", "") != "_c10d_functional":
+        return None
+    name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+    if name == "wait_tensor":
+        return None
+    value: Any = node.args[0]
+    return name, str(node.args[-1]), value.meta["val"].numel()

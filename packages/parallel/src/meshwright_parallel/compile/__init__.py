@@ -1,0 +1,1 @@
+"""Compiled regions: modules whose local programs run as compiled graphs."""

@@ -1,0 +1,140 @@
+"""The values of a call as a key and a list of tensors, and calls put together again from other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright_dtensor._torch.core import pytree
+from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
+from meshwright_parallel.compile.watches import IMMUTABLE
+
+Tensor = torch.Tensor
+_PLAIN = frozenset(IMMUTABLE)
+
+
+class CannotKey(Exception):
+    """A value that a compiled graph cannot take; the text says which."""
+
+
+def key_of(value: Any, tensors: list[Any]) -> Any:
+    """What is equal for values that one graph can take; their tensors are appended to `tensors`. Raises CannotKey."""
+    kind = type(value)
+    if kind is GlobalTensor:
+        tensors.append(value)
+        local = value._local
+        return (value._layout, local.stride(), local.requires_grad)
+    if kind is Tensor:
+        tensors.append(value)
+        return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+    if kind in _PLAIN:
+        return (kind, value.hex() if kind is float else value)
+    if kind is tuple or kind is list:
+        return (kind, *[key_of(item, tensors) for item in value])
+    if kind is dict:
+        return (dict, *[(name, key_of(item, tensors)) for name, item in value.items()])
+    if isinstance(value, Tensor):
+        raise CannotKey(f"an argument is a {kind.__name__}")
+    raise CannotKey(f"an argument is a {kind.__module__}.{kind.__qualname__}{_HINTS.get(kind.__name__, '')}")
+
+
+_HINTS = {"DynamicCache": " (the cache of generate(); train with use_cache=False)"}
+
+
+def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
+    """The same arguments with other tensors, in the order of `key_of`."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([with_tensors(item, tensors) for item in value])
+    if kind is dict:
+        return {name: with_tensors(item, tensors) for name, item in value.items()}
+    return value
+
+
+@dataclass
+class Outputs:
+    """The form of the result of a graph.
+
+    Attributes:
+        leaves: per leaf of the result (number of the tensor among those of the call, None) for an argument that is returned,
+            (None, layout) for a result of the graph (layout None: a plain tensor), or (None, _Constant) for a plain value.
+    """
+
+    leaves: list[tuple[int | None, Any]]
+    spec: Any
+
+    @staticmethod
+    def of(result: Any, arguments: list[Any]) -> tuple[Outputs, list[Tensor]]:
+        """The form of a result, and its local tensors. `arguments`: the tensors of the call. Raises CannotKey."""
+        leaves, spec = pytree.tree_flatten(result)
+        form: list[tuple[int | None, Any]] = []
+        locals_: list[Tensor] = []
+        numbers = {id(t): number for number, t in enumerate(arguments)}
+        of_locals = {id(t._local): number for number, t in enumerate(arguments) if type(t) is GlobalTensor}
+        for leaf in leaves:
+            number = numbers.get(id(leaf))
+            if number is None and type(leaf) is GlobalTensor:
+                number = of_locals.get(id(leaf._local))
+                if number is not None and arguments[number]._layout is not leaf._layout:
+                    raise CannotKey("it returns an argument under another layout")
+            if number is not None:
+                form.append((number, None))
+            elif isinstance(leaf, GlobalTensor):
+                if type(leaf) is not GlobalTensor:
+                    raise CannotKey("it returns a view of a value that had to be gathered")
+                form.append((None, leaf._layout))
+                locals_.append(leaf._local)
+            elif isinstance(leaf, Tensor):
+                form.append((None, None))
+                locals_.append(leaf)
+            elif isinstance(leaf, IMMUTABLE):
+                form.append((None, _Constant(leaf)))
+            else:
+                raise CannotKey(f"it returns a {type(leaf).__qualname__}")
+        return Outputs(form, spec), locals_
+
+    def build(self, results: list[Tensor], arguments: list[Any]) -> Any:
+        """The result, from the local tensors of a run and the tensors of its call."""
+        following = iter(results)
+        leaves: list[Any] = []
+        for number, form in self.leaves:
+            if number is not None:
+                leaves.append(arguments[number])
+            elif type(form) is _Constant:
+                leaves.append(form.value)
+            else:
+                local = next(following)
+                leaves.append(local if form is None else wrap(local, form))
+        return leaves[0] if self.spec.is_leaf() else pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+
+def local_parts(tensors: list[Any]) -> list[Tensor]:
+    """The local part of each tensor of a call."""
+    return [t._local if type(t) is GlobalTensor else t for t in tensors]
+
+
+def layouts_of(tensors: list[Any]) -> list[Layout | None]:
+    """The layout of each tensor of a call, None of a plain one."""
+    return [t._layout if type(t) is GlobalTensor else None for t in tensors]
+
+
+def relabelled(locals_: list[Tensor], layouts: list[Layout | None]) -> list[Any]:
+    """Global tensors with these local parts; plain tensors where the layout is None."""
+    return [
+        local if layout is None else wrap(local, layout)
+        for local, layout in zip(locals_, layouts, strict=True)
+    ]
+
+
+Run = Callable[..., Any]

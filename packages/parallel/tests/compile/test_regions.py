@@ -1,0 +1,555 @@
+"""Compiled regions: the numbers of the same calls uncompiled, whatever their Python reads and whatever changes between calls."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright_dtensor.errors import PlanError, UnsupportedError
+from meshwright_dtensor.plan import CompileRule, ParallelPlan, ParameterRule, ZeroRule
+from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_parallel import parallelize
+from meshwright_parallel.compile.install import regions_of
+from meshwright_parallel.compile.region import MAX_PROGRAMS
+from meshwright_parallel.compile.report import regions
+
+LAYOUTS = {"tp2": {"dp": 1, "tp": 2}, "dp2": {"dp": 2, "tp": 1}, "zero3": {"zero": 2}}
+WIDTH = 8
+FACTOR = 2.0
+SEEN: list[torch.Tensor] = []
+ACTIVATION: Callable[..., torch.Tensor] = F.gelu
+
+
+def plan(degrees: dict[str, int], pattern: str = "blocks.*", backend: str = "aot_eager") -> ParallelPlan:
+    return ParallelPlan(
+        world_size=2,
+        degrees=degrees,
+        zero=ZeroRule(stage=3) if "zero" in degrees else None,
+        parameters=(
+            ParameterRule(pattern="*up.weight", placement={"tp": "S(0)"}),
+            ParameterRule(pattern="*up.bias", placement={"tp": "S(0)"}),
+            ParameterRule(pattern="*down.weight", placement={"tp": "S(1)"}),
+        )
+        if "tp" in degrees
+        else (),
+        compile=(CompileRule(pattern=pattern, backend=backend),),
+    )
+
+
+class Block(nn.Module):
+    """A residual block; `body` computes what is added."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.25)
+        self.act: nn.Module = nn.GELU()
+        self.scale = 1.5
+        self.scales = [0.5, 0.25]
+        self.settings = Settings()
+        self.calls = 0
+        self.queue: deque[float] = deque()
+        self.plain = torch.ones(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(self, x)
+
+
+class Settings:
+    calls = 0
+
+    def __init__(self) -> None:
+        self.alpha = 0.5
+
+
+class Stack(nn.Module):
+    """Three blocks that are alike."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(Block(body) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            before, h = h, block(h)
+        # a block may have written to its argument
+        return h.pow(2).mean() + before.mean()
+
+
+def plain(block: Any, x: torch.Tensor) -> torch.Tensor:
+    h = block.dropout(block.act(block.up(block.norm(x))))
+    return x + torch.tanh(block.down(h)) * 0.5
+
+
+def scaled(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + block.down(block.act(block.up(x))) * block.scale
+
+
+def listed(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + block.down(block.act(block.up(x))) * block.scales[0]
+
+
+def configured(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + block.down(block.act(block.up(x))) * getattr(block.settings, "alpha", 1.0)
+
+
+def with_global(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + block.down(ACTIVATION(block.up(x))) * FACTOR
+
+
+def enclosed(value: list[float]) -> Callable[..., torch.Tensor]:
+    factor = value[0]
+
+    def body(block: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + block.down(block.act(block.up(x))) * factor
+
+    def change() -> None:
+        nonlocal factor
+        factor = 0.125
+
+    body.change = change  # type: ignore[attr-defined]
+    return body
+
+
+def counting(block: Any, x: torch.Tensor) -> torch.Tensor:
+    block.calls += 1
+    return x + block.down(block.act(block.up(x))) * block.calls
+
+
+def appending(block: Any, x: torch.Tensor) -> torch.Tensor:
+    block.scales.append(0.5)
+    return x + block.down(block.act(block.up(x))) * len(block.scales)
+
+
+def printing(block: Any, x: torch.Tensor) -> torch.Tensor:
+    print(end="")
+    return x + block.down(block.act(block.up(x)))
+
+
+def gambling(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if random.random() < 0.5 else x + block.down(block.act(block.up(x)))
+
+
+def timed(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + block.down(block.act(block.up(x))) * (1.0 if time.time() > 0 else 2.0)
+
+
+def valued(block: Any, x: torch.Tensor) -> torch.Tensor:
+    h = block.down(block.act(block.up(x)))
+    return x + h if x.sum().item() > 0 else x - h
+
+
+def with_tensor(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + block.down(block.act(block.up(x))) * block.plain
+
+
+def writing_buffer(block: Any, x: torch.Tensor) -> torch.Tensor:
+    block.mean.mul_(0.9).add_(0.1)
+    return x + block.down(block.act(block.up(x))) - block.mean
+
+
+def assigning_buffer(block: Any, x: torch.Tensor) -> torch.Tensor:
+    block.mean = block.mean * 0.9 + 0.1
+    return x + block.down(block.act(block.up(x))) - block.mean
+
+
+def writing_argument(block: Any, x: torch.Tensor) -> torch.Tensor:
+    x.mul_(0.5)
+    return x + block.down(block.act(block.up(x)))
+
+
+def viewing(block: Any, x: torch.Tensor) -> torch.Tensor:
+    h = x + block.down(block.act(block.up(x)))
+    return h.view(-1, WIDTH)[:, :].view(x.shape)
+
+
+def kept_result(block: Any, x: torch.Tensor) -> torch.Tensor:
+    h = block.down(block.act(block.up(x)))
+    block.last = h.detach()
+    return x + h
+
+
+def noting(block: Any, x: torch.Tensor) -> torch.Tensor:
+    h = block.down(block.act(block.up(x)))
+    block.settings.last = h.detach()
+    return x + h
+
+
+def queueing(block: Any, x: torch.Tensor) -> torch.Tensor:
+    block.queue.append(0.5)
+    return x + block.down(block.act(block.up(x))) * len(block.queue)
+
+
+def collecting(block: Any, x: torch.Tensor) -> torch.Tensor:
+    h = block.down(block.act(block.up(x)))
+    SEEN.append(h.detach())
+    return x + h * len(SEEN[:3])
+
+
+def class_counting(block: Any, x: torch.Tensor) -> torch.Tensor:
+    Settings.calls += 1
+    return x + block.down(block.act(block.up(x))) * (Settings.calls % 2)
+
+
+BODIES = {
+    name: body
+    for name, body in globals().items()
+    if callable(body) and getattr(body, "__annotations__", {}).get("block") == "Any"
+}
+COMPILED = "plain scaled listed configured with_global writing_buffer writing_argument viewing".split()
+"""Bodies that are compiled; the others run as they are."""
+
+
+def run(model: nn.Module, steps: int, change: Callable[[nn.Module, int], None], rows: int = 4) -> list[Any]:
+    """Losses and gradients of every step; `change` is called before each."""
+    torch.manual_seed(3)
+    random.seed(3)
+    SEEN.clear()
+    Settings.calls = 0
+    results = []
+    for step in range(steps):
+        change(model, step)
+        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(x)
+        loss.backward()
+        gradients = {}
+        for name, p in model.named_parameters():
+            g: Any = p.grad
+            gradients[name] = (
+                None if g is None else (g.full_tensor() if hasattr(g, "full_tensor") else g).clone()
+            )
+            p.grad = None
+        results.append((torch.tensor(loss.item()), gradients))
+    return results
+
+
+def nothing(model: nn.Module, step: int) -> None:
+    pass
+
+
+def same(results: list[Any], others: list[Any]) -> None:
+    for (loss, gradients), (expected, wanted) in zip(results, others, strict=True):
+        torch.testing.assert_close(loss, expected)
+        assert {n for n, g in gradients.items() if g is None} == {n for n, g in wanted.items() if g is None}
+        for name, g in gradients.items():
+            if g is not None:
+                torch.testing.assert_close(g, wanted[name])
+
+
+def trained(
+    body: Callable[..., Any], layout: str, steps: int = 4, change: Any = nothing, backend: str = "aot_eager"
+) -> nn.Module:
+    """Compare a compiled model with one device; returns it."""
+    torch.manual_seed(0)
+    model = Stack(body)
+    reference = copy.deepcopy(model)
+    model = parallelize(model, plan(LAYOUTS[layout], backend=backend))
+    same(run(model, steps, change), run(reference, steps, change))
+    return model
+
+
+def _body(rank: int, size: int, name: str, layout: str) -> list[tuple[int, int, Any]]:
+    model = trained(BODIES[name], layout)
+    return [(row.compiled, row.other, row.reasons) for row in regions(model).rows]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", BODIES)
+def test_results_are_those_of_one_device(rank_pool: RankPool, name: str, layout: str) -> None:
+    for rows in rank_pool.run(2, _body, name, layout):
+        compiled, _, reasons = rows[0]
+        assert (compiled > 0) == (name in COMPILED), rows
+        assert name in COMPILED or reasons
+
+
+def _inductor(rank: int, size: int, layout: str) -> Any:
+    model = trained(plain, layout, backend="inductor")
+    return [(row.modules, row.graphs, row.compiled, row.reasons) for row in regions(model).rows]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero3"])
+def test_inductor_runs_blocks_that_are_alike_by_one_graph(rank_pool: RankPool, layout: str) -> None:
+    for rows in rank_pool.run(2, _inductor, layout):
+        # two of twelve calls show what the code reads
+        assert rows == [(3, 1, 10, ())]
+
+
+def change_scale(model: Any, step: int) -> None:
+    if step == 3:
+        model.blocks[1].scale = 0.25
+
+
+def change_item(model: Any, step: int) -> None:
+    if step == 3:
+        model.blocks[1].scales[0] = 0.75
+
+
+def change_settings(model: Any, step: int) -> None:
+    if step == 3:
+        model.blocks[2].settings.alpha = 0.75
+
+
+def change_global(model: Any, step: int) -> None:
+    globals()["FACTOR"] = 0.5 if step >= 3 else 2.0
+
+
+def change_function(model: Any, step: int) -> None:
+    globals()["ACTIVATION"] = F.relu if step >= 3 else F.gelu
+
+
+def change_mode(model: Any, step: int) -> None:
+    model.train(step < 3)
+
+
+def change_dropout(model: Any, step: int) -> None:
+    model.blocks[0].dropout.p = 0.25 if step < 3 else 0.5
+
+
+def freeze(model: Any, step: int) -> None:
+    model.blocks[1].up.weight.requires_grad_(step < 3)
+
+
+def replace_module(model: Any, step: int) -> None:
+    if step == 3:
+        model.blocks[1].act = nn.ReLU()
+
+
+def replace_forward(model: Any, step: int) -> None:
+    if step == 3:
+        model.blocks[1].act.forward = F.relu
+
+
+def replace_method(model: Any, step: int) -> None:
+    if step == 3:
+        model.blocks[1].body = scaled
+
+
+def add_hook(model: Any, step: int) -> None:
+    if step == 3:
+        model.blocks[1].up.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def add_own_hook(model: Any, step: int) -> None:
+    if step == 3:
+        model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "attribute": (scaled, change_scale),
+    "item of a list": (listed, change_item),
+    "attribute of an object": (configured, change_settings),
+    "global": (with_global, change_global),
+    "global function": (with_global, change_function),
+    "mode": (plain, change_mode),
+    "dropout": (plain, change_dropout),
+    "frozen parameter": (plain, freeze),
+    "module": (plain, replace_module),
+    "forward of a module inside": (plain, replace_forward),
+    "function in an attribute": (plain, replace_method),
+    "hook inside": (plain, add_hook),
+    "hook": (plain, add_own_hook),
+}
+
+
+def _changed(rank: int, size: int, name: str) -> int:
+    body, change = CHANGES[name]
+    model = trained(body, "tp2", steps=7, change=change)
+    return sum(row.compiled for row in regions(model).rows)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_the_code_reads_is_seen(rank_pool: RankPool, name: str) -> None:
+    for compiled in rank_pool.run(2, _changed, name):
+        assert compiled >= 7
+
+
+def _enclosed(rank: int, size: int) -> int:
+    body: Any = enclosed([2.0])
+    torch.manual_seed(0)
+    model = Stack(body)
+    reference = copy.deepcopy(model)
+    model = parallelize(model, plan(LAYOUTS["tp2"]))
+    before = run(model, 3, nothing), run(reference, 3, nothing)
+    body.change()
+    after = run(model, 3, nothing), run(reference, 3, nothing)
+    same(*before)
+    same(*after)
+    assert after[0][0][0] != before[0][0][0]
+    return sum(row.compiled for row in regions(model).rows)
+
+
+def test_a_variable_of_an_enclosing_function_is_watched(rank_pool: RankPool) -> None:
+    assert min(rank_pool.run(2, _enclosed)) >= 7
+
+
+def _lengths(rank: int, size: int) -> tuple[int, int, Any]:
+    torch.manual_seed(0)
+    model = Stack(plain).eval()
+    reference = copy.deepcopy(model)
+    model = parallelize(model, plan(LAYOUTS["tp2"]))
+    for rows in [*range(2, 52), *range(2, 52)]:
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(model(x).item(), reference(x).item())
+    (row,) = [row for row in regions(model).rows if row.module == "blocks.0"]
+    return row.graphs, row.compiled, row.reasons
+
+
+def test_many_shapes_make_few_graphs(rank_pool: RankPool) -> None:
+    for graphs, compiled, reasons in rank_pool.run(2, _lengths):
+        assert 0 < graphs <= MAX_PROGRAMS and compiled > 0
+        assert "pad the batches" in reasons[0][0]
+
+
+def _twice(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = Stack(scaled)
+    reference = copy.deepcopy(model)
+    model = parallelize(model, plan(LAYOUTS["tp2"], backend="inductor"))
+    x = torch.randn(4, 6)
+    for each in (model, reference):
+        for _ in range(3):
+            each(x).backward()
+        loss = each(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    assert regions(model).rows[0].compiled
+    with pytest.raises(RuntimeError, match="double backward"):
+        (gradient,) = torch.autograd.grad(model(x), [model.first.weight], create_graph=True)
+        gradient.sum().backward()
+
+
+def test_a_graph_can_be_kept_for_a_second_backward_pass(rank_pool: RankPool) -> None:
+    rank_pool.run(2, _twice)
+
+
+class TwoResults(nn.Module):
+    """Blocks of two results; the second needs parameters of its own."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair(shared) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, main: bool = True, side: bool = False) -> torch.Tensor:
+        others = []
+        for block in self.blocks:
+            x, other = block(x)
+            others.append(other)
+        loss = x.pow(2).mean() if main else 0.0
+        return loss + sum(o.mean() for o in others[:1]) if side else loss  # type: ignore[return-value]
+
+
+class Pair(nn.Module):
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        side = torch.sigmoid(F.gelu(self.up(x))).tanh()
+        return (x * torch.sigmoid(self.down(side if self.shared else x)), side)
+
+
+def _results(rank: int, size: int, shared: bool) -> Any:
+    torch.manual_seed(0)
+    model = TwoResults(shared)
+    reference = copy.deepcopy(model)
+    model = parallelize(model, plan(LAYOUTS["dp2"]))
+    x = torch.randn(4, WIDTH)
+    for each in (model, reference):
+        for _ in range(4):
+            each.zero_grad()
+            each(x).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    if shared:
+        with pytest.raises(UnsupportedError, match="leave this module out of compile="):
+            model(x, main=False, side=True).backward()
+    return regions(model).rows[0]
+
+
+def test_a_parameter_without_a_gradient_gets_none(rank_pool: RankPool) -> None:
+    for row in rank_pool.run(2, _results, False):
+        assert row.compiled == 0 and "different parameters" in row.reasons[0][0]
+    for row in rank_pool.run(2, _results, True):
+        assert row.compiled > 0
+
+
+def _copied(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = parallelize(Stack(scaled), plan(LAYOUTS["tp2"]))
+    x = torch.randn(4, 6)
+    for _ in range(3):
+        model(x).backward()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    expected = model(x).item()
+    for _ in range(3):
+        assert other(x).item() != expected
+    assert model(x).item() == expected
+    ours = {id(region) for region in regions_of(model).values()}
+    assert not ours & {id(region) for region in regions_of(other).values()}
+
+
+def test_a_copied_model_has_regions_of_its_own(rank_pool: RankPool) -> None:
+    rank_pool.run(2, _copied)
+
+
+def _unmatched(rank: int, size: int) -> None:
+    with pytest.raises(PlanError, match=r"compile\[0\].pattern"):
+        parallelize(Stack(scaled), plan(LAYOUTS["tp2"], pattern="layers.*"))
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(rank_pool: RankPool) -> None:
+    rank_pool.run(2, _unmatched)
+
+
+class Checkpointed(Stack):
+    """The same blocks, each run again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=self.reentrant)
+        return h.pow(2).mean()
+
+
+def _checkpointed(rank: int, size: int, reentrant: bool, layout: str) -> int:
+    torch.manual_seed(0)
+    model = Checkpointed(plain)
+    model.reentrant = reentrant
+    reference = copy.deepcopy(model)
+    model = parallelize(model, plan(LAYOUTS[layout]))
+    same(run(model, 4, nothing), run(reference, 4, nothing))
+    return sum(row.compiled for row in regions(model).rows)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero3"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_runs_twice_in_the_same_way(
+    rank_pool: RankPool, reentrant: bool, layout: str
+) -> None:
+    assert min(rank_pool.run(2, _checkpointed, reentrant, layout)) > 0
