@@ -82,18 +82,8 @@ def told(call: Callable[[], Any]) -> str:
 
 
 def compiled_models() -> Iterator[tuple[str, nn.Module]]:
-    yield "torch.compile", torch.compile(small(), backend="eager")  # type: ignore[misc]
     yield "torch.jit", torch.jit.script(small())
     yield "torch.jit", torch.jit.trace(small(), ids())
-    model = small()
-    model.compile(backend="eager")
-    yield "module.compile()", model
-    model = small()
-    model.a.compile(backend="eager")
-    yield "module 'a'", model
-    model = small()
-    model.a = torch.compile(model.a, backend="eager")  # type: ignore[assignment]
-    yield "module 'a'", model
     model = small()
     model.b = torch.jit.script(model.b)
     yield "module 'b'", model
@@ -103,7 +93,7 @@ def compiled_models() -> Iterator[tuple[str, nn.Module]]:
 
 
 def compiled(rank: int, size: int, name: str) -> list[tuple[str, str]]:
-    """Expected words and errors of compiled models, and of parallel models that are compiled."""
+    """Expected words and errors of scripted models and compiled functions, and of parallel models that are compiled."""
     errors = [(words, told(functools.partial(parallel, model, name))) for words, model in compiled_models()]
     model: Any = parallel(small(), name)
     x, weight = ids(), model.a.weight.detach()

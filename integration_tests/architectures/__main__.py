@@ -15,7 +15,8 @@ from pathlib import Path
 from rich.console import Console
 
 from .catalogue import architectures
-from .layouts import LAYOUTS
+from .compiled_page import compiled_page
+from .layouts import COMPILED, LAYOUTS
 from .sweep import argument_parser, sweep, wanted
 from .table import page, tally, terminal
 
@@ -23,12 +24,14 @@ from .table import page, tally, terminal
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 when everything that could be built passed, or was refused."""
     parser = argument_parser("integration_tests.architectures")
-    parser.add_argument("--layout", action="append", default=[], choices=list(LAYOUTS), help="repeatable")
+    parser.add_argument(
+        "--layout", action="append", default=[], choices=[*LAYOUTS, *COMPILED], help="repeatable"
+    )
     parser.add_argument(
         "--write", type=Path, help="where the page goes; by default docs/architectures.md, if all is run"
     )
     options = parser.parse_args(arguments)
-    layouts = {name: LAYOUTS[name] for name in options.layout or LAYOUTS}
+    layouts = {name: {**LAYOUTS, **COMPILED}[name] for name in options.layout or LAYOUTS}
     everything = architectures()
     chosen = wanted(everything, options.only)
     console, start = Console(), time.monotonic()
@@ -38,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.write
     if path is None and len(chosen) == len(everything) and all(row.complete(LAYOUTS) for row in rows):
         path = Path(__file__).parents[2] / "docs" / "architectures.md"
-    if path is not None:
+    if path is not None and layouts.keys() <= COMPILED.keys():
+        path.write_text(compiled_page(rows, list(layouts)))
+    elif path is not None:
         path.write_text(page(rows, [name for name in LAYOUTS if any(name in row.verdicts for row in rows)]))
         console.print(f"wrote {path}")
     return int(not {"passed", "refused"}.issuperset(tally(rows)))

@@ -31,6 +31,8 @@ class Verdict:
         wrong: what differs too much, and by how much of its largest value.
         float64: `worst` of the run in float64 that decided, where one device does not determine a float32 value.
         microbatches: of a pipeline; 0 without one.
+        compiled, calls: of compiled regions: calls that ran compiled, and all calls from the third of their kind on.
+        eager: why calls ran as they are, the most frequent reason first.
     """
 
     kind: str
@@ -43,6 +45,9 @@ class Verdict:
     wrong: tuple[tuple[str, float], ...] = ()
     float64: float = math.nan
     microbatches: int = 0
+    compiled: int = 0
+    calls: int = 0
+    eager: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:

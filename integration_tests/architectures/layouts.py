@@ -10,11 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and what of the plan is pinned; `fallback`: other pins, for models that these are refused for."""
+    """How many ranks, and what of the plan is pinned; `fallback`: other pins, for models that these are refused for.
+
+    backend: of compiled regions, if the plan has any.
+    """
 
     ranks: int
     pins: dict[str, Any]
     fallback: dict[str, Any] = field(default_factory=dict)
+    backend: str = "inductor"
 
 
 def pipelined(ranks: int, schedule: str, microbatches: int = 4) -> Layout:
@@ -31,3 +35,13 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "pp2": pipelined(2, "1f1b"),
     }
 )
+
+_COMPILED: dict[str, Any] = {"dp": 1, "tp": 2, "compile": True}
+COMPILED: Mapping[str, Layout] = MappingProxyType(
+    {
+        # a model without repeated blocks: all of its parts
+        "tp2 recorded": Layout(2, _COMPILED, {"compile": "*"}, "aot_eager"),
+        "tp2 compiled": Layout(2, _COMPILED, {"compile": "*"}),
+    }
+)
+"""With compiled regions: recorded and run operation by operation, and compiled by inductor."""

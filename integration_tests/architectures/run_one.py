@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.model.batch_size import call_arguments
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_parallel.compile.report import regions
 from meshwright_parallel.verification.compare import (
     NOISE_SPREAD,
     compare,
@@ -35,6 +37,7 @@ from .layouts import Layout
 from .subject import NotBuildable, Subject, seed_all
 
 STEP_SEED = 4
+COMPILED_STEPS = 3
 
 
 class Failed(Exception):
@@ -114,11 +117,12 @@ def _plan(model: nn.Module, batch: Any, layout: Layout) -> str | Verdict:
         with failing("planning", refusals=True):
             plan = mw.plan(model, batch, world_size=layout.ranks, **layout.pins)
             assert isinstance(plan, ParallelPlan)
-            return plan.to_json()
+            compiled = tuple(rule.model_copy(update={"backend": layout.backend}) for rule in plan.compile)
+            return plan.replace(compile=compiled).to_json()
     except Failed as failed:
         if failed.verdict.kind != "refused" or not layout.fallback:
             return failed.verdict
-    return _plan(model, batch, Layout(layout.ranks, {**layout.pins, **layout.fallback}))
+    return _plan(model, batch, replace(layout, pins={**layout.pins, **layout.fallback}, fallback={}))
 
 
 def run_one(
@@ -130,6 +134,8 @@ def run_one(
     disputed: frozenset[str] = frozenset(),
 ) -> Verdict:
     """One training step under the plan: loss, every gradient and buffer against one device, and the generator after it.
+
+    With compiled regions the last of COMPILED_STEPS, of which the first two show what the code does.
 
     The verdict is the same on every rank. With `disputed`, only what these labels name is judged. Raises Failed.
     """
@@ -151,9 +157,10 @@ def run_one(
     if not torch.equal(after_build, torch.get_rng_state()):
         return Verdict("wrong", "construction left the generator elsewhere")
     with alone():
-        losses, states = zip(*(_step(subject, some, batch) for some in (single, near)), strict=True)
+        steps = COMPILED_STEPS if plan.compile else 1
+        losses, states = zip(*(_step(subject, some, batch, steps) for some in (single, near)), strict=True)
     with failing("step", refusals=False):
-        loss, state = _step(subject, model, batch)
+        loss, state = _step(subject, model, batch, steps)
     comparisons += compare(0, "loss", {"": losses[0]}, {"": loss}, TOLERANCES[dtype])
     noise = frozenset[str]()
     for kind, tensors in (("gradient", gradients), ("buffer", buffers)):
@@ -174,7 +181,20 @@ def run_one(
     if verdict.passed and torch.equal(*states) and not torch.equal(states[0], state):
         verdict = Verdict("wrong", "the step left the generator elsewhere")
     microbatches = plan.pipeline.microbatches if plan.pipeline is not None else 0
-    return replace(verdict, seconds=time.monotonic() - start, microbatches=microbatches)
+    verdict = replace(verdict, seconds=time.monotonic() - start, microbatches=microbatches)
+    return _with_regions(verdict, model) if plan.compile else verdict
+
+
+def _with_regions(verdict: Verdict, model: nn.Module) -> Verdict:
+    """The verdict with the calls of the model's compiled regions, and the reasons of those that ran as they are."""
+    rows = regions(model).rows
+    reasons = Counter[str]()
+    for row in rows:
+        reasons.update(dict(row.reasons))
+    # the others, but for these, were the first two of their kind
+    compiled = sum(row.compiled for row in rows)
+    told = tuple(f"{reason} ({count})" for reason, count in reasons.most_common(3))
+    return replace(verdict, compiled=compiled, calls=compiled + reasons.total(), eager=told)
 
 
 @torch.no_grad()
@@ -248,8 +268,11 @@ def own_rounding(rank: int, size: int, subject: Subject) -> dict[str, float]:
     }
 
 
-def _step(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Forward and backward: the loss as a plain tensor, and the generator's state after it."""
+def _step(subject: Subject, model: nn.Module, batch: Any, steps: int = 1) -> tuple[Tensor, Tensor]:
+    """Forward and backward: the loss as a plain tensor, and the generator's state after it; of the last of several."""
+    for _ in range(steps - 1):
+        _step(subject, model, batch)
+        model.zero_grad()
     seed_all(STEP_SEED)
     double = any(p.dtype == torch.float64 for p in model.parameters())
     args, kwargs = call_arguments(batch)

@@ -63,7 +63,8 @@ def load(paths: Iterable[Path]) -> dict[str, Row]:
             verdicts = {}
             for layout, fields in entry["verdicts"].items():
                 wrong = tuple((name, relative) for name, relative in fields.pop("wrong"))
-                verdicts[layout] = Verdict(**fields, wrong=wrong)
+                eager = tuple(fields.pop("eager", ()))
+                verdicts[layout] = Verdict(**fields, wrong=wrong, eager=eager)
             row = rows[entry["name"]]
             row.update(Row(row.architecture, entry["unbuildable"], verdicts, entry.get("days", {})))
     return {name: row for name, row in rows.items() if name in loaded}

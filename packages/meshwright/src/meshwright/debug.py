@@ -5,9 +5,10 @@
     print(log)
     print(timeline)
     print(mw.debug.visualize(model))
+    print(mw.debug.regions(model))
 
 A log has an event for each collective: its axis, bytes, module and reason. A timeline has the bytes of tensors on this
-rank. In a notebook, end a cell with one of them.
+rank. `regions` says which modules run compiled (`compile=True`), and why others do not. In a notebook, end a cell with one of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from meshwright_dtensor.comm.log import CommEvent, CommLog, communication
 from meshwright_dtensor.trace.memory_timeline import MemoryEvent, MemoryTimeline, memory
 from meshwright_dtensor.visualize import Picture, visualize
+from meshwright_parallel.compile.report import RegionRow, Regions, regions
 
 __all__ = [
     "CommEvent",
@@ -22,7 +24,10 @@ __all__ = [
     "MemoryEvent",
     "MemoryTimeline",
     "Picture",
+    "RegionRow",
+    "Regions",
     "communication",
     "memory",
+    "regions",
     "visualize",
 ]

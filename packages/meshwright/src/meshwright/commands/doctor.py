@@ -30,6 +30,7 @@ DISTRIBUTIONS = "meshwright meshwright-dtensor meshwright-parallel meshwright-pl
 @click.option("--model", metavar="MODEL", help="Also look for lost sharding in this model, as for plan.")
 @opt.number("--world-size", help="Ranks to start for --model. [default: 2]")
 @opt.DEGREE
+@opt.COMPILE
 @opt.batch_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
@@ -38,6 +39,7 @@ def command(
     model: str | None,
     world_size: int | None,
     degrees: tuple[str, ...],
+    compile: bool | str | None,
     batch_size: int | None,
     sequence_length: int | None,
     as_json: bool,
@@ -45,10 +47,15 @@ def command(
     """Report the environment: versions, devices, backends, threads, ranks, and the problems of plugins.
 
     With --model, also every call of that model that has no local form (it runs op by op, or on gathered values), with the reason.
+    With --compile, three steps are run, and each kind of module is listed with the calls that ran compiled, and why others did not.
     """
     pins = opt.parse_degrees(degrees, state.host)
     sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length}
-    opt.check_needs("--model", model is not None, {"--degree": degrees, "--world-size": world_size, **sizes})
+    opt.check_needs(
+        "--model",
+        model is not None,
+        {"--degree": degrees, "--world-size": world_size, "--compile": compile, **sizes},
+    )
     if model is not None:
         size = ranks.check_world_size(world_size, default=2)
         if size > 1 and not ranks.is_rank():
@@ -56,7 +63,7 @@ def command(
     facts = environment() | {"plugin problems": list(map(str, state.host.problems))}
     facts["plugins turned off"] = list(state.host.disabled)
     if model is not None:
-        facts["programs"] = programs(opt.ModelChoice(model, batch_size, sequence_length), pins)
+        facts["programs"] = programs(opt.ModelChoice(model, batch_size, sequence_length), pins, compile)
     if ranks.rank() == 0:
         click.echo(json.dumps(facts, indent=2)) if as_json else print_facts(facts)
     return 0
@@ -81,10 +88,15 @@ def print_facts(facts: dict[str, Any]) -> None:
     for entry in programs["lost"]:
         line = f"  tier {entry['tier']}: {entry['function']} on {entry['layouts']}: {entry['reason']}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for row in programs["regions"]:
+        line = f"  compiled: {row['modules']} like {row['module']}: {row['compiled']} calls compiled, {row['other']} not"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for reason, count in row["reasons"]:
+            console.print(f"    {count}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
-def programs(chosen: opt.ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
-    """One step of the model on the ranks of this job: programs by tier, and each of tier 2 and 3 with its reason."""
+def programs(chosen: opt.ModelChoice, pins: dict[str, int], compile: bool | str | None) -> dict[str, Any]:
+    """A step of the model on the ranks of this job: programs by tier, each of tier 2 and 3 with its reason, compiled regions."""
     import meshwright as mw
     from meshwright_dtensor.mesh.context import MeshContext
     from meshwright_dtensor.model.batch_size import call_arguments
@@ -93,12 +105,16 @@ def programs(chosen: opt.ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
     source = chosen.source()
     with mw.deferred_init():
         instance = source.make()
-    instance, plan = opt.apply_request(instance, source.batch, PlanRequest(**opt.pinning(pins)))
+    instance, plan = opt.apply_request(
+        instance, source.batch, PlanRequest(**opt.pinning(pins), compile=compile)
+    )
     args, keywords = call_arguments(source.batch)
-    output: Any = instance(*args, **keywords)
-    loss = getattr(output, "loss", output)
-    if loss.ndim == 0 and loss.requires_grad:
-        loss.backward()
+    # the first two calls of a region show what its code reads
+    for _ in range(3 if plan.compile else 1):
+        output: Any = instance(*args, **keywords)
+        loss = getattr(output, "loss", output)
+        if loss.ndim == 0 and loss.requires_grad:
+            loss.backward()
     parameter: Any = next(instance.parameters())
     report = MeshContext.of(parameter.device_mesh).report
     return {
@@ -106,6 +122,7 @@ def programs(chosen: opt.ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
         "mesh": " x ".join(f"{axis} {n}" for axis, n in plan.degrees.items() if n > 1) or "one rank",
         "tiers": {str(tier): count for tier, count in report.tiers.items()},
         "lost": [asdict(entry) for entry in report.entries],
+        "regions": [asdict(row) for row in mw.debug.regions(instance).rows],
     }
 
 

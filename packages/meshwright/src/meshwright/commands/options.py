@@ -146,6 +146,13 @@ class Named(click.ParamType):
 _PIN = "Pin the degree of a mesh axis, as tp=2."
 DEGREE = click.option("--degree", "degrees", multiple=True, metavar="AXIS=N", help=_PIN)
 
+COMPILE = click.option(
+    "--compile",
+    metavar="WHAT",
+    callback=lambda context, option, value: True if value == "blocks" else value,
+    help="Run modules as compiled graphs: blocks for the repeated blocks, or a pattern of module names.",
+)
+
 SHARING: tuple[Option, ...] = (
     number("--zero", help="ZeRO stage, 1 to 3; 0 for none. [default: what memory asks for]"),
     number(
@@ -193,6 +200,7 @@ PLANNING: tuple[Option, ...] = (
         metavar="WHAT",
         help="full, selective or alternate for repeated blocks, or a pattern of module names. [default: what memory asks for]",
     ),
+    COMPILE,
     click.option("--memory-limit", metavar="SIZE", help="Memory of a rank, as 16GB, 40GiB or 80e9."),
     click.option(
         "--ignore-marks",
@@ -211,7 +219,7 @@ PLANNING: tuple[Option, ...] = (
 )
 """One option for each keyword of `plan` but --world-size and --top-k; a test compares the two."""
 
-NAMES = tuple(f.name for f in fields(PlanRequest) if f.name not in ("world_size", "top_k", "compile"))
+NAMES = tuple(f.name for f in fields(PlanRequest) if f.name not in ("world_size", "top_k"))
 """The arguments that the options of PLANNING set."""
 
 

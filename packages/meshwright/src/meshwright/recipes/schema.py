@@ -91,7 +91,7 @@ class _Plan(Table):
         return {name: value for name, value in self if value is not None and name != "file"}
 
 
-_DECIDED = ("world_size", "optimizer", "global_batch_size", "precision", "top_k", "compile")
+_DECIDED = ("world_size", "optimizer", "global_batch_size", "precision", "top_k")
 """Keywords of `mw.plan` that other fields of a recipe decide, or nobody."""
 _TYPES = get_type_hints(PlanRequest)
 _PINS: Mapping[str, Any] = MappingProxyType(

@@ -1,0 +1,1 @@
+"""Compiled regions of known models: losses and gradients of one device."""

@@ -1,0 +1,63 @@
+"""Known models with compiled regions: losses, gradients, masks and the generator are those of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+from .runs import LAYOUTS, TOLERANCE, batch, build, compiled_run, optimizer_of, plan_of, train
+
+CASES = [
+    ("Llama", "dp2 x tp2", "aot_eager"),
+    ("Llama", "recomputed", "aot_eager"),
+    ("GPT2", "pp2", "aot_eager"),
+    ("Bert", "tp2 sp", "aot_eager"),
+    ("T5", "zero3", "aot_eager"),
+    ("ViT", "dp2", "aot_eager"),
+    ("Mixtral", "tp2", "aot_eager"),
+    ("Llama", "bf16", "inductor"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout", "backend"), CASES)
+def test_a_model_is_that_of_one_device(rank_pool: RankPool, name: str, layout: str, backend: str) -> None:
+    ranks, pins = LAYOUTS[layout]
+    tolerance = TOLERANCE[pins.get("precision", "fp32")]
+    plan = plan_of(name, layout, backend).to_json()
+    for run in rank_pool.run(ranks, compiled_run, name, layout, plan, 4, timeout=200):
+        assert run.loss <= tolerance and run.drawn and not run.missing
+        assert run.gradient <= 10 * tolerance
+        assert sum(row.compiled for row in run.rows) > sum(row.other for row in run.rows) / 2
+
+
+def moved(rank: int, size: int, plans: list[str]) -> list[int]:
+    """A model that gets another plan, and generates; compiled calls under each plan."""
+    reference, single = build("Llama"), torch.randint(0, 128, (2, 6))
+    of_reference = optimizer_of(reference)
+    expected = [train(reference, "Llama", 3, of_reference)[0] for _ in plans]
+    first, second = map(ParallelPlan.from_json, plans)
+    model: Any = mw.parallelize(build("Llama"), first, batch=batch("Llama", 0))
+    optimizer = optimizer_of(model)
+    counts = []
+    for losses in expected:
+        assert train(model, "Llama", 3, optimizer)[0] == pytest.approx(losses, abs=1e-5)
+        counts.append(sum(row.compiled for row in mw.debug.regions(model).rows))
+        model, optimizer = mw.reshard(model, optimizer, second)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    generated = model.eval().generate(single, **options)
+    assert torch.equal(torch.as_tensor(generated), reference.eval().generate(single, **options))  # type: ignore[operator]
+    return counts
+
+
+@pytest.mark.slow
+def test_a_model_gets_another_plan_and_generates(rank_pool: RankPool) -> None:
+    plans = [plan_of("Llama", layout, "aot_eager").to_json() for layout in ("tp2", "dp2")]
+    for counts in rank_pool.run(2, moved, plans, timeout=200):
+        assert min(counts) > 0
