@@ -201,6 +201,29 @@ def collecting(block: Any, x: torch.Tensor) -> torch.Tensor:
     return x + h * len(SEEN[:3])
 
 
+def hooking(block: Any, x: torch.Tensor) -> torch.Tensor:
+    h = block.down(block.act(block.up(x)))
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient * 0.5)
+    return x + h
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient that is multiplied by a global."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -FACTOR * gradients[0]
+
+
+def reversing(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + Reversed.apply(block.down(block.act(block.up(x))))  # type: ignore[no-any-return]
+
+
 def class_counting(block: Any, x: torch.Tensor) -> torch.Tensor:
     Settings.calls += 1
     return x + block.down(block.act(block.up(x))) * (Settings.calls % 2)
@@ -553,3 +576,46 @@ def test_a_checkpointed_block_runs_twice_in_the_same_way(
     rank_pool: RankPool, reentrant: bool, layout: str
 ) -> None:
     assert min(rank_pool.run(2, _checkpointed, reentrant, layout)) > 0
+
+
+class Shares(nn.Module):
+    """A block that writes to one argument and reads another, which may be a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2.0)
+        return torch.tanh(self.up(x)) + y
+
+
+class Sharing(nn.Module):
+    shared = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shares() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for block in self.blocks:
+            h = h.sin()
+            h = block(h, h.view(h.shape) if self.shared else h.clone())
+        return h.pow(2).mean()
+
+
+def _sharing(rank: int, size: int) -> int:
+    torch.manual_seed(0)
+    model = Sharing()
+    reference = copy.deepcopy(model)
+    model = parallelize(model, plan({"dp": 2}))
+    x = torch.randn(4, WIDTH)
+    for step in range(8):
+        model.shared = reference.shared = step >= 4
+        torch.testing.assert_close(model(x).item(), reference(x).item())
+    return sum(row.compiled for row in regions(model).rows)
+
+
+def test_arguments_that_share_memory_are_another_call(rank_pool: RankPool) -> None:
+    assert min(rank_pool.run(2, _sharing)) > 0

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from meshwright_dtensor._torch.core import dtensor_local, module_tensors, quiet_fakes
 from meshwright_dtensor._torch.functional import is_recorded
-from meshwright_dtensor._torch.modes import without_modes
+from meshwright_dtensor._torch.modes import kept_dispatch_keys, without_modes
 from meshwright_dtensor.comm.group_calls import RECORDED
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.random import DRAWS
@@ -206,7 +206,7 @@ def compile_call(
     function = AotFunction(local, backend, checks.check, checks.check_joint)
     try:
         # a pipeline's mode replays random numbers, and none is drawn here
-        with _state_kept(), quiet_fakes(), without_modes():
+        with _state_kept(), quiet_fakes(), without_modes(), kept_dispatch_keys():
             function.compile(examples)
             checks.check_order(RECORDED.calls or ())
     except (CannotCompile, CannotKey) as error:

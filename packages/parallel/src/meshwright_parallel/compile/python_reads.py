@@ -47,6 +47,10 @@ _PURE_MODULES = frozenset(
     "math cmath _operator operator itertools functools _functools collections _collections re _sre torch typing inspect "
     "dataclasses enum copy _struct types abc _abc _weakref _bisect _statistics numbers _thread _contextvars".split()
 )
+_HOOKING = frozenset(
+    "register_hook register_post_accumulate_grad_hook register_forward_hook register_forward_pre_hook "
+    "register_full_backward_hook register_full_backward_pre_hook register_multi_grad_hook retain_grad".split()
+)
 _IMPURE_BUILTINS = frozenset(
     "print input open exec eval compile breakpoint globals locals setattr delattr".split()
 )
@@ -112,6 +116,8 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.reads = PythonReads()
+        # the core replaces it
+        self._apply: CodeType = torch.autograd.Function.__dict__["apply"].__func__.__code__
         self._codes: dict[CodeType, None] = {}
         # namespaces of followed code by id, and the classes of its first arguments
         self._spaces: dict[int, dict[str, Any]] = {}
@@ -122,6 +128,12 @@ class _Recorder:
     def on_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         """A call of a function begins."""
         code = frame.f_code
+        if code is self._apply and _calls_are_the_users(frame.f_back):
+            function = frame.f_locals["cls"]
+            if not function.__module__.startswith(("torch.", "meshwright_")):
+                self.reads.refuse(
+                    f"it applies {function.__qualname__}, an autograd.Function: what its backward reads is not known"
+                )
         if not _is_followed(code.co_filename) or not _calls_are_the_users(frame.f_back):
             name = _CHANGING.get(code.co_filename)
             if name is not None and frame.f_back is not None and frame.f_back.f_trace is not None:
@@ -143,6 +155,8 @@ class _Recorder:
             read = _reads_of(frame.f_code).get(frame.f_lasti)
             if read is not None:
                 kind, name = read
+                if name in _HOOKING:
+                    self.reads.refuse(f"it calls {name}(), whose effect is outside of a graph")
                 if kind == "attribute":
                     if self.reads.attributes is not None:
                         if name in ("__dict__", "__class__"):

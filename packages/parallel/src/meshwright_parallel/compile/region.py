@@ -25,8 +25,8 @@ from meshwright_dtensor._torch.modes import functorch_active
 from meshwright_dtensor.comm.log import CommLog
 from meshwright_parallel._torch.checkpoint import notes_of_checkpoint
 from meshwright_parallel._torch.compiler import Backend, global_hooks, modes_are_on
-from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts
-from meshwright_parallel.compile.call_values import CannotKey, key_of
+from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts, storage_key
+from meshwright_parallel.compile.call_values import CannotKey, key_of, local_parts
 from meshwright_parallel.compile.program import (
     CannotCompile,
     RegionProgram,
@@ -223,8 +223,12 @@ class Region:
         if torch.is_inference_mode_enabled():
             return None
         call = (key_of(args, tensors), key_of(kwargs, tensors)) if kwargs else key_of(args, tensors)
-        repeats = [id(t) for t in tensors]
-        same = None if len(set(repeats)) == len(repeats) else tuple(map(repeats.index, repeats))
+        # a graph that writes to an argument is that of arguments which share memory in the same way
+        stored = self._parts.forms()
+        memory = [storage_key(t) for t in [*local_parts(tensors), *self._parts.buffers()]]
+        ids = [id(t) for t in tensors]
+        distinct = len(set(memory)) == len(memory)
+        same = None if distinct else (*map(memory.index, memory), *map(ids.index, ids))
         casts = None
         if any_autocast():
             on = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
@@ -234,7 +238,7 @@ class Region:
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
         )
-        return (call, same, casts, settings, self._parts.forms())
+        return (call, same, casts, settings, stored)
 
     def _entry(self, key: Any) -> Entry | None:
         for entry in self.kind.entries.get(key, ()):

@@ -56,10 +56,12 @@ class RegionParts:
                 if p is not None
             ]
         )
-        buffers = tuple(
-            [key_of(b, []) for of_module in self._buffers for b in of_module.values() if b is not None]
-        )
+        buffers = tuple([key_of(b, []) for b in self.buffers()])
         return parameters, buffers, tuple([type(each).forward for each in self.modules])
+
+    def buffers(self) -> list[Any]:
+        """The buffers of the modules."""
+        return [b for of_module in self._buffers for b in of_module.values() if b is not None]
 
     def _check_hooks(self, forwards: list[Any]) -> None:
         for module, forward in zip(self.modules[1:], forwards[1:], strict=True):
