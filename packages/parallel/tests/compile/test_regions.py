@@ -108,6 +108,10 @@ def configured(block: Any, x: torch.Tensor) -> torch.Tensor:
     return x + block.down(block.act(block.up(x))) * getattr(block.settings, "alpha", 1.0)
 
 
+def by_name(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + block.down(block.act(block.up(x))) * vars(block)["scale"]
+
+
 def with_global(block: Any, x: torch.Tensor) -> torch.Tensor:
     return x + block.down(ACTIVATION(block.up(x))) * FACTOR
 

@@ -88,7 +88,7 @@ class Watches:
 
     def _watch(self, what: str, value: Any, names: Collection[str] | None, seen: set[int], depth: int) -> Any:
         """Watch what may change inside of a value; returns a copy to compare it with, None where identity is enough."""
-        if isinstance(value, IMMUTABLE):
+        if isinstance(value, IMMUTABLE) or type(value).__module__.startswith("meshwright_"):
             return None
         if isinstance(value, _CODE):
             self._namespace(value, names, seen)
