@@ -105,8 +105,7 @@ def test_every_keyword_of_plan_has_an_option() -> None:
         if keyword.kind is keyword.KEYWORD_ONLY
     }
     offered = {parameter.name for parameter in plan.command.params}
-    refused = {"compile"}  # which nothing executes
-    assert keywords - refused <= offered
+    assert keywords <= offered
     assert set(options.NAMES) <= offered and set(options.NAMES) <= keywords
 
 
@@ -129,6 +128,8 @@ PINS: dict[str, tuple[list[str], Callable[[ParallelPlan], object]]] = {
         ["--pp", "2", "--microbatches", "4"],
         lambda p: p.pipeline is not None and p.pipeline.microbatches == 4,
     ),
+    "compile": (["--compile", "blocks"], lambda p: [r.pattern for r in p.compile] == ["blocks.*"]),
+    "compile a module": (["--compile", "blocks.1"], lambda p: [r.pattern for r in p.compile] == ["blocks.1"]),
     "recompute": (["--recompute", "blocks.*"], lambda p: [r.pattern for r in p.recompute] == ["blocks.*"]),
     "precision": (
         ["--precision", "bf16"],
