@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,6 +28,7 @@ PIECE_NUMEL = 1 << 22
 _BLOCK = 16
 
 Draw = Callable[[torch.Tensor], Any]
+F = TypeVar("F", bound=Callable[..., torch.Tensor])
 Span = tuple[int, int]
 
 # Ops that overwrite their first argument with numbers that depend on scalars only.
@@ -80,6 +81,18 @@ DRAWS = Draws()
 """Torch functions carry no context, so it is kept per thread."""
 
 
+def _takeable(draws: F) -> F:
+    """Let `DRAWS.taken`, where it is set, decide when the function makes its draw."""
+
+    @wraps(draws)
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        taken = DRAWS.taken
+        return draws(*args, **kwargs) if taken is None else taken(partial(draws, *args, **kwargs))
+
+    return cast("F", run)
+
+
+@_takeable
 def draw_full_then_slice(
     draw: Draw,
     shape: Sequence[int],
@@ -99,33 +112,6 @@ def draw_full_then_slice(
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
     give the same numbers. With `gaps` the tensor is not dense: torch fills a view of a larger one with other numbers.
     """
-    make = partial(
-        _draw,
-        draw,
-        shape,
-        dim_order,
-        dtype,
-        device,
-        box,
-        generator=generator,
-        piece_numel=piece_numel,
-        gaps=gaps,
-    )
-    return make() if DRAWS.taken is None else DRAWS.taken(make)
-
-
-def _draw(
-    draw: Draw,
-    shape: Sequence[int],
-    dim_order: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    box: boxes.Place,
-    *,
-    generator: torch.Generator | None,
-    piece_numel: int | None,
-    gaps: bool,
-) -> torch.Tensor:
     strides = boxes.strides_of(tuple(shape), tuple(dim_order), gaps)
     if gaps:
         piece_numel = None

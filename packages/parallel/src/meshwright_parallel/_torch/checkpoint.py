@@ -68,17 +68,15 @@ def notes_of_checkpoint() -> tuple[Notes, Counter[Any] | None] | None:
     if pair is None:
         return None
     pack = inspect.unwrap(pair[0])
-    variables = dict(
-        zip(pack.__code__.co_freevars, [cell.cell_contents for cell in pack.__closure__ or ()], strict=True)
-    )
-    if pack.__qualname__.startswith("_checkpoint_hook."):
+    of_first = pack.__qualname__.startswith("_checkpoint_hook.")
+    if not of_first and not pack.__qualname__.startswith("_recomputation_hook."):
+        return None
+    variables = inspect.getclosurevars(pack).nonlocals
+    if of_first:
         return variables["frame"].__dict__.setdefault(_NOTES, {}), None
-    if pack.__qualname__.startswith("_recomputation_hook."):
-        frame = variables["target_frame_ref"]().__dict__
-        return frame.setdefault(_NOTES, {}), frame.setdefault(_AGAIN, {}).setdefault(
-            variables["gid"], Counter()
-        )
-    return None
+    frame = variables["target_frame_ref"]().__dict__
+    again = frame.setdefault(_AGAIN, {}).setdefault(variables["gid"], Counter())
+    return frame.setdefault(_NOTES, {}), again
 
 
 _NOTES, _AGAIN = "_meshwright_notes", "_meshwright_again"

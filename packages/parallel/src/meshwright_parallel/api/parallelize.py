@@ -80,20 +80,21 @@ def parallelize(
             plans.
         PluginError: a strategy of the plan is not installed.
     """
-    init()
+    device = init()
     taken = Uncompiled(model)
     if taken.patterns and not plan.compile:
         plan = plan.replace(compile=tuple(CompileRule(pattern=pattern) for pattern in taken.patterns))
     try:
-        return _applied(taken.model, plan, batch, same_plugins(plugins))
+        return _applied(taken.model, plan, batch, same_plugins(plugins), device)
     except BaseException:
         taken.restore()
         raise
 
 
-def _applied(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost) -> nn.Module:
+def _applied(
+    model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost, device: torch.device
+) -> nn.Module:
     """`parallelize`, of a model without torch.compile."""
-    device = init()
     world_size = dist.get_world_size()
     check_model(model)
     fit = check_fit(model, plan, batch, host, world_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,3 @@ def relabelled(locals_: list[Tensor], layouts: list[Layout | None]) -> list[Any]
         local if layout is None else wrap(local, layout)
         for local, layout in zip(locals_, layouts, strict=True)
     ]
-
-
-Run = Callable[..., Any]

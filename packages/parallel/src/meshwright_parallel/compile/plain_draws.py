@@ -40,7 +40,16 @@ def _is_plain(value: Any) -> bool:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or not 0.0 < p < 1.0:
         return F.dropout(input, p, training, inplace)
-    noise = _noise(tuple(input.shape), p, input, not inplace)
+    shape = tuple(input.shape)
+    noise = draw_full_then_slice(
+        partial(noise_, p=p, fused=not inplace),
+        shape,
+        dim_order_of(torch.empty_like(input, device="meta")),
+        input.dtype,
+        input.device,
+        whole_box(shape),
+        gaps=has_gaps(input, shape),
+    )
     return input.mul_(noise) if inplace else input * noise
 
 
@@ -67,21 +76,7 @@ def _attention(
             enable_gqa=enable_gqa,
         )
     shape = (*query.shape[:-1], key.shape[-2])
-    weights = torch.empty(shape, dtype=query.dtype, device="meta")
     noise = draw_full_then_slice(
-        partial(noise_, p=dropout_p),
-        shape,
-        range(len(shape)),
-        query.dtype,
-        query.device,
-        whole_box(tuple(weights.shape)),
+        partial(noise_, p=dropout_p), shape, range(len(shape)), query.dtype, query.device, whole_box(shape)
     )
     return attention(query, key, value, attn_mask, noise, is_causal, scale, enable_gqa)
-
-
-def _noise(shape: tuple[int, ...], p: float, like: Tensor, fused: bool) -> Tensor:
-    order = dim_order_of(torch.empty_like(like, device="meta"))
-    draw = partial(noise_, p=p, fused=fused)
-    return draw_full_then_slice(
-        draw, shape, order, like.dtype, like.device, whole_box(shape), gaps=has_gaps(like, shape)
-    )

@@ -232,11 +232,11 @@ def _next(pending: Iterator[Tensor]) -> Tensor:
 class _Recorded(ComputeCopy):
     """Stands for the compute copy of a parameter while a call is recorded."""
 
-    __slots__ = ("copy", "value")
+    __slots__ = ("value",)
 
     def __init__(self, parameter: MeshParameter, value: Tensor) -> None:
         super().__init__(parameter.compute_layout)
-        self.copy, self.value = parameter._copy, value
+        self.value = value
 
     @property
     def computing(self) -> bool:
@@ -273,8 +273,7 @@ def _in_place_of(
         for parameter, _ in copies:
             parameter.compute_with(_Recorded(parameter, by_id[id(parameter)]))
         for module in modules:
-            parts = module_parts(module)
-            for part in (parts[PARAMETERS], parts[BUFFERS]):
+            for part in module_tensors(module):
                 for name, value in part.items():
                     if value is not None and not isinstance(value, MeshParameter):
                         replaced.append((part, name, value))
