@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -74,6 +76,7 @@ class Run:
         drawn: whether the generator was left as on one device after every step.
         missing: parameters of which one has a gradient and the other has none.
         rows: what the regions of this rank have done.
+        freed: whether nothing holds the model after its run.
     """
 
     loss: float
@@ -81,6 +84,7 @@ class Run:
     drawn: bool
     missing: tuple[str, ...]
     rows: tuple[RegionRow, ...]
+    freed: bool
 
 
 def build(name: str) -> nn.Module:
@@ -155,10 +159,15 @@ def compiled_run(rank: int, size: int, name: str, layout: str, plan: str, steps:
         if gradient is not None and value is not None and value.abs().max() > NOISE * largest:
             differences.append(float((gradient - value).abs().max() / value.abs().max()))
     missing = tuple(key for key in wanted if (wanted[key] is None) != (gradients[key] is None))
+    rows = tuple(regions(model).rows)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
     return Run(
         max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
         max(differences),
         all(map(torch.equal, states, drawn)),
         missing,
-        tuple(regions(model).rows),
+        rows,
+        alive() is None,
     )

@@ -47,11 +47,11 @@ def test_what_is_not_there_is_refused_with_a_name() -> None:
 
 def test_a_plan_keeps_it_and_the_model_stays_compiled() -> None:
     model = torch.compile(Model(), backend="eager")
-    made = plan(model, torch.randn(4, 4), world_size=2, cluster="laptop-cpu")  # type: ignore[arg-type]
+    made = plan(model, torch.randn(4, 4), world_size=1, cluster="laptop-cpu")  # type: ignore[arg-type]
     assert [rule.pattern for rule in made.compile] == ["layers.*"]  # type: ignore[union-attr]
     assert hasattr(model, "_orig_mod")
-    other = plan(Model(), torch.randn(4, 4), world_size=2, cluster="laptop-cpu", compile="head")
+    other = plan(Model(), torch.randn(4, 4), world_size=1, cluster="laptop-cpu", compile="head")
     assert other.compile[0].backend == "inductor"  # type: ignore[union-attr]
     for wrong in (3, [], [1], ""):
         with pytest.raises(UsageError, match="neither True"):
-            plan(Model(), torch.randn(4, 4), world_size=2, compile=wrong)  # type: ignore[arg-type]
+            plan(Model(), torch.randn(4, 4), world_size=1, compile=wrong)  # type: ignore[arg-type]

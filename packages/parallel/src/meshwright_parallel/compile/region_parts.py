@@ -42,7 +42,8 @@ class RegionParts:
         if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
             raise CannotKey("modules inside of it were replaced")
         hooks = [len(each) for each in self._hooks]
-        inner = [each.__dict__.get("forward") for each in self.modules]
+        # not the forward of the region itself: a pipeline replaces it for a step, and it would keep what that step holds
+        inner = [each.__dict__.get("forward") for each in self.modules[1:]]
         if (hooks, inner) != self._checked:
             self._check_hooks(inner)
             self._checked = (hooks, inner)
@@ -64,7 +65,7 @@ class RegionParts:
         return [b for of_module in self._buffers for b in of_module.values() if b is not None]
 
     def _check_hooks(self, forwards: list[Any]) -> None:
-        for module, forward in zip(self.modules[1:], forwards[1:], strict=True):
+        for module, forward in zip(self.modules[1:], forwards, strict=True):
             name = type(module).__name__
             if forward is not None and not getattr(forward, "is_region", False):
                 raise CannotKey(f"a module inside, {name}, has a forward of its own")
