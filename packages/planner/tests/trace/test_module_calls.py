@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright_dtensor.model.blocks import repeated_blocks
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.recompute.region import recomputed_blocks
-from meshwright_planner.recompute.rules import repeated_blocks
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.recorder.record import record
 from meshwright_planner.trace.tape import Tape

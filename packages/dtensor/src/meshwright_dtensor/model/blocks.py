@@ -5,9 +5,12 @@ The parameters of a unit are unsharded together, and their gradients reduced tog
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
+
+Calls = Collection[tuple[str, str]]
+"""(calling module, called module)."""
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -46,3 +49,37 @@ def _walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from members
         else:
             yield from _walk(f"{path}.", child)
+
+
+def repeated_blocks(model: nn.Module, calls: Calls | None = None) -> tuple[str, ...]:
+    """Patterns of the repeated blocks: children of outermost module lists or dicts in which a class occurs more than once.
+
+    Some blocks (a ModuleDict) are never called themselves; then their children are the blocks. A Sequential is such a list
+    where no module inside of it is one.
+
+    Args:
+        calls: which modules call which; without it, every module with a forward counts as called.
+    """
+    called = None if calls is None else {name for _, name in calls}
+    # name of the list -> pattern
+    patterns: dict[str, str] = {}
+    for name, module in model.named_modules():
+        inside = not name or any(name.startswith(f"{outer}.") for outer in patterns)
+        if inside or not _repeats(module):
+            continue
+        if called is None:
+            whole = any(map(has_forward, module.children()))
+        else:
+            whole = any(f"{name}.{key}" in called for key, _ in module.named_children())
+        patterns[name] = f"{name}.*" if whole else f"{name}.*.*"
+    if not patterns and _repeats(model):
+        return ("*",)
+    return tuple(patterns.values())
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether a module is a list or dict of modules, in which a class with parts of its own occurs more than once."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return False
+    kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
+    return len(kinds) > len(set(kinds))

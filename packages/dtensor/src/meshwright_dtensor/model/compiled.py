@@ -18,7 +18,7 @@ from meshwright_dtensor._torch.core import (
     wrapped_by_compile,
 )
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.model.blocks import blocks
+from meshwright_dtensor.model.blocks import repeated_blocks
 
 
 class Uncompiled:
@@ -45,7 +45,7 @@ class Uncompiled:
                     names.append(f"{name}.{key}" if name else key)
                     self._wrappers.append((module, key, child))
                     setattr(module, key, inner)
-        self.patterns = _block_patterns(self.model) if "" in names else tuple(dict.fromkeys(names))
+        self.patterns = repeated_blocks(self.model) or ("*",) if "" in names else tuple(dict.fromkeys(names))
 
     def restore(self) -> None:
         """Compile the modules again."""
@@ -53,12 +53,6 @@ class Uncompiled:
             swap_compiled_call(module, call)
         for module, key, child in self._wrappers:
             setattr(module, key, child)
-
-
-def _block_patterns(model: nn.Module) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{name.rpartition('.')[0]}.*".lstrip(".") for name, _ in blocks(model))) or (
-        "*",
-    )
 
 
 def check_not_compiled(model: nn.Module) -> None:

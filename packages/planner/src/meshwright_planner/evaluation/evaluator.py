@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.model.blocks import repeated_blocks
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.sharding.states import State
@@ -29,7 +30,7 @@ from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.placement.solve import solve
 from meshwright_planner.placement.two_axes import JointLegality, JointProblem
 from meshwright_planner.recompute.region import recomputed_blocks
-from meshwright_planner.recompute.rules import POLICIES, recompute_rules, repeated_blocks
+from meshwright_planner.recompute.rules import POLICIES, recompute_rules
 from meshwright_planner.trace.tape import Tape
 
 PRICE = 1e-15

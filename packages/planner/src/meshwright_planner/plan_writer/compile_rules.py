@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.model.blocks import repeated_blocks
 from meshwright_dtensor.plan import CompileRule
 from meshwright_dtensor.utils.names import suggestion
-from meshwright_planner.recompute.rules import repeated_blocks
-
-
-def _of_a_list(model: nn.Module) -> tuple[str, ...]:
-    """A pattern of the blocks of a model that is itself the list of them."""
-    kinds = [type(child) for child in model.children() if any(True for _ in child.children())]
-    return ("*",) if isinstance(model, nn.Sequential) and len(kinds) > len(set(kinds)) else ()
 
 
 def compile_rules(model: nn.Module, wanted: bool | str | Sequence[str] | None) -> tuple[CompileRule, ...]:
@@ -27,7 +21,7 @@ def compile_rules(model: nn.Module, wanted: bool | str | Sequence[str] | None) -
         return ()
     names = [name for name, _ in model.named_modules() if name]
     if wanted is True:
-        patterns: Sequence[str] = repeated_blocks(model) or _of_a_list(model)
+        patterns: Sequence[str] = repeated_blocks(model)
         if not patterns:
             raise UsageError(
                 f"compile=True: this {type(model).__name__} has no repeated blocks; name its modules instead, "

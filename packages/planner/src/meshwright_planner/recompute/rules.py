@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.model.blocks import has_forward
+from meshwright_dtensor.model.blocks import Calls, repeated_blocks
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.utils.names import suggestion
 
 POLICIES = ("full", "alternate", "selective")
-
-Calls = Collection[tuple[str, str]]
-"""(calling module, called module)."""
 
 Rules = tuple[RecomputeRule, ...]
 
@@ -53,29 +50,6 @@ def in_words(rules: Iterable[RecomputeRule]) -> str:
     rules = list(rules)
     policies = [policy for policy in reversed(POLICIES) if any(rule.policy == policy for rule in rules)]
     return " and ".join(policies) + ("" if all(rule.pattern.endswith("*") for rule in rules) else " in part")
-
-
-def repeated_blocks(model: nn.Module, calls: Calls | None = None) -> tuple[str, ...]:
-    """Patterns of the repeated blocks: children of outermost module lists or dicts in which a class occurs more than once.
-
-    Some blocks (a ModuleDict) are never called themselves; then their children are the blocks. `calls`: which modules call
-    which; without it, every module with a forward counts as called.
-    """
-    called = None if calls is None else {name for _, name in calls}
-    # name of the list -> pattern
-    patterns: dict[str, str] = {}
-    for name, module in model.named_modules():
-        inside = not name or any(name.startswith(f"{outer}.") for outer in patterns)
-        if inside or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            continue
-        kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
-        if len(kinds) > len(set(kinds)):
-            if called is None:
-                whole = any(map(has_forward, module.children()))
-            else:
-                whole = any(f"{name}.{key}" in called for key, _ in module.named_children())
-            patterns[name] = f"{name}.*" if whole else f"{name}.*.*"
-    return tuple(patterns.values())
 
 
 def rules_of(policies: Mapping[str, str], blocks: Sequence[str], patterns: Iterable[str]) -> Rules:
