@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -99,35 +98,3 @@ def test_usable_cores_respect_the_affinity(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(os, "sched_getaffinity")  # as off Linux
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     assert process.usable_cores() == 12
-
-
-SCRIPT = """
-import torch.distributed as dist
-from meshwright_dtensor.mesh.mesh import init
-init("cpu")
-if dist.get_rank() == 1:
-    raise ValueError("a mistake of the user")
-dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_the_first_error_of_all_ranks_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        # so that both ranks have ended when torchrun looks
-        "--monitor-interval=5",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip(" =")]
-    assert done.returncode == 1
-    assert lines[-1] == "ValueError: a mistake of the user" and lines[-2].startswith("raise ValueError")
-    assert "rank      : 1 (local_rank: 1)" in lines[-9:]
-    assert "[rank1]: ValueError: a mistake of the user" in lines

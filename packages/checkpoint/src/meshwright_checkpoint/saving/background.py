@@ -9,12 +9,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,13 +27,17 @@ from meshwright_checkpoint.io.worker import Worker, yield_to_training
 from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_file
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.mesh.lost_ranks import silent_ranks
 
+T = TypeVar("T")
 CHUNK = 16 << 20
 MAX_UNHASHED_PARTS = 2
 """Parts that are written before the checksum of the first of them is known."""
 POLL_SECONDS = 0.02
 START_DELAY = 0.005
 """Seconds that a background save waits before it starts, so that the caller continues at once."""
+GRACE_SECONDS = 3.0
+"""How long a save goes on after the main thread, before it asks whether the other ranks are there."""
 NOT_COMMITTED = "rank 0 gave it up, or died; nothing was committed"
 
 
@@ -122,9 +126,7 @@ class SaveHandle:
                 _commit(job)
             else:
                 # rank 0 commits or fails
-                while (outcome := job.storage.outcome(job.save_id)) is None:
-                    time.sleep(POLL_SECONDS)
-                if not outcome:
+                if not _awaited(lambda: job.storage.outcome(job.save_id)):
                     raise CheckpointError(NOT_COMMITTED)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
             # rank 0 has removed the files
@@ -143,6 +145,24 @@ class SaveHandle:
             if self._error is None:
                 atexit.unregister(self._report_at_exit)
             self._done.set()
+
+
+def _awaited(look: Callable[[], T | None]) -> T:
+    """What `look` returns, once it is not None: what another rank does.
+
+    Raises CheckpointError: the main thread has ended, and a rank does not answer. It would be waited for to no end.
+    """
+    ended = None
+    while (value := look()) is None:
+        time.sleep(POLL_SECONDS)
+        if ended is None and not threading.main_thread().is_alive():
+            ended = time.monotonic()
+        if ended is not None and time.monotonic() - ended > GRACE_SECONDS:
+            ended = time.monotonic()
+            silent = silent_ranks()
+            if silent:
+                raise CheckpointError("; ".join(silent))
+    return value
 
 
 def _write(job: Job) -> None:
@@ -182,9 +202,7 @@ def describe_file(rank: int, body: FileLayout, sums: Sequence[str]) -> dict[str,
 def _commit(job: Job) -> None:
     notes: list[Any] = []
     for rank in range(job.ranks):
-        while (data := job.storage.read_note(rank)) is None:
-            time.sleep(POLL_SECONDS)
-        notes.append(json.loads(data))
+        notes.append(json.loads(_awaited(partial(job.storage.read_note, rank))))
         if "error" in notes[-1]:
             raise CheckpointError(f"rank {rank} failed: {notes[-1]['error']}")
     versions = {"torch": str(torch.__version__)}

@@ -47,9 +47,9 @@ def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
+def new_group(ranks: Sequence[int], backend: str | None = None, description: str | None = None) -> Any:
     """A group of these ranks, or on other ranks what torch gives them (a collective call of all ranks)."""
-    group: Any = dist.new_group(list(ranks), backend=backend)
+    group: Any = dist.new_group(list(ranks), backend=backend, group_desc=description)
     return with_timeout(group) if isinstance(group, dist.ProcessGroup) else group
 
 

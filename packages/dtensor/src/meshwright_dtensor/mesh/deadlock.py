@@ -4,18 +4,17 @@ A call that needs every rank, made by one rank alone (in `if rank == 0:`), waits
 that rank. gloo says so after half an hour, or aborts. Here a thread of each rank sees that the rank waits: for some seconds its
 main thread has used no CPU and is in a function of torch.distributed or of this framework, and the process has sent nothing. It
 then tells the other ranks, through the store of the process group, in which line of the user's code. Once all ranks wait, and
-not all in the same line, none of them can go on.
+not all in the same line, none of them can go on. The same thread answers the questions of `lost_ranks`, and says once which
+ranks do not answer where this one waits for them.
 """
 
 from __future__ import annotations
 
 import json
-import linecache
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.utils.process import record_error
+from meshwright_dtensor.mesh.error_report import record_error
+from meshwright_dtensor.mesh.lost_ranks import LISTEN_SECONDS, LostRanks, in_words
+from meshwright_dtensor.mesh.users_line import is_ours, outwards, users_line
 
 WAITING_SECONDS = 10.0
 """A rank that has done nothing for so long waits."""
@@ -35,8 +35,7 @@ IDLE_SECONDS, IDLE_BYTES = 5e-3, 1 << 14
 """CPU time of the main thread, and bytes that the process writes, between two polls of a rank that waits."""
 
 _IO = Path("/proc/self/io")
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_DISTRIBUTED = str(Path(torch.__file__).parent / "distributed") + os.sep
 _INNERMOST = 4
 """Frames among which a function of torch.distributed or of this framework is looked for."""
 _KEY, _NAME = "meshwright/waits/", "meshwright deadlocks"
@@ -51,19 +50,25 @@ def watch_for_deadlocks(seconds: float = WAITING_SECONDS) -> None:
 
 
 def _watch(seconds: float) -> None:
-    store, main = default_store().clone(), threading.main_thread().ident or 0
+    lost = LostRanks.of_job()
+    store, main = lost.store, threading.main_thread().ident or 0
+    lost.announce()
     clock = time.pthread_getcpuclockid(main)
     rank, world = dist.get_rank(), dist.get_world_size()
-    used, sent, since, polls = 0.0, 0, time.monotonic(), 0
+    used, sent, since, polls, has_looked = 0.0, 0, time.monotonic(), 0, False
+    heard = 0.0
     while True:
         time.sleep(POLL_SECONDS)
+        if time.monotonic() - heard > LISTEN_SECONDS:
+            heard = time.monotonic()
+            lost.answer()
         before, used, sent = (used, sent), time.clock_gettime(clock), _bytes_written()
         works = used - before[0] > IDLE_SECONDS or sent - before[1] > IDLE_BYTES
         frame = sys._current_frames().get(main)
         if works or frame is None or not _communicates(frame):
             if polls:
                 store.delete_key(_KEY + str(rank))
-            since, polls = time.monotonic(), 0
+            since, polls, has_looked = time.monotonic(), 0, False
             continue
         if time.monotonic() - since < seconds:
             continue
@@ -72,6 +77,18 @@ def _watch(seconds: float) -> None:
         waits = _all_waits(store, world)
         if waits and min(count for count, *_ in waits) > 2 and len({tuple(place) for _, *place in waits}) > 1:
             _end(rank, [(where, line) for _, where, line in waits])
+        if not has_looked and not waits:
+            has_looked = True
+            _say_who_is_silent(lost, users_line(frame))
+
+
+def _say_who_is_silent(lost: LostRanks, place: tuple[str, str]) -> None:
+    """Print which ranks do not answer, on the first of those that do."""
+    silent = lost.silent()
+    if silent and lost.rank == min(set(range(lost.ranks)) - silent.keys()):
+        for rank, process in silent.items():
+            text = f"{in_words(rank, process)}; this rank waits in {place[0]}: {place[1]}"
+            print(f"[rank{lost.rank}]: {text}", file=sys.stderr, flush=True)
 
 
 def _bytes_written() -> int:
@@ -82,33 +99,8 @@ def _bytes_written() -> int:
 
 def _communicates(frame: FrameType) -> bool:
     """Whether a thread at this frame is in a function of torch.distributed or of this framework."""
-    frames = [f for f, _ in zip(_outwards(frame), range(_INNERMOST), strict=False)]
-    return any(_is_ours(f) or _file(f).startswith(_TORCH + "distributed" + os.sep) for f in frames)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
-
-
-def _is_ours(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    # torch.autograd.Function.apply runs code of ours under the name of torch
-    return name.startswith("meshwright") or _file(frame).startswith(_PACKAGE)
-
-
-def users_line(frame: FrameType) -> tuple[str, str]:
-    """The innermost line that is neither torch's nor ours: file, number and function, and its text."""
-    for f in _outwards(frame):
-        if not (_is_ours(f) or _file(f).startswith((_TORCH, "<"))):
-            where = f"{Path(_file(f)).name}:{f.f_lineno}, in {f.f_code.co_name}"
-            return where, linecache.getline(_file(f), f.f_lineno).strip()
-    return "", ""
+    frames = [f for f, _ in zip(outwards(frame), range(_INNERMOST), strict=False)]
+    return any(is_ours(f) or f.f_code.co_filename.startswith(_DISTRIBUTED) for f in frames)
 
 
 def _all_waits(store: Any, world: int) -> list[tuple[int, str, str]]:

@@ -26,12 +26,17 @@ from meshwright_dtensor._torch.groups import (
 from meshwright_dtensor._torch.modes import without_functorch
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
+from meshwright_dtensor.mesh.error_report import report_to_torchrun
 from meshwright_dtensor.mesh.start_store import start_store
 from meshwright_dtensor.utils.names import count_of
-from meshwright_dtensor.utils.process import report_last_to_torchrun, settle_at_exit
+from meshwright_dtensor.utils.process import settle_at_exit
 
 if TYPE_CHECKING:
     from meshwright_dtensor.plan.plan import ParallelPlan
+
+
+_CONTROL = "meshwright control"
+"""Description of the group of `control_group`."""
 
 
 def init(device: str | None = None, *, timeout: float | None = None) -> torch.device:
@@ -72,7 +77,7 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
     if timeout is not None:
         set_timeout(timeout)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        report_last_to_torchrun()
+        report_to_torchrun()
         watch_for_deadlocks()
     if kind == "cuda":
         torch.cuda.set_device(index)
@@ -149,6 +154,7 @@ def check_sends(group: dist.ProcessGroup, device: torch.device, what: str) -> No
 
 def extremes(values: Sequence[int], group: dist.ProcessGroup | None) -> list[tuple[int, int]]:
     """Least and largest of each value over the ranks of a group, None for all ranks (a collective call)."""
+    group = control_group() if group is None else group
     device = message_device(group)
     # transforms of the caller (vmap) have no rules for collectives
     with without_functorch():
@@ -156,6 +162,24 @@ def extremes(values: Sequence[int], group: dist.ProcessGroup | None) -> list[tup
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         largest, negated = both.view(2, -1).tolist()
     return [(-low, high) for low, high in zip(negated, largest, strict=True)]
+
+
+def control_group() -> dist.ProcessGroup:
+    """All ranks, in a group for messages of this framework alone (the first call is collective).
+
+    In the default group a message would meet a collective of the user that one rank has left out: gloo aborts at such a pair, or
+    both get wrong numbers. In groups of their own both wait, and the deadlock is reported.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_backend(world) == "fake":
+        return world
+    ranks = dist.get_process_group_ranks(world)
+    for group in live_groups():
+        if group.group_desc == _CONTROL and dist.get_process_group_ranks(group) == ranks:
+            return group
+    made: dist.ProcessGroup = new_group(ranks, description=_CONTROL)
+    return made
 
 
 def restrict_world(size: int) -> dist.ProcessGroup | None:

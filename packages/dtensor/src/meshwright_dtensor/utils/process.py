@@ -1,4 +1,4 @@
-"""This process: its CPU cores, its garbage collection, the report of the exception that ends it, and a clean exit if it used gloo.
+"""This process: its CPU cores, its garbage collection, and a clean exit if it used gloo.
 
 A gloo thread takes the GIL to release the tensors of a finished collective. A thread that asks for the GIL during
 interpreter shutdown aborts the process: "terminate called without an active exception". ``destroy_process_group`` ends the
@@ -10,19 +10,15 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 THREADS = Path("/proc/self/task")
 # a thread that waits for the GIL wakes up more often than that
 POLL_SECONDS = 0.01
-# what gloo says on the ranks that another one has left
-LEFT_ALONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 FIELDS = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
 
@@ -48,45 +44,6 @@ def without_garbage_collection() -> Iterator[None]:
 def settle_at_exit() -> None:
     """Register `settle` to run at exit, once."""
     atexit.register(settle)
-
-
-@cache
-def report_last_to_torchrun() -> None:
-    """Give torchrun the exception that ends this rank: it shows the first of all ranks, once, as the last thing on the screen."""
-    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    before = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or not isinstance(error, Exception):
-            # torchrun would not show it until the last restart has failed
-            before(kind, error, trace)
-            return
-        if any(words in str(error) for words in LEFT_ALONE):
-            # the error of the rank that left is to be the first, and torchrun counts whole seconds
-            time.sleep(1.0)
-        try:
-            raise error
-        except Exception:
-            # the report has the traceback of the exception that is handled now, without this frame
-            get_error_handler().record_exception(error.with_traceback(trace))
-        first_line, *_ = f"{kind.__name__}: {error}".splitlines()
-        print(f"[rank{os.environ.get('RANK', '?')}]: {first_line}", file=sys.stderr, flush=True)
-
-    sys.excepthook = report
-
-
-def record_error(error: Exception) -> None:
-    """Give torchrun an exception that this process does not raise, to show it in the end."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        try:
-            raise error
-        except Exception:
-            get_error_handler().record_exception(error)
 
 
 def settle(timeout: float = 1.0) -> None:

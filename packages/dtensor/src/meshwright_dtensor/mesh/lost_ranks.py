@@ -1,0 +1,138 @@
+"""Which ranks of a job have ended, or do not answer: asked through the store of the process group.
+
+A thread of each rank answers (see `deadlock`), also where its main thread waits or computes. A process that was stopped, or whose
+host or link is lost, does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright_dtensor._torch.groups import default_store
+from meshwright_dtensor.mesh.users_line import users_line
+
+ANSWER_SECONDS = 4.0
+"""How long a rank may take to answer."""
+LISTEN_SECONDS = 1.0
+"""Between two looks of a rank for a question."""
+ENDED_SECONDS = 1.0
+"""How long the note of a rank that has ended may take to arrive, after its connections have closed."""
+_QUESTION, _ANSWER, _ENDED, _PROCESS, _WAITED = (
+    f"meshwright/{name}" for name in ("question", "answer/", "ended/", "process/", "waited/")
+)
+
+
+class LostRanks:
+    """The ranks of this job, as one of them sees them. For one thread.
+
+    Attributes:
+        places: rank -> the line of the user's code in which it was when it answered last, of those that were asked.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self.store, self.rank, self.ranks = store, rank, ranks
+        self._answered = 0
+        self.places: dict[int, str] = {}
+
+    @staticmethod
+    def of_job() -> LostRanks:
+        """Those of the default process group, over a connection of its own."""
+        return LostRanks(default_store().clone(), dist.get_rank(), dist.get_world_size())
+
+    def announce(self) -> None:
+        """Say that this rank will answer."""
+        self.store.set(f"{_PROCESS}{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+
+    def answer(self) -> None:
+        """Answer the last question, if there is a new one."""
+        if self.store.check([_QUESTION]):
+            question = int(self.store.get(_QUESTION))
+            if question > self._answered:
+                self._answered = question
+                line = users_line(sys._current_frames().get(threading.main_thread().ident or 0))
+                self.store.set(f"{_ANSWER}{self.rank}", json.dumps([question, ": ".join(filter(None, line))]))
+
+    def say_ended(self, how: str) -> None:
+        """Leave a note for the others, as this process ends; the first one stays. `how`: "" where others are the cause."""
+        key = f"{_ENDED}{self.rank}"
+        # where the store has ended, the job has
+        with suppress(RuntimeError):
+            if not self.store.check([key]):
+                self.store.set(key, how)
+
+    def ended(self, seconds: float = ENDED_SECONDS) -> dict[int, str]:
+        """Rank -> its note, of the others that have ended. Waits for the first note up to `seconds`."""
+        until = time.monotonic() + seconds
+        while True:
+            others = [rank for rank in range(self.ranks) if rank != self.rank]
+            notes = {rank: self._text(f"{_ENDED}{rank}") for rank in others}
+            told = {rank: note for rank, note in notes.items() if note}
+            if told or time.monotonic() > until:
+                return told
+            time.sleep(0.1)
+
+    def say_waited(self, place: str) -> None:
+        """Leave a note in which line of the user's code this rank has waited for others, in vain."""
+        self.store.set(f"{_WAITED}{self.rank}", place)
+
+    def waited(self) -> dict[int, str]:
+        """Rank -> where it has waited, or is, of all other ranks for which that is known; after `silent`."""
+        notes = {rank: self._text(f"{_WAITED}{rank}") for rank in range(self.ranks) if rank != self.rank}
+        return {rank: place for rank, note in notes.items() if (place := note or self.places.get(rank, ""))}
+
+    def silent(self, seconds: float = ANSWER_SECONDS) -> dict[int, tuple[str, int]]:
+        """Rank -> (host, process) of the ranks that have not ended, and do not answer within `seconds`."""
+        question = self.store.add(_QUESTION, 1)
+        waiting = {}
+        for rank in range(self.ranks):
+            process = self._text(f"{_PROCESS}{rank}")
+            if rank != self.rank and process is not None and not self.store.check([f"{_ENDED}{rank}"]):
+                host, pid = json.loads(process)
+                waiting[rank] = (host, pid)
+        until = time.monotonic() + seconds
+        while waiting and time.monotonic() < until:
+            time.sleep(0.1)
+            # another rank may ask at the same time
+            self.answer()
+            for rank in list(waiting):
+                last, self.places[rank] = json.loads(self._text(f"{_ANSWER}{rank}") or '[0, ""]')
+                if last >= question:
+                    del waiting[rank]
+        return waiting
+
+    def _text(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+
+def in_words(rank: int, process: tuple[str, int]) -> str:
+    """A line about a rank that does not answer."""
+    host, pid = process
+    return f"rank {rank} (process {pid} on {host}) does not answer: it is stopped, or its host or its link is lost"
+
+
+def kill_here(process: tuple[str, int]) -> None:
+    """End a process that does not answer, if it is one of this host: a launcher waits half a minute for one that is stopped."""
+    host, pid = process
+    if host == socket.gethostname():
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def silent_ranks() -> list[str]:
+    """Lines about the ranks of the default process group that do not answer; empty where nobody can tell."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    # where the store has ended, the job has
+    with suppress(RuntimeError):
+        return [in_words(rank, process) for rank, process in LostRanks.of_job().silent().items()]
+    return []
