@@ -168,3 +168,59 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_loop(tmp_path: Path) -> No
     (tmp_path / "run").write_text("a file")
     with pytest.raises(CheckpointError):
         list(run.steps(3))
+
+
+def guarded(
+    rank: int, size: int, folder: str, batches: list[Tensor], spike: float | None
+) -> tuple[list[Any], int]:
+    """Step and loss of each step that was not taken back, and how many batches were left out."""
+    mw.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 4))
+    mw.parallelize(model, ParallelPlan(world_size=size, degrees={"zero": size}, zero={"stage": 3}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = mw.elastic(folder, model=model, optimizer=optimizer, interval=3, spike=spike, rewinds=1)
+    losses: list[Any] = []
+    for step, batch in run.batches(batches, 15):
+        loss = model(batch).square().mean()
+        loss.backward()
+        if run.rewind(loss):
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        del losses[step:]
+        losses.append(loss.item())
+    return losses, run.left_out
+
+
+def rows(*bad: int, value: float = float("nan")) -> list[Tensor]:
+    """20 batches, of which these are bad."""
+    torch.manual_seed(1)
+    return [torch.randn(4, 6) * (value if number in bad else 1.0) for number in range(20)]
+
+
+@pytest.mark.parametrize(("value", "spike"), [(float("nan"), None), (100.0, 5.0)])
+def test_a_bad_loss_goes_back_and_leaves_batches_out(
+    rank_pool: RankPool, tmp_path: Path, value: float, spike: float | None
+) -> None:
+    # the checkpoint before batch 13 has steps 0 to 11
+    expected, _ = guarded(
+        0, 1, str(tmp_path / "whole"), [b for n, b in enumerate(rows()) if n not in (12, 13)], None
+    )
+    for losses, left_out in rank_pool.run(2, guarded, str(tmp_path / "run"), rows(13, value=value), spike):
+        assert left_out == 2 and losses == pytest.approx(expected, rel=1e-5)
+    taken, left_out = guarded(0, 1, str(tmp_path / "other"), rows(13, value=100.0), None)
+    assert left_out == 0 and max(taken) > 5 * max(expected)
+
+
+def test_a_run_that_stays_bad_ends(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match="step 4: the loss is nan; the run went back 1 time before"):
+        guarded(0, 1, str(tmp_path / "twice"), rows(4, 6), None)
+    with pytest.raises(FloatingPointError, match="there is no checkpoint yet"):
+        guarded(0, 1, str(tmp_path / "soon"), rows(1), None)
+    model = nn.Linear(2, 2)
+    for wrong in ({"spike": 0.5}, {"rewinds": -1}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            mw.elastic(tmp_path / "none", model=model, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="outside of the loop"):
+        mw.elastic(tmp_path / "none", model=model).rewind(1.0)

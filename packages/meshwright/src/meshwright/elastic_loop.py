@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.loss_guard import LossGuard
 from meshwright.ranks import signals
 from meshwright_checkpoint import CheckpointError, SaveHandle, latest, load, save
 from meshwright_checkpoint.rank_messages import Ranks
@@ -18,7 +20,9 @@ from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 
-_KEYS = {"step", "place", "state"}
+_KEYS = {"step", "place", "state", "left_out"}
+
+_log = logging.getLogger("meshwright")
 
 
 def elastic(
@@ -30,6 +34,8 @@ def elastic(
     interval: int = 100,
     keep_last: int | None = 2,
     keep_every: int | None = None,
+    spike: float | None = None,
+    rewinds: int = 3,
 ) -> ElasticLoop:
     """A loop that is started again after any end, with any number of ranks, and goes on (a collective call)::
 
@@ -45,14 +51,16 @@ def elastic(
         state: name -> object with state_dict() and load_state_dict(), such as a scheduler; equal on all ranks.
         interval: steps between two checkpoints, which are written in the background.
         keep_last, keep_every: see `mw.save`.
+        spike: `run.rewind(loss)` goes back also for a loss above so many times the median of the last 50; None: for NaN and
+            infinity alone.
+        rewinds: how often it goes back before a new checkpoint is reached.
 
     Raises:
         UsageError: an argument is wrong, or the folder is that of another loop.
         CheckpointError: a checkpoint cannot be read; see `mw.load`.
     """
-    return ElasticLoop(
-        folder, model, optimizer, dict(state or {}), interval, Retention(keep_last, keep_every)
-    )
+    retention, guard = Retention(keep_last, keep_every), LossGuard(spike, rewinds)
+    return ElasticLoop(folder, model, optimizer, dict(state or {}), interval, retention, guard)
 
 
 class ElasticLoop:
@@ -61,6 +69,7 @@ class ElasticLoop:
     Attributes:
         step: steps that are done, also by earlier starts.
         received: the signal (SIGTERM, SIGINT) after which the loop ended; 0 if none.
+        left_out: batches that were left out by `rewind`, also by earlier starts.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class ElasticLoop:
         state: dict[str, Any],
         interval: int,
         retention: Retention,
+        guard: LossGuard,
     ) -> None:
         if type(interval) is not int or interval < 1:
             raise UsageError(f"interval={interval!r} is not a number of steps; pass at least 1")
@@ -78,7 +88,8 @@ class ElasticLoop:
             if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
                 rule = "has no state_dict() and load_state_dict()"
                 raise UsageError(f"state[{name!r}] is a {type(owner).__name__}, which {rule}")
-        self.step = self.received = 0
+        self.step = self.received = self.left_out = 0
+        self._guard, self._goes_back = guard, False
         self._folder, self._model, self._optimizer, self._state = folder, model, optimizer, state
         self._interval, self._retention, self._ranks = interval, retention, Ranks()
         self._saving: SaveHandle | None = None
@@ -106,6 +117,9 @@ class ElasticLoop:
             with signals() as arrived:
                 while self.step < total and not self.received:
                     yield self.step
+                    if self._goes_back:
+                        self._go_back()
+                        continue
                     self.step += 1
                     self.received = arrived()
                     if self._ranks.size > 1:
@@ -136,13 +150,58 @@ class ElasticLoop:
             self._place = self._batches.place() or place
             self._batches = None
 
-    def _load(self) -> None:
+    def rewind(self, loss: Any) -> bool:
+        """Whether the loss of this step is no number, infinite or a spike, on any rank (a collective call)::
+
+            if run.rewind(loss):
+                continue
+
+        The loop then goes back to the last checkpoint: model, optimizer, `state` and random streams. Batches go on, so those since
+        that checkpoint are left out; a loop over `steps`, whose batches are its own, adds `left_out` to the number of the step.
+
+        loss: a number, or a tensor of one, before or after the step of the optimizer.
+
+        Raises:
+            UsageError: it is not called in the loop.
+            FloatingPointError: it has gone back too often before it came to a new checkpoint, or there is none to go back to.
+        """
+        if not self._runs:
+            raise UsageError("rewind(loss) is called outside of the loop over steps() or batches()")
+        reason = self._guard.fault_of(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        # equal on all ranks where the loss is that of the whole batch; a loss of one rank counts for all
+        faulty = bool(reason)
+        if self._ranks.size > 1:
+            ((_, most),) = extremes([int(faulty)], self._ranks.group)
+            faulty = bool(most)
+        if not faulty:
+            return False
+        reason = reason or "the loss of another rank is none to train on"
+        self._guard.count(f"step {self.step}: {reason}")
+        _log.warning("step %d: %s; going back to the last checkpoint", self.step, reason)
+        self._goes_back = True
+        return True
+
+    def _go_back(self) -> None:
+        left = self.left_out + self.step + 1
+        self._goes_back = False
+        self._wait()
+        # a step that was not taken has left them
+        self._model.zero_grad()
+        if not self._load():
+            raise FloatingPointError(
+                f"step {self.step}: there is no checkpoint yet to go back to; begin with a smaller learning rate, or save "
+                "more often (interval=)"
+            )
+        self.left_out = left - self.step
+
+    def _load(self) -> bool:
+        """Load the last checkpoint. Whether there is one."""
         # of rank 0: another rank may see the folder later
         path = self._ranks.gather_checked(lambda: None if self._ranks.rank else latest(self._folder))[0]
         if path is None:
-            return
+            return False
         extra = load(path, model=self._model, optimizer=self._optimizer)
-        if not isinstance(extra, dict) or extra.keys() != _KEYS:
+        if not isinstance(extra, dict) or not _KEYS - {"left_out"} <= extra.keys() <= _KEYS:
             raise UsageError(f"{path} was not written by mw.elastic; give another folder, or use mw.load")
         missing = sorted(extra["state"].keys() ^ self._state.keys())
         if missing:
@@ -151,7 +210,8 @@ class ElasticLoop:
             )
         for name, owner in self._state.items():
             owner.load_state_dict(extra["state"][name])
-        self.step, self._place = extra["step"], extra["place"]
+        self.step, self._place, self.left_out = extra["step"], extra["place"], extra.get("left_out", 0)
+        return True
 
     def _wait(self) -> None:
         saving, self._saving = self._saving, None
@@ -159,13 +219,14 @@ class ElasticLoop:
             saving.wait()
 
     def _save(self) -> None:
+        self._guard.forgive()
         place = self._place if self._batches is None else self._batches.place()
         state = {name: owner.state_dict() for name, owner in self._state.items()}
         self._saving = save(
             f"{os.fspath(self._folder)}/step-{self.step}",
             model=self._model,
             optimizer=self._optimizer,
-            extra={"step": self.step, "place": place, "state": state},
+            extra={"step": self.step, "place": place, "state": state, "left_out": self.left_out},
             step=self.step,
             keep_last=self._retention.keep_last,
             keep_every=self._retention.keep_every,
