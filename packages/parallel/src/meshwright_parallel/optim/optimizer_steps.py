@@ -1,17 +1,15 @@
-"""Steps of stock optimizers on sharded parameters: hooks, steps on local tensors, and steps on whole matrices.
+"""Steps of stock optimizers on sharded parameters: hooks, and steps on local tensors.
 
 A step on DTensors has Python dispatch for each of a dozen small functions per parameter. Elementwise optimizers do not need
 it. So the step runs on a copy of the optimizer whose parameters and states are the local tensors, for which torch has
 multi-tensor kernels. The user's optimizer keeps its DTensor parameters and states, which share memory with the copy's.
 
-Muon orthogonalises the rows of an update by products of bfloat16 matrices. On shards each product would be a sum of rounded
-parts, several percent away from one device, and communicated five times. So each parameter is gathered, and stepped on every
-rank, one after the other. The update equals that of one device.
+Muon is stepped in `muon`: elementwise on local tensors, and on whole matrices where it needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -33,6 +31,7 @@ from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, permuted_layout
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
+from meshwright_parallel.optim.muon import MuonGroups
 from meshwright_parallel.optim.quantized_states import quantize, quantizes_states
 from meshwright_parallel.ranks import check_options
 
@@ -40,16 +39,14 @@ ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, Adam
 """Exactly these classes: a subclass may need whole tensors."""
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """States with one number per parameter."""
-WHOLE = frozenset({Muon})
-"""Exactly these classes, which step one parameter at a time, on whole matrices."""
 
 
 @cache
 def watch_optimizer_steps() -> None:
     """Hook the steps of all optimizers.
 
-    Before a step, states loaded from one device are distributed over the mesh. Elementwise steps run on local tensors, steps of
-    whole matrices on whole tensors. The user makes the optimizer and loads its states, so hooks are the only place for this.
+    Before a step, states loaded from one device are distributed over the mesh. Elementwise steps run on local tensors. The user
+    makes the optimizer and loads its states, so hooks are the only place for this.
     """
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
@@ -75,8 +72,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         model.begin_step()
         args = (*args[:1], *(_outside(model, x) for x in args[1:]))
         kwargs = {key: _outside(model, value) for key, value in kwargs.items()}
-    whole_copy = whole_optimizer(optimizer) if args and args[0] is optimizer else None
-    return args if whole_copy is None else (whole_copy, *args[1:]), kwargs
+    muon_copy = muon_optimizer(optimizer) if args and args[0] is optimizer else None
+    return args if muon_copy is None else (muon_copy, *args[1:]), kwargs
 
 
 def _outside(model: WholeModel, closure: Any) -> Any:
@@ -218,55 +215,11 @@ def copy_states_back(optimizer: torch.optim.Optimizer, local_copy: torch.optim.O
                 entries[key] = state_like(parameter, value) if shaped and key not in NUMBERS else value
 
 
-def whole_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """A copy of the optimizer over whole tensors, for one step; None for other classes."""
-    if type(optimizer) not in WHOLE:
+def muon_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """A copy of a Muon with the same states, for one step, whose matrices are each computed on one rank; None for other classes."""
+    if type(optimizer) is not Muon:
         return None
-    whole_copy = _copy_with_state(optimizer, {})
-    whole_copy.param_groups = _GatheredGroups(optimizer, whole_copy.state)  # type: ignore[assignment]
-    return whole_copy
-
-
-class _GatheredGroups:
-    """Groups of one parameter each, which is gathered while it is stepped."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        self._optimizer, self._state = optimizer, state
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                entries = self._optimizer.state
-                if not isinstance(parameter, MeshParameter):
-                    if parameter in entries:
-                        self._state[parameter] = entries[parameter]
-                    yield {**group, "params": [parameter]}
-                    if parameter in self._state:
-                        entries[parameter] = self._state.pop(parameter)
-                elif parameter.grad is not None:
-                    whole = _whole(parameter)
-                    whole.grad = _whole(parameter.grad)
-                    if parameter in entries:
-                        self._state[whole] = {key: _whole(value) for key, value in entries[parameter].items()}
-                    yield {**group, "params": [whole]}
-                    parameter.copy_(whole)
-                    _store_local(parameter, entries[parameter], self._state.pop(whole))
-
-
-def _whole(value: Any) -> Any:
-    """A gathered copy that may be written to."""
-    return value.full_tensor().detach().clone() if isinstance(value, DTensor) else value
-
-
-def _store_local(parameter: MeshParameter, entries: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Keep this rank's part of states that have the parameter's shape."""
-    for key, value in whole.items():
-        old = entries.get(key)
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            entries[key] = value
-            continue
-        part = local_of(like_parameter(value, parameter))
-        if isinstance(old, DTensor):
-            local_of(old).copy_(part)
-        else:
-            entries[key] = state_like(parameter, part)
+    copied: torch.optim.Optimizer = object.__new__(Muon)
+    copied.__dict__.update(optimizer.__dict__)
+    copied.param_groups = MuonGroups(optimizer)  # type: ignore[assignment]
+    return copied
