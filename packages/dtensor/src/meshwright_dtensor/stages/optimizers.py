@@ -22,7 +22,8 @@ def steps_each_parameter(optimizer: Optimizer) -> bool:
 
     All others see the parameters of all stages in a step.
     """
-    of_package = type(optimizer).__module__.startswith(("torch.optim.", "torchao.optim."))
+    # torch says that Muon and Adafactor are of torch.optim itself
+    of_package = f"{type(optimizer).__module__}.".startswith(("torch.optim.", "torchao.optim."))
     return of_package and not isinstance(optimizer, LBFGS)
 
 
@@ -120,3 +121,6 @@ def own_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         states.update(of_others)
         if optimizer is not None and not steps_each_parameter(optimizer):
             show_states(optimizer)
+        elif isinstance(states, _StageStates) and not states.changed:
+            # they had been agreed on before
+            show_states(optimizer, numbers=True)  # type: ignore[arg-type]
