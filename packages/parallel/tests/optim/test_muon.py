@@ -165,7 +165,9 @@ def bit_equal(rank: int, size: int, layout: str) -> list[bool]:
             values = [*matrices, *(optimizer.state[p]["momentum_buffer"] for p in matrices)]
             actual.append([x.full_tensor() if hasattr(x, "full_tensor") else x.detach() for x in values])
     return [
-        torch.equal(a, b) for one, many in (actual[:2], actual[2:]) for a, b in zip(one, many, strict=True)
+        torch.equal(a, b)
+        for alone, many in (actual[:2], actual[2:])
+        for a, b in zip(alone, many, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The parts of torch's Muon: what it computes on a whole matrix, and its learning rate."""
+"""The parts of torch's Muon: the orthogonalisation of a matrix, and its learning rate."""
 
 from __future__ import annotations
 

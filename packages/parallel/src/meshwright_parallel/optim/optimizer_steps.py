@@ -33,6 +33,7 @@ from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.muon import MuonGroups
 from meshwright_parallel.optim.quantized_states import quantize, quantizes_states
+from meshwright_parallel.optim.whole_matrices import OwnedGroups, keep_changes, refuse_stages, whole_copy
 from meshwright_parallel.ranks import check_options
 
 ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam, RMSprop, Rprop})
@@ -53,12 +54,17 @@ def watch_optimizer_steps() -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if isinstance(optimizer.param_groups, OwnedGroups):
+        # of a copy, whose step calls that of its base class
+        return None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(isinstance(p, (MeshParameter, StageTensor)) for p in parameters):
         return None
     follow_call(parameters[0], f"step of {type(optimizer).__name__}")
     check_options(optimizer)
     model = whole_model_among(parameters)
+    if model is not None:
+        refuse_stages(optimizer)
     with nullcontext() if model is None else model.entered():
         _distribute_states(optimizer)
         # of local tensors alone, so that the hooks and the closure of the user may see all stages
@@ -72,8 +78,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         model.begin_step()
         args = (*args[:1], *(_outside(model, x) for x in args[1:]))
         kwargs = {key: _outside(model, value) for key, value in kwargs.items()}
-    muon_copy = muon_optimizer(optimizer) if args and args[0] is optimizer else None
-    return args if muon_copy is None else (muon_copy, *args[1:]), kwargs
+    copied = (whole_copy(optimizer) or muon_optimizer(optimizer)) if args and args[0] is optimizer else None
+    return args if copied is None else (copied, *args[1:]), kwargs
 
 
 def _outside(model: WholeModel, closure: Any) -> Any:
@@ -92,11 +98,15 @@ def _outside(model: WholeModel, closure: Any) -> Any:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer.param_groups, OwnedGroups):
+        return
     model = whole_model_among([p for group in optimizer.param_groups for p in group["params"]])
     replaced = args and args[0] is not optimizer and type(args[0]) is type(optimizer)
     if model is not None:
         model.end_step()
         states_changed(optimizer, model)
+    if replaced:
+        keep_changes(optimizer, args[0])
     if replaced and _steps_parts(optimizer):
         with nullcontext() if model is None else model.entered():
             copy_states_back(optimizer, args[0])
