@@ -165,9 +165,9 @@ def main() -> None:
         if "tp2" in layout and options.ranks % 4:
             continue
         with RankPool() as pool:
-            one = pool.run(1, alone, *sizes)[0]
+            one_device = pool.run(1, alone, *sizes)[0]
             results = pool.run(options.ranks, against_hand, layout, *sizes, timeout=1200)
-        base = statistics.median(one)
+        base = statistics.median(one_device)
         pairs = results[0][0]
         steps = sorted(a / base for a, _ in pairs)
         ratios = sorted(a / b for a, b in pairs)
@@ -178,7 +178,7 @@ def main() -> None:
             f"| {layout} | {texts[0]} | {rest:.2f} | {texts[1]} | {processor:.2f} | {megabytes:.1f} |",
             flush=True,
         )
-    print(f"one device: {base * 1e3:.0f} ms ({min(one) * 1e3:.0f} to {max(one) * 1e3:.0f})")
+    print(f"one device: {base * 1e3:.0f} ms ({min(one_device) * 1e3:.0f} to {max(one_device) * 1e3:.0f})")
 
 
 if __name__ == "__main__":

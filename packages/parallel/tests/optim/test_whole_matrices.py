@@ -18,7 +18,7 @@ STEPS = 3
 
 
 class Shampoo(optim.Optimizer):
-    """Preconditioners of both dims of a matrix; momentum alone for vectors. Counts what it decomposes."""
+    """Preconditioners of both dims of a matrix; momentum alone for vectors. Counts the matrices that are decomposed."""
 
     def __init__(self, params: Any, lr: float = 0.05, nested: bool = False) -> None:
         super().__init__(params, {"lr": lr})
@@ -126,5 +126,5 @@ def refused(rank: int, size: int) -> None:
         step_whole_matrices(Shampoo)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_right_is_refused(rank_pool: RankPool) -> None:
+def test_steps_of_other_forms_are_refused(rank_pool: RankPool) -> None:
     rank_pool.run(2, refused)

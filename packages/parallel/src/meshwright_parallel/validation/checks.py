@@ -246,6 +246,12 @@ def _check_shape(
                     f"has {local[state]} rows on {degree} ranks"
                 )
                 raise PlanError(f"{where}.{axis}", format_state(state), text, f"S({int(state)})")
+            if axis in gathered:
+                # the shards of a parameter are put one after the other into the value that is computed with
+                text = (
+                    f"shards of {shown} along {axis} are gathered for use, as chunks of equal length in order"
+                )
+                raise PlanError(f"{where}.{axis}", format_state(state), text, f"S({int(state)})")
             local[state] = state.lengths[0]
             continue
         step = -(-local[state] // degree)
