@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import follow_call
+from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter, state_like
 from meshwright_dtensor.stages.optimizers import show_states, states_changed, steps_each_parameter
 from meshwright_dtensor.stages.stage_tensor import StageTensor, value_of
@@ -32,7 +33,7 @@ from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, 
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.muon import MuonGroups
-from meshwright_parallel.optim.quantized_states import quantize, quantizes_states
+from meshwright_parallel.optim.quantized_states import quantize, quantize_as_one_device, quantizes_states
 from meshwright_parallel.optim.whole_matrices import OwnedGroups, keep_changes, refuse_stages, whole_copy
 from meshwright_parallel.ranks import check_options
 
@@ -155,6 +156,11 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
         return None
     groups: list[dict[str, Any]] = []
     states: dict[Any, dict[str, Any]] = {}
+    local_copy = _copy_with_state(optimizer, states)
+    layouts: dict[torch.Tensor, Layout] = {}
+    quantized = quantizes_states(optimizer)
+    if quantized:
+        quantize_as_one_device(local_copy, layouts)
     for group in optimizer.param_groups:
         locals_ = []
         for parameter in _here(group):
@@ -163,15 +169,17 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
                 return None
             local = local_of(parameter) if mine else parameter
             locals_.append(local)
+            if quantized and isinstance(parameter, MeshParameter):
+                layouts[local] = parameter.global_layout
             if parameter in optimizer.state:
                 entries = _local_entries(parameter, optimizer.state[parameter])
                 if entries is None:
                     return None
-                if quantizes_states(optimizer):
-                    quantize(optimizer, local, entries)
+                if quantized:
+                    quantize(local_copy, local, entries)
                 states[local] = entries
         groups.append({**group, "params": locals_})
-    local_copy = _copy_with_state(optimizer, states)
+    local_copy.state.update(states)
     local_copy.param_groups = groups
     return local_copy
 
