@@ -57,7 +57,7 @@ def test_sweep_loses_no_data_and_keeps_no_storage_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[int] = []
-    monkeypatch.setattr(page_release, "release", lambda storage: swept.append(storage.nbytes()))
+    monkeypatch.setattr(page_release, "unmap", lambda storage: swept.append(storage.nbytes()))
     resident, files = Resident(ceiling=0), MappedFiles(tmp_path)
     kept, dropped = (files.zeros((n,), (1,), torch.float32) for n in (1 << 20, 1 << 19))
     for tensor in (kept, dropped):

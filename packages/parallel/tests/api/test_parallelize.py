@@ -147,7 +147,7 @@ def test_deferred_models_start_bit_equal(rank_pool: RankPool) -> None:
 
 def unlike(rank: int, world_size: int, what: str) -> None:
     if what == "weights":
-        with deferred_init(min_bytes=64):
+        with deferred_init(min_bytes=64, shared=False):
             model = make(seed=rank)
         torch.manual_seed(0)
     else:

@@ -195,6 +195,17 @@ def op_returns_fresh_tensor(op: Any) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor" and returns[0].alias_info is None
 
 
+def op_only_views(op: Any) -> bool:
+    """Whether all that the overload returns are views of its arguments, or the arguments."""
+    returns = op._schema.returns
+    return bool(returns) and all(value.alias_info is not None for value in returns)
+
+
+def op_draws(op: Any) -> bool:
+    """Whether the overload draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
 def out_overload(op: Any) -> Any:
     """The overload of the same operator that writes into `out`, or None."""
     packet, overload = op._overloadpacket, op._overloadname

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from meshwright_dtensor._torch.core import pytree
 
@@ -71,3 +71,8 @@ def fake_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes of this thread, the outermost first."""
+    return list(_get_current_dispatch_mode_stack())

@@ -8,19 +8,26 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from meshwright_dtensor.deferred.private_pages import make_private
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 
 ENVIRONMENT = "MESHWRIGHT_INIT_DIR"
 PREFIX = "meshwright-init-"
 HOLLOW = f"{PREFIX}hollow-"
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+# Names by which torch opens a file that has none any more. It keeps them with the storage, and the dots tell ours from others'.
+_BY_NUMBER, _HOLLOW_BY_NUMBER, _SHARED_BY_NUMBER = (
+    "/proc/self/./fd/",
+    "/proc/self/././fd/",
+    "/proc/self/./././fd/",
+)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -92,10 +99,12 @@ class MappedFiles:
     """Makes tensors in files of one directory. A file is unlinked once its tensor exists, and freed with its storage.
 
     hollow: files take no room on the disk, and nothing may be written into them.
+    made: called with each new storage and the number of its open file, by the rank that builds for all ranks of its host.
     """
 
     directory: Path
     hollow: bool = False
+    made: Callable[[torch.UntypedStorage, int], None] | None = None
 
     def zeros(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A zero CPU tensor of `shape` and `strides` (elements), backed by a file of its own.
@@ -108,6 +117,9 @@ class MappedFiles:
         number, name = tempfile.mkstemp(prefix=HOLLOW if self.hollow else PREFIX, dir=self.directory)
         try:
             try:
+                # without a name before it has a size: a process that is killed leaves no file
+                if _opens_by_number():
+                    os.unlink(name)
                 self._reserve(number, nbytes)
             except OSError as error:
                 if error.errno not in _FULL:
@@ -118,12 +130,21 @@ class MappedFiles:
                     f"{tuple(shape)}: {error.strerror} ({free} bytes free there); free some, or set {ENVIRONMENT} to a "
                     "larger disk"
                 ) from error
-            finally:
-                os.close(number)
-            storage: Any = torch.UntypedStorage.from_file(name, True, nbytes)
+            storage = self._storage(number, name, nbytes)
         finally:
-            os.unlink(name)
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(strides))
+            os.close(number)
+            if not _opens_by_number():
+                os.unlink(name)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(strides))  # type: ignore[arg-type]
+
+    def _storage(self, number: int, name: str, nbytes: int) -> torch.UntypedStorage:
+        if _opens_by_number():
+            start = _BY_NUMBER if self.made is None else _SHARED_BY_NUMBER
+            name = f"{_HOLLOW_BY_NUMBER if self.hollow else start}{number}"
+        storage: Any = torch.UntypedStorage.from_file(name, True, nbytes)
+        if self.made is not None and nbytes:
+            self.made(storage, number)
+        return cast(torch.UntypedStorage, storage)
 
     def _reserve(self, number: int, nbytes: int) -> None:
         if self.hollow:
@@ -139,14 +160,34 @@ class MappedFiles:
         os.truncate(number, nbytes)
 
 
+def opened(number: int, nbytes: int) -> torch.UntypedStorage:
+    """The storage of a file that another rank has made; what this process writes there is its own. Raises OSError."""
+    storage: Any = torch.UntypedStorage.from_file(f"{_SHARED_BY_NUMBER}{number}", True, nbytes)
+    make_private(storage, number)
+    return cast(torch.UntypedStorage, storage)
+
+
+def _opens_by_number() -> bool:
+    """Whether a file without a name can be opened again by the number under which it is open (Linux)."""
+    return sys.platform.startswith("linux") and os.path.isdir("/proc/self/fd")
+
+
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether the memory of `tensor` is one of these files."""
-    return _is_named(tensor, PREFIX)
+    name = _file_name(tensor)
+    numbered = name.startswith((_BY_NUMBER, _HOLLOW_BY_NUMBER, _SHARED_BY_NUMBER))
+    return numbered or os.path.basename(name).startswith(PREFIX)
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:
     """Whether the memory of `tensor` is a file that nothing was written into."""
-    return _is_named(tensor, HOLLOW)
+    name = _file_name(tensor)
+    return name.startswith(_HOLLOW_BY_NUMBER) or os.path.basename(name).startswith(HOLLOW)
+
+
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether the file of a storage is one that the ranks of a host share."""
+    return (storage.filename or "").startswith(_SHARED_BY_NUMBER)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -155,8 +196,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return plain and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _is_named(tensor: torch.Tensor, prefix: str) -> bool:
+def _file_name(tensor: torch.Tensor) -> str:
     if not is_plain(tensor) or tensor.device.type != "cpu":
-        return False
-    name = tensor.untyped_storage().filename
-    return name is not None and os.path.basename(name).startswith(prefix)
+        return ""
+    return tensor.untyped_storage().filename or ""

@@ -14,21 +14,29 @@ replayed. It costs disk space for the model, once per rank, and about 1.6 times 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright_dtensor._torch import core
+from meshwright_dtensor._torch.modes import dispatch_modes
 from meshwright_dtensor.deferred import mapped_files
+from meshwright_dtensor.deferred.call_text import Holds, call_text, tensor_text
+from meshwright_dtensor.deferred.host_ranks import JOIN_SECONDS, HostRanks, calling_line, join_host, this_job
 from meshwright_dtensor.deferred.page_release import Resident, release
+from meshwright_dtensor.deferred.shared_build import SharedBuild
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Place, copy_region
 
 MIN_BYTES = 1 << 16
+_LOG = logging.getLogger("meshwright")
 
 
 def _aten(names: str) -> frozenset[str]:
@@ -59,7 +67,11 @@ _WRITERS = _aten("copy_ fill_ zero_ masked_fill_")
 
 @contextmanager
 def deferred_init(
-    *, directory: str | os.PathLike[str] | None = None, min_bytes: int = MIN_BYTES, values: bool = True
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    min_bytes: int = MIN_BYTES,
+    values: bool = True,
+    shared: bool = True,
 ) -> Iterator[None]:
     """Inside, CPU tensors of at least `min_bytes` are made in files of `directory`, with the values of one device.
 
@@ -74,10 +86,56 @@ def deferred_init(
     """
     if min_bytes < 1:
         raise UsageError(f"min_bytes={min_bytes} is not positive; the default is {MIN_BYTES}")
-    place, resident = mapped_files.choose_directory(directory), Resident()
-    hollow = None if values else mapped_files.MappedFiles(place, hollow=True)
-    with resident.watching(), _MappedInit(mapped_files.MappedFiles(place), min_bytes, resident, hollow):
+    # a context inside of another one builds as that does
+    around = [mode for mode in dispatch_modes() if isinstance(mode, _MappedInit)]
+    ranks = _ranks_of_host(min_bytes) if values and shared and not around else None
+    with ExitStack() as stack:
+        resident = Resident()
+        build = around[-1].build if around else None
+        if ranks is not None:
+            build = SharedBuild(ranks, resident)
+            stack.enter_context(build.building())
+        place = mapped_files.choose_directory(directory)
+        hollow = None if values else mapped_files.MappedFiles(place, hollow=True)
+        files = mapped_files.MappedFiles(place, made=build.made if build is not None and values else None)
+        # other ranks than the builder fill nothing
+        if build is None or build.builds:
+            stack.enter_context(resident.watching())
+        stack.enter_context(_MappedInit(files, min_bytes, resident, hollow, build if values else None))
         yield
+
+
+def _ranks_of_host(min_bytes: int) -> HostRanks | None:
+    """The other ranks of this host that build here; None if there are none, or none can be reached (then said in the log)."""
+    job = this_job() if sys.platform.startswith("linux") else None
+    if job is None:
+        return None
+    where = calling_line(frozenset({__file__, contextlib.__file__}))
+    try:
+        ranks = join_host(job, f"{where} min_bytes={min_bytes}")
+    except OSError as error:
+        _LOG.warning(
+            "deferred_init: ranks of this host cannot connect (%s), and each builds on its own", error
+        )
+        return None
+    if ranks is None:
+        _LOG.warning(
+            "deferred_init at %s: rank %d came too late to build with the others, and builds alone",
+            where,
+            job.rank,
+        )
+    elif ranks.missing:
+        _LOG.warning(
+            "deferred_init at %s: %s of this host did not come in %g s and will build alone; where only some ranks build, use "
+            "deferred_init(shared=False)",
+            where,
+            ranks.missing,
+            JOIN_SECONDS,
+        )
+    if ranks is not None and not ranks.channels:
+        ranks.close()
+        return None
+    return ranks
 
 
 def is_deferred(value: torch.Tensor | nn.Module) -> bool:
@@ -107,6 +165,7 @@ class _MappedInit(core.TorchDispatchMode):
     """Sees every op below autograd and puts large results into files: computed there where possible, else copied.
 
     hollow: the files of floating-point values that are never read; None if all values are needed.
+    build: the build of all ranks of this host, by which one of them makes large results; None if this rank builds alone.
     """
 
     def __init__(
@@ -115,9 +174,11 @@ class _MappedInit(core.TorchDispatchMode):
         min_bytes: int,
         resident: Resident,
         hollow: mapped_files.MappedFiles | None,
+        build: SharedBuild | None,
     ) -> None:
         super().__init__()
         self._files, self._hollow, self._min_bytes, self._resident = files, hollow, min_bytes, resident
+        self.build = build
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -127,6 +188,14 @@ class _MappedInit(core.TorchDispatchMode):
         if core.fake_mode_active():
             return func(*args, **kwargs)
         inputs = [leaf for leaf in core.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self.build is not None:
+            return self._built_by_one(self.build, func, args, kwargs, inputs)
+        return self._computed(func, args, kwargs, inputs)
+
+    def _computed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> Any:
+        """The result of a call on this rank."""
         if self._hollow is not None and core.op_mutates(func) and _only_writes(func, args):
             return args[0]
         if core.op_mutates(func) or not all(mapped_files.is_plain(tensor) for tensor in inputs):
@@ -134,9 +203,82 @@ class _MappedInit(core.TorchDispatchMode):
         result = self._made_in_file(func, args, kwargs, inputs)
         if result is not None:
             return result
+        return self._with_large_moved(func, inputs, func(*args, **kwargs), self._moved)
+
+    def _with_large_moved(
+        self,
+        func: Any,
+        inputs: list[torch.Tensor],
+        result: Any,
+        moved: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Any:
+        """The result of a call, with large new tensors in files."""
+        fresh = core.op_name(func) == "aten::lift_fresh"
+        old = set() if fresh else set(map(_storage, inputs))
+        return core.pytree.tree_map_only(
+            torch.Tensor, lambda tensor: moved(tensor) if self._is_moved(tensor, old) else tensor, result
+        )
+
+    def _built_by_one(
+        self,
+        build: SharedBuild,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        """The result of a call that all ranks of this host make: one of them computes it if it is large."""
+        # of a context inside of this one, which puts the result into a file itself
+        if build.busy:
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs, inputs) if core.op_mutates(func) else []
+        plain = all(mapped_files.is_plain(tensor) for tensor in inputs)
+        if self._is_for_one(build.holds, func, args, kwargs, inputs, written, plain):
+            return build.call(
+                call_text(func, args, kwargs, build.holds),
+                lambda: self._computed(func, args, kwargs, inputs),
+                lambda: func(*args, **kwargs),
+                inputs,
+                written,
+                (args, kwargs),
+            )
         result = func(*args, **kwargs)
-        shared = set() if core.op_name(func) == "aten::lift_fresh" else set(map(_storage, inputs))
-        return core.pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, shared), result)
+        if core.op_mutates(func) or not plain:
+            return result
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            text = f"the result {tensor_text(tensor, build.holds)} of {core.op_name(func)}"
+            new: torch.Tensor = build.call(
+                text, lambda: self._moved(tensor), lambda: tensor, [], [], ((), {})
+            )
+            return new
+
+        return self._with_large_moved(func, inputs, result, moved)
+
+    def _is_for_one(
+        self,
+        holds: Holds,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        written: Sequence[int],
+        plain: bool,
+    ) -> bool:
+        """Whether one rank makes this call for all: it writes into a shared file, makes a large tensor, or reads one.
+
+        All ranks decide alike, from shapes and from which arguments are in files.
+        """
+        if core.op_mutates(func):
+            # each rank changes the shape of its own tensors
+            shapes = torch.Tag.inplace_view in func.tags
+            return not shapes and any(holds(inputs[index]) for index in written)
+        if not plain or core.op_only_views(func):
+            return False
+        if any(self._is_large(tensor) and holds(tensor) for tensor in inputs):
+            return True
+        sketch = _sketch(func, args, kwargs) if self._may_compute_in_file(func, kwargs, inputs) else None
+        return sketch is not None and self._is_large(sketch)
 
     def _made_in_file(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
@@ -174,17 +316,19 @@ class _MappedInit(core.TorchDispatchMode):
             return False
         return not pointwise or any(map(self._is_large, inputs))
 
-    def _moved(self, tensor: torch.Tensor, shared: set[int]) -> torch.Tensor:
-        """`tensor`, or its copy in a file if it is large, new and in ordinary memory."""
+    def _is_moved(self, tensor: torch.Tensor, old: set[int]) -> bool:
+        """Whether a result is put into a file: it is large, new and in ordinary memory."""
         if not mapped_files.is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
-            return tensor
-        if _storage(tensor) in shared or mapped_files.is_mapped(tensor):
-            return tensor
+            return False
+        if _storage(tensor) in old or mapped_files.is_mapped(tensor):
+            return False
         if tensor.is_conj() or tensor.is_neg():
-            return tensor
-        # a small one, expanded
-        if tensor.untyped_storage().nbytes() < tensor.nbytes:
-            return tensor
+            return False
+        # not a small one, expanded
+        return tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` in a file."""
         new = self._new(tensor)
         return new if self._is_unwanted(tensor) else new.copy_(tensor)
 
@@ -207,6 +351,16 @@ def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:
     writes = core.op_name(func) in _WRITERS or not tags.isdisjoint(func.tags)
     in_place = core.op_name(func).endswith("_") and bool(args) and isinstance(args[0], torch.Tensor)
     return writes and in_place and mapped_files.is_hollow(args[0])
+
+
+def _written(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+) -> list[int]:
+    """Indices of the tensors among the arguments that a call writes into."""
+    places = core.declared_writes(func)
+    values = [value for place, value in (*enumerate(args), *kwargs.items()) if place in places]
+    targets = set(map(id, core.pytree.tree_leaves(values)))
+    return [index for index, tensor in enumerate(inputs) if id(tensor) in targets]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from meshwright_dtensor._torch.core import weak_storage
+from meshwright_dtensor.deferred.mapped_files import is_shared
+from meshwright_dtensor.deferred.private_pages import has_private_writes
 
 CEILING = 256 << 20
 """Bytes of mapped files that a process keeps, beyond those at the start; it may exceed them for one interval."""
@@ -29,7 +31,16 @@ _DONTNEED = 4
 
 
 def release(storage: torch.UntypedStorage) -> None:
-    """Unmap the pages of a storage that is a mapped file; they come back when they are touched."""
+    """Unmap the pages of a storage that is a mapped file; they come back when they are touched.
+
+    In a file that ranks share, a page that this process has written is its own and not in the file: then all pages stay.
+    """
+    if not (is_shared(storage) and has_private_writes(storage)):
+        unmap(storage)
+
+
+def unmap(storage: torch.UntypedStorage) -> None:
+    """Unmap the pages of a storage. Of a private mapping this drops what the process has written: the file's values are back."""
     if sys.platform.startswith("linux") and storage.nbytes():
         address, nbytes = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
         ctypes.CDLL(None).madvise(address, nbytes, _DONTNEED)
@@ -76,7 +87,7 @@ class Resident:
             for find in self._storages:
                 storage = find()
                 if storage is not None:
-                    release(storage)
+                    unmap(storage)
                     living.append(find)
             self._storages = living
         self._base = mapped_bytes()
