@@ -1,4 +1,4 @@
-"""Unmodified transformers models built in `deferred_init` equal those of one device, bit for bit."""
+"""Unmodified transformers models built in `deferred_init` equal those of one device, bit for bit, alone and by ranks together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import meshwright as mw
+from meshwright_dtensor.deferred.mapped_files import is_shared
 from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 LANGUAGE: dict[str, Any] = {
     "hidden_size": 32,
@@ -118,3 +122,54 @@ def test_another_seed_gives_other_values() -> None:
     with deferred_init(min_bytes=256):
         other = getattr(transformers, CASES["llama"][0]).from_config(CASES["llama"][1]())
     assert not torch.equal(plain.lm_head.weight, other.lm_head.weight)
+
+
+class Fills(TorchDispatchMode):
+    """Counts the fills of the random initialisation that this rank computes."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.calls += name in ("aten::normal_", "aten::uniform_") and args[0].nbytes >= 256
+        return func(*args, **(kwargs or {}))
+
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2": {"tp": 2},
+    "zero3": {"dp": 2, "zero": 3},
+    "pp2": {"pp": 2, "microbatches": 2},
+}
+IDS = {"input_ids": torch.arange(64).view(4, 16) % 99, "labels": torch.arange(64).view(4, 16) % 99}
+
+
+def laid_out(rank: int, world_size: int, name: str, pins: dict[str, int]) -> Any:
+    """Every value of a model that ranks build together, the state of the generator, and the fills on this rank."""
+    with Fills() as fills, deferred_init(min_bytes=256):
+        model = build(name)
+    end = torch.get_rng_state()
+    assert all(is_shared(p.untyped_storage()) == (p.nbytes >= 256) for p in model.parameters())
+    mw.auto_parallelize(
+        model, IDS, global_batch_size=4, dp=pins.get("dp", 1), **{k: v for k, v in pins.items() if k != "dp"}
+    )
+    return mw.full_state_dict(model), end, fills.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("gpt2", "tp2"), ("gpt2", "pp2"), ("llama tied", "zero3"), ("llama tied", "pp2"), ("mixtral", "tp2")],
+)
+def test_ranks_build_one_model_for_any_layout(rank_pool: RankPool, name: str, layout: str) -> None:
+    with Fills() as alone:
+        plain = build(name)
+    end = torch.get_rng_state()
+    want = plain.state_dict()
+    results = rank_pool.run(2, laid_out, name, LAYOUTS[layout])
+    assert sorted(calls > 0 for _, _, calls in results) == [False, True]
+    assert sum(calls for _, _, calls in results) == alone.calls > 0
+    assert all(torch.equal(state, end) for _, state, _ in results)
+    # rank 0 has it
+    got = results[0][0]
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert torch.equal(got[key], tensor), key

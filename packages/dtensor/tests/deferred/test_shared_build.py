@@ -55,8 +55,8 @@ class Layer(nn.Module):
         nn.init.trunc_normal_(self.linear.weight, std=0.5)
         self.scale = nn.Parameter(torch.ones(3) * self.linear.weight.detach().std())
         self.small = nn.Parameter(torch.randn(5))
-        own = torch.Generator().manual_seed(11)
-        self.noise = nn.Parameter(torch.empty(40, 10).normal_(generator=own))
+        generator = torch.Generator().manual_seed(11)
+        self.noise = nn.Parameter(torch.empty(40, 10).normal_(generator=generator))
         with torch.no_grad():
             self.noise[::2].mul_(3)
             # past torch, and in place after that
@@ -324,6 +324,40 @@ def several(rank: int, size: int) -> Any:
         last = torch.rand(20, 20)
     dist.barrier()
     return [tensor.clone() for tensor in (first - rank, alone - rank, inner, last)], torch.get_rng_state()
+
+
+def unusual(rank: int, size: int) -> Any:
+    """Calls whose results cannot be sent, that write into memory of both kinds, that change a shape."""
+    torch.manual_seed(1)
+    with Counting() as counting, deferred_init(min_bytes=SMALL):
+        base = torch.randn(20, 20)
+        sparse = base.relu().to_sparse()
+        values, indices = torch.empty(20, 20), torch.zeros(20, dtype=torch.long)
+        torch.max(base, 0, out=(values[0], indices))
+        sums = torch.zeros(20)
+        torch.sum(base, 0, out=sums)
+        view = torch.ops.aten._unsafe_view(base, [400])
+        base.mul_(2)
+        parts = torch._foreach_mul([base, base + 1], 3)
+        values[1:].zero_()
+        transposed = base.t().clone()
+        changed = ""
+        try:
+            torch.add(torch.zeros(2, 3), 1, out=torch.zeros(20, 20))
+        except MeshwrightError as error:
+            changed = str(error)
+    tensors = [sparse.to_dense(), values, indices, sums, view, *parts, transposed]
+    return [tensor.clone() for tensor in tensors], changed, sum(counting.calls.values())
+
+
+def test_unusual_calls_have_the_results_of_one_device(rank_pool: RankPool) -> None:
+    ((want, _, _),) = rank_pool.run(1, unusual)
+    results = rank_pool.run(2, unusual)
+    for got, _, _ in results:
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
+    # on the rank that does not write
+    changed = [text for _, text, calls in results if not calls]
+    assert len(changed) == 1 and "changes the shape of a tensor from (20, 20) to (2, 3)" in changed[0]
 
 
 def test_tensors_of_other_contexts_are_each_ranks_own(rank_pool: RankPool) -> None:

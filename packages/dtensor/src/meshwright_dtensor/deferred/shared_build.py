@@ -2,7 +2,7 @@
 
 Every rank runs the same constructor. At each call that makes or changes a large tensor all ranks of the host wait for each other;
 the builder makes the call, and the others map its file and take the new state of the random generator. So all other code, which
-every rank runs, finds on each rank what it finds on one device, and no call is recorded or replayed.
+every rank runs, finds on each rank the same as on one device, and no call is recorded or replayed.
 """
 
 from __future__ import annotations
