@@ -87,6 +87,9 @@ def measure(rank: int, size: int, name: str, shared: bool) -> Measured:
     import transformers
 
     config = transformers.LlamaConfig(**SIZES[name], num_attention_heads=32, num_key_value_heads=8)
+    # imports the code of the model
+    with torch.device("meta"):
+        transformers.AutoModelForCausalLM.from_config(config)
     torch.manual_seed(0)
     dist.barrier()
     start, processor, before = time.perf_counter(), time.process_time(), anonymous_bytes()

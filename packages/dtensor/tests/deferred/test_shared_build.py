@@ -393,11 +393,11 @@ def test_a_full_disk_is_an_error_of_every_rank(rank_pool: RankPool) -> None:
         assert name == "MeshwrightError" and "No space left" in text and "4096 bytes" in text
 
 
-def killed(rank: int, size: int, directory: str) -> str:
+def killed(rank: int, size: int, directory: str, builder: bool) -> str:
     try:
         with deferred_init(min_bytes=SMALL, directory=directory):
             nn.Linear(64, 64)
-            if rank == 1:
+            if dispatch_modes()[-1].build.builds == builder:
                 os.kill(os.getpid(), signal.SIGKILL)
             nn.Linear(64, 64)
     except MeshwrightError as error:
@@ -406,11 +406,12 @@ def killed(rank: int, size: int, directory: str) -> str:
     return ""
 
 
-def test_a_killed_rank_ends_the_build_and_leaves_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("builder", [True, False])
+def test_a_killed_rank_ends_the_build_and_leaves_no_file(tmp_path: Path, builder: bool) -> None:
     with RankPool() as pool:
         with pytest.raises((MeshwrightError, RankError)):
-            pool.run(2, killed, str(tmp_path))
-    assert "rank 1 has ended" in (tmp_path / "seen").read_text()
+            pool.run(2, killed, str(tmp_path), builder)
+    assert "has ended" in (tmp_path / "seen").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["seen"]
 
 

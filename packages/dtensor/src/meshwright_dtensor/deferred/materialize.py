@@ -6,7 +6,8 @@
 
 Inside the context every large CPU tensor is a memory-mapped file on a disk. The code that fills it runs unchanged, in the
 same order, with the same numbers; the kernel keeps as many of the pages as fit into memory. Nothing is recorded or
-replayed. It costs disk space for the model, once per rank, and about 1.6 times the time.
+replayed. The ranks of a host build together (`shared_build`): it costs disk space for the model, and about 1.6 times the time of
+one device, once per host.
 
     with deferred_init(values=False):
         model = Model(config)                      # to plan for: neither memory, nor disk, nor time for values
@@ -80,6 +81,13 @@ def deferred_init(
     Parameters made here are ordinary, but they stay in their files, which a forked process shares, and their storage cannot
     grow (`resize_` raises). On Linux the process keeps about 256 MiB of these files mapped at most, and none afterwards.
     Raises UsageError if there is no disk, MeshwrightError when the disk is full.
+
+    shared: the ranks of this host (of torchrun, or of the default process group; Linux) build one model: the first one to come
+    computes each large tensor, in a file that all map, and the others wait for it. Every rank enters at the same line and runs the
+    same code; a rank may not wait for others inside. After the context a rank's writes are its own, in ordinary memory. The first
+    rank waits up to a minute for the others; those that come later, and all where ranks cannot connect, build alone, which is
+    logged. A context inside of another one builds as that does. Raises UsageError on all ranks of the host if they build different
+    models, MeshwrightError if another rank has failed, ended, or made no call for five minutes. False: this rank builds alone.
 
     values=False: floating-point tensors of that size, and results computed from them, are never filled and take no room on
     the disk; other integers and booleans are. Such a model can be planned for, whatever its size; `parallelize` refuses it.

@@ -56,8 +56,12 @@ class SharedBuild:
     def made(self, storage: torch.UntypedStorage, number: int) -> None:
         """Note a new storage of the builder, in the open file `number`, for the result of the present call. Raises OSError."""
         self._spares.add(storage, number)
-        self._numbers[storage.data_ptr()] = os.dup(number)
-        self._addresses.add(storage.data_ptr())
+        address = storage.data_ptr()
+        # a tensor that this call has made and freed may have had the same address
+        if address in self._numbers:
+            os.close(self._numbers.pop(address))
+        self._numbers[address] = os.dup(number)
+        self._addresses.add(address)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor is a file of this build, in which the builder writes for all ranks."""
