@@ -6,7 +6,6 @@ files grows with them (RssFile of proc(5)).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -18,7 +17,7 @@ import torch
 
 from meshwright_dtensor._torch.core import weak_storage
 from meshwright_dtensor.deferred.mapped_files import is_shared
-from meshwright_dtensor.deferred.private_pages import has_private_writes
+from meshwright_dtensor.deferred.private_pages import has_private_writes, libc
 
 CEILING = 256 << 20
 """Bytes of mapped files that a process keeps, beyond those at the start; it may exceed them for one interval."""
@@ -42,8 +41,7 @@ def release(storage: torch.UntypedStorage) -> None:
 def unmap(storage: torch.UntypedStorage) -> None:
     """Unmap the pages of a storage. Of a private mapping this drops what the process has written: the file's values are back."""
     if sys.platform.startswith("linux") and storage.nbytes():
-        address, nbytes = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
-        ctypes.CDLL(None).madvise(address, nbytes, _DONTNEED)
+        libc().madvise(storage.data_ptr(), storage.nbytes(), _DONTNEED)
 
 
 class Resident:

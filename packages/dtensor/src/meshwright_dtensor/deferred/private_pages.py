@@ -29,13 +29,21 @@ _LARGE = 256 << 20
 
 
 @functools.cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc
+def libc() -> Any:
+    """The C library, with the signatures of its calls for mappings."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = library.mremap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.mremap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
 
 
 def _checked(result: int | None) -> int:
@@ -48,7 +56,7 @@ def _checked(result: int | None) -> int:
 def _map_private(number: int, nbytes: int, address: int | None) -> int:
     """Map the file `number` privately, at `address` in place of what is mapped there, or anywhere. Raises OSError."""
     flags = mmap.MAP_PRIVATE | _NO_RESERVE | (0 if address is None else _FIXED)
-    return _checked(_libc().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, number, 0))
+    return _checked(libc().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, number, 0))
 
 
 def make_private(storage: torch.UntypedStorage, number: int) -> None:
@@ -96,7 +104,7 @@ class SpareMappings:
         living = []
         for find, address, nbytes in self._spares:
             if find() is None:
-                _libc().munmap(address, nbytes)
+                libc().munmap(address, nbytes)
             else:
                 living.append((find, address, nbytes))
         self._spares = living
@@ -108,5 +116,5 @@ class SpareMappings:
         for find, address, nbytes in self._spares:
             storage = find()
             if storage is not None:
-                _checked(_libc().mremap(address, nbytes, nbytes, _MAY_MOVE | _TO_ADDRESS, storage.data_ptr()))
+                _checked(libc().mremap(address, nbytes, nbytes, _MAY_MOVE | _TO_ADDRESS, storage.data_ptr()))
         self._spares = []
