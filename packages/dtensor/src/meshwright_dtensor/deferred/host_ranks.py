@@ -24,7 +24,7 @@ import torch.distributed as dist
 from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor.deferred.channels import Channel, ClosedError
 
-JOIN_SECONDS = 60.0
+JOIN_SECONDS = 30.0
 """Seconds that the first rank of a host waits for the others. A rank that comes later builds alone."""
 _POLL = 0.02
 _KEYS = "meshwright/deferred/"

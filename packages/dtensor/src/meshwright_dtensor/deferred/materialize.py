@@ -85,7 +85,7 @@ def deferred_init(
     shared: the ranks of this host (of torchrun, or of the default process group; Linux) build one model: the first one to come
     computes each large tensor, in a file that all map, and the others wait for it. Every rank enters at the same line and runs the
     same code; a rank may not wait for others inside. After the context a rank's writes are its own, in ordinary memory. The first
-    rank waits up to a minute for the others; those that come later, and all where ranks cannot connect, build alone, which is
+    rank waits up to half a minute for the others; those that come later, and all where ranks cannot connect, build alone, which is
     logged. A context inside of another one builds as that does. Raises UsageError on all ranks of the host if they build different
     models, MeshwrightError if another rank has failed, ended, or made no call for five minutes. False: this rank builds alone.
 
