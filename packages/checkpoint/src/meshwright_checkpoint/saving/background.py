@@ -27,7 +27,7 @@ from meshwright_checkpoint.io.worker import Worker, yield_to_training
 from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_file
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.mesh.lost_ranks import silent_ranks
+from meshwright_dtensor.mesh.lost_ranks import leave_note, note_of, silent_ranks
 
 T = TypeVar("T")
 CHUNK = 16 << 20
@@ -127,11 +127,17 @@ class SaveHandle:
             else:
                 # rank 0 commits or fails
                 if not _awaited(lambda: job.storage.outcome(job.save_id)):
-                    raise CheckpointError(NOT_COMMITTED)
+                    raise CheckpointError(note_of(job.save_id) or NOT_COMMITTED)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
             # rank 0 has removed the files
             gone = isinstance(error, FileNotFoundError) and job.rank
-            self._error = CheckpointError(NOT_COMMITTED) if gone else error
+            self._error = CheckpointError(note_of(job.save_id) or NOT_COMMITTED) if gone else error
+            if job.rank == 0:
+                # before the others see that it has failed
+                leave_note(
+                    job.save_id,
+                    str(error) if isinstance(error, CheckpointError) else f"rank 0 failed: {error}",
+                )
             # best effort: rank 0 also sees a released lock without a note
             with suppress(OSError):
                 note = {"error": f"{type(error).__name__}: {error}"}

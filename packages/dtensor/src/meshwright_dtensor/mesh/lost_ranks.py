@@ -27,8 +27,8 @@ LISTEN_SECONDS = 1.0
 """Between two looks of a rank for a question."""
 ENDED_SECONDS = 1.0
 """How long the note of a rank that has ended may take to arrive, after its connections have closed."""
-_QUESTION, _ANSWER, _ENDED, _PROCESS, _WAITED = (
-    f"meshwright/{name}" for name in ("question", "answer/", "ended/", "process/", "waited/")
+_QUESTION, _ANSWER, _ENDED, _PROCESS, _WAITED, _NOTE = (
+    f"meshwright/{name}" for name in ("question", "answer/", "ended/", "process/", "waited/", "note/")
 )
 
 
@@ -136,3 +136,20 @@ def silent_ranks() -> list[str]:
     with suppress(RuntimeError):
         return [in_words(rank, process) for rank, process in LostRanks.of_job().silent().items()]
     return []
+
+
+def leave_note(name: str, text: str) -> None:
+    """Leave a text for the other ranks of the default process group, if there is one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        # where the store has ended, the job has
+        with suppress(RuntimeError):
+            default_store().clone().set(_NOTE + name, text)
+
+
+def note_of(name: str) -> str:
+    """The text that another rank has left; "" without one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with suppress(RuntimeError):
+            store = default_store().clone()
+            return store.get(_NOTE + name).decode() if store.check([_NOTE + name]) else ""
+    return ""
