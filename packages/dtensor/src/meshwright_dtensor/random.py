@@ -1,8 +1,9 @@
-"""Random numbers of one device, on any layout: draw the whole tensor, keep the rank's box.
+"""Random numbers of one device, on any layout.
 
-Every rank draws every number in the order of one device, so masks and initial values are equal bit for bit, and every
-generator ends in the state of one device. Each rank takes the time of the whole tensor. Memory is bounded where drawing in
-pieces gives the same numbers; that depends on the op, the build and the processor, so it is tried on a small tensor first.
+Every rank has the numbers that one device draws for its part, so masks and initial values are equal bit for bit, and every
+generator ends in the state of one device. On CPUs each rank draws the numbers of the whole tensor, in pieces, and keeps its
+own: time of the whole, memory of its part. What gives the same numbers depends on the op, the build and the processor, so
+each way is tried on a small tensor first; if none does, the whole tensor is drawn, and a warning says so.
 """
 
 from __future__ import annotations
@@ -10,38 +11,28 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import OpOverload, op_arguments, op_mutates, op_name, pytree
+from meshwright_dtensor._torch.core import OpOverload, default_generator, op_mutates, pytree
+from meshwright_dtensor.drawing import cpu, ops
+from meshwright_dtensor.drawing.held import Held, Target
+from meshwright_dtensor.drawing.whole import PIECE_NUMEL, Draw, Way, Whole, restored
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.sharding import boxes
 
-PIECE_NUMEL = 1 << 22
-"""Elements drawn at a time where pieces are possible: a multiple of 16, torch's block of normal numbers."""
+__all__ = ["PIECE_NUMEL", "Part", "draw_full_then_slice", "draws_by_element", "run_random", "without_pieces"]
+
+MOST_BYTES = 1 << 26
+"""Memory that a draw may take beyond the rank's part without a warning."""
 
 _BLOCK = 16
-
-Draw = Callable[[torch.Tensor], Any]
-F = TypeVar("F", bound=Callable[..., torch.Tensor])
-Span = tuple[int, int]
-
-# Ops that overwrite their first argument with numbers that depend on scalars only.
-_FILLS = frozenset(
-    f"aten::{name}_" for name in "normal uniform exponential random log_normal cauchy geometric".split()
-)
-# Ops that draw the same count of numbers for each element, whatever its value.
-_ELEMENTWISE = frozenset(
-    f"aten::{name}"
-    for name in "bernoulli bernoulli_ rand_like randn_like randint_like normal native_dropout".split()
-)
-# Ops without tensor arguments: they are given the global shape.
-_FACTORIES = frozenset(f"aten::{name}" for name in ("rand", "randn", "randint", "randperm", "normal"))
 
 
 @dataclass(frozen=True)
@@ -81,18 +72,6 @@ DRAWS = Draws()
 """Torch functions carry no context, so it is kept per thread."""
 
 
-def _takeable(draws: F) -> F:
-    """Let `DRAWS.taken`, where it is set, decide when the function makes its draw."""
-
-    @wraps(draws)
-    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        taken = DRAWS.taken
-        return draws(*args, **kwargs) if taken is None else taken(partial(draws, *args, **kwargs))
-
-    return cast("F", run)
-
-
-@_takeable
 def draw_full_then_slice(
     draw: Draw,
     shape: Sequence[int],
@@ -104,6 +83,7 @@ def draw_full_then_slice(
     generator: torch.Generator | None = None,
     piece_numel: int | None = None,
     gaps: bool = False,
+    target: Target | None = None,
 ) -> torch.Tensor:
     """Let `draw` fill a tensor of the global `shape`, dense in `dim_order`; return a dense copy of its `box`.
 
@@ -111,30 +91,99 @@ def draw_full_then_slice(
     It advances as on one device. With `piece_numel` (a multiple of 16; only for a `draw` that fills element
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
     give the same numbers. With `gaps` the tensor is not dense: torch fills a view of a larger one with other numbers.
+    `target`: the numbers are put here (the dims in their own order); its first tensor is the result.
     """
-    strides = boxes.strides_of(tuple(shape), tuple(dim_order), gaps)
-    if gaps:
-        piece_numel = None
-    only_box = boxes.single_box(box)
-    whole = only_box == boxes.whole_box(shape)
-    if piece_numel is not None and not whole:
-        if piece_numel % _BLOCK:
-            raise UsageError(
-                f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
-            )
-        few, on_cpu = math.prod(shape) <= 2 * piece_numel, torch.device(device).type == "cpu"
-        if only_box is not None and on_cpu and not few and not _WHOLE.get():
-            contiguous = torch.empty_strided(tuple(shape), strides, device="meta").is_contiguous()
-            if _pieces_agree(draw, dtype, contiguous, generator):
-                return _draw_in_pieces(draw, shape, dim_order, dtype, only_box, piece_numel)
-    full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
+    draws = partial(
+        _drawn,
+        draw,
+        shape,
+        dim_order,
+        dtype,
+        device,
+        box,
+        generator=generator,
+        piece_numel=piece_numel,
+        gaps=gaps,
+    )
+    if DRAWS.taken is None:
+        return draws(target=target)
+    numbers = DRAWS.taken(draws)
+    if target is None:
+        return numbers
+    # what is taken is drawn again later, when these tensors are gone
+    target.put(numbers, *target.tensors)
+    return target.tensors[0]
+
+
+def _drawn(
+    draw: Draw,
+    shape: Sequence[int],
+    dim_order: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    box: boxes.Place,
+    *,
+    generator: torch.Generator | None,
+    piece_numel: int | None,
+    gaps: bool,
+    target: Target | None = None,
+) -> torch.Tensor:
+    shape, order, device = tuple(shape), tuple(dim_order), torch.device(device)
+    if piece_numel is not None and piece_numel % _BLOCK:
+        raise UsageError(
+            f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
+        )
+    strides = boxes.strides_of(shape, order, gaps)
+    whole = boxes.single_box(box) == boxes.whole_box(shape)
+    if (
+        piece_numel is not None
+        and not _WHOLE.get()
+        and math.prod(shape) > 2 * piece_numel
+        and (gaps or not whole)
+    ):
+        contiguous = torch.empty_strided(shape, strides, device="meta").is_contiguous()
+        stream = default_generator(device) if generator is None else generator
+        described = Whole(draw, dtype, device, contiguous, gaps, stream, piece_numel)
+        way = _way(described)
+        if way is not None:
+            held = Held.of(shape, order, box)
+            if target is None:
+                local = boxes.place_shape(box)
+                target = Target(
+                    (
+                        torch.empty_strided(
+                            local, boxes.dense_strides(local, order), dtype=dtype, device=device
+                        ),
+                    )
+                )
+            way(described, held, target.on(lambda t: t.permute(order)))
+            return target.tensors[0]
+        _say_whole(shape, dtype, box)
+    full = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     draw(full)
+    if target is not None:
+        target.put(boxes.read_region(full, box), *target.tensors)
+        return target.tensors[0]
     return full if whole else boxes.copy_region(full, box)
+
+
+def _way(whole: Whole) -> Way | None:
+    return cpu.chosen(whole) if whole.device.type == "cpu" else None
+
+
+def _say_whole(shape: Sequence[int], dtype: torch.dtype, box: boxes.Place) -> None:
+    beyond = (math.prod(shape) - math.prod(boxes.place_shape(box))) * dtype.itemsize
+    if beyond > MOST_BYTES:
+        warnings.warn(
+            f"the random numbers of a tensor of shape {list(shape)} ({dtype}) are drawn whole on every rank, {beyond >> 20} MiB "
+            "beyond its part: no way to draw a part gives the numbers of one device for this operation here",
+            stacklevel=3,
+        )
 
 
 def draws_by_element(op: OpOverload) -> bool:
     """Whether `run_random` can run `op`: the count of numbers it draws does not depend on values of other ranks."""
-    return _kind(op) is not None
+    return ops.kind(op) is not None
 
 
 def run_random(
@@ -150,41 +199,132 @@ def run_random(
     that of the first tensor. Ops in place change and return their local tensor; others return dense copies.
     An op without tensors (`aten.rand`) takes the global size and needs `result`. Raises UnsupportedError for
     an op that draws more or fewer numbers depending on values (`multinomial`, `poisson`): run that one on the
-    whole tensors.
+    whole tensors; and for a permutation (`randperm`) of which the whole takes over 64 MiB more than the part.
     """
-    kind = _kind(op)
+    kind = ops.kind(op)
     if kind is None:
         raise UnsupportedError(
             f"{op} draws more or fewer numbers depending on values that other ranks hold; gather its inputs first"
         )
-    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if len(places) != len(parts):
+    leaves = pytree.tree_leaves((list(args), dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(tensors) != len(parts):
         raise UsageError(
-            f"{op} has {len(places)} tensor arguments and {len(parts)} parts were given; give one for each"
+            f"{op} has {len(tensors)} tensor arguments and {len(parts)} parts were given; give one for each"
         )
     if result is None:
         if not parts:
             raise UsageError(f"{op} takes no tensor, so its result has no known part; give result=Part(...)")
         result = parts[0]
     if kind == "fill":
-        local, rest = args[0], args[1:]
-        only_box = boxes.single_box(result.box)
-        whole = only_box == boxes.whole_box(result.shape) and boxes.dim_order_of(local) == result.dim_order
-        if whole and DRAWS.taken is None:
-            return op(local, *rest, **kwargs)
-        gaps = boxes.has_gaps(local, result.shape, result.dim_order)
-        where = result.shape, result.dim_order, local.dtype, local.device, result.box
-        generator = kwargs.get("generator")
-        with torch.no_grad():
-            drawn = draw_full_then_slice(
-                lambda x: op(x, *rest, **kwargs),
-                *where,
-                generator=generator,
-                piece_numel=PIECE_NUMEL,
-                gaps=gaps,
+        return _run_fill(op, args, kwargs, result)
+    given = ops.bound(op, args, kwargs)
+    if given.get("train") is False:
+        return op(*args, **kwargs)
+    fill = ops.fill_of(op, given)
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    if fill is None or not (on_cpu or fill.dtype is None):
+        return _run_whole(op, args, kwargs, parts, result)
+    return _run_filled(op, args, kwargs, parts, result, fill)
+
+
+def _run_fill(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], part: Part) -> torch.Tensor:
+    local, rest = args[0], args[1:]
+    whole = (
+        boxes.single_box(part.box) == boxes.whole_box(part.shape)
+        and boxes.dim_order_of(local) == part.dim_order
+    )
+    if whole and DRAWS.taken is None:
+        filled: torch.Tensor = op(local, *rest, **kwargs)
+        return filled
+    # autograd has to see the write where it records
+    target = None if _records([local]) else Target((local,))
+    with torch.no_grad():
+        drawn = draw_full_then_slice(
+            lambda x: op(x, *rest, **kwargs),
+            part.shape,
+            part.dim_order,
+            local.dtype,
+            local.device,
+            part.box,
+            generator=kwargs.get("generator"),
+            piece_numel=PIECE_NUMEL,
+            gaps=boxes.has_gaps(local, part.shape, part.dim_order),
+            target=target,
+        )
+    return local if drawn is local else local.copy_(drawn)
+
+
+def _run_filled(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parts: Sequence[Part],
+    result: Part,
+    fill: ops.Fill,
+) -> Any:
+    """Fill the part of the result with its numbers, and finish them there."""
+    given = ops.bound(op, args, kwargs)
+    tensors = [x for x in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
+    forms = [ops.form(t, p.shape, p.dim_order) for t, p in zip(tensors, parts, strict=True)]
+    # the mask is the last result of dropout
+    shape, strides, dtype = ops.forms_of_results(op, args, kwargs, forms)[-1]
+    device = tensors[0].device if tensors else torch.device(given.get("device") or "cpu")
+    order = boxes.dim_order_of(torch.empty_strided(shape, strides, device="meta"))
+    local, recorded, compared = boxes.place_shape(result.box), _records(tensors), ops.put_of(op, given)
+    target = None
+    with torch.no_grad():
+        if compared is not None:
+            made = torch.empty_strided(local, boxes.dense_strides(local, order), dtype=dtype, device=device)
+            into = args[0] if op_mutates(op) and not recorded else made
+            target = Target((into, compared[1].expand(local)), compared[0])
+        numbers = draw_full_then_slice(
+            lambda x: fill.run(x, given.get("generator")),
+            shape,
+            order,
+            fill.dtype or dtype,
+            device,
+            result.box,
+            generator=given.get("generator"),
+            piece_numel=PIECE_NUMEL,
+            gaps=strides != boxes.dense_strides(shape, order),
+            target=target,
+        )
+    if op_mutates(op):
+        return numbers if numbers is args[0] else args[0].copy_(numbers)
+    if fill.dtype is torch.bool:
+        return ops.finished(op, given, numbers)
+    with torch.no_grad():
+        value: torch.Tensor = ops.finished(op, given, numbers)
+    if not recorded:
+        return value
+    # its gradient is that of the operation, which is zero
+    with restored(default_generator(device) if given.get("generator") is None else given["generator"]):
+        recording: torch.Tensor = op(*args, **kwargs)
+    with torch.no_grad():
+        return recording.copy_(value)
+
+
+def _records(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _run_whole(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], parts: Sequence[Part], result: Part
+) -> Any:
+    """Run the operation on whole tensors, in which the parts of other ranks are zero, and keep this rank's part."""
+    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if places:
+        _say_whole(result.shape, leaves[places[0]].dtype, result.box)
+    else:
+        beyond = 8 * (math.prod(result.shape) - math.prod(boxes.place_shape(result.box)))
+        if beyond > MOST_BYTES:
+            raise UnsupportedError(
+                f"{op} of {list(result.shape)} over ranks needs the whole permutation on each rank, {beyond >> 20} MiB beyond its "
+                "part: draw it replicated, and cut it"
             )
-        return local.copy_(drawn)
     for place, part in zip(places, parts, strict=True):
         leaves[place] = _widen(leaves[place], part)
     full_args, full_kwargs = pytree.tree_unflatten(leaves, spec)
@@ -195,18 +335,6 @@ def run_random(
     return pytree.tree_map_only(torch.Tensor, lambda output: boxes.copy_region(output, box), outputs)
 
 
-def _kind(op: OpOverload) -> str | None:
-    name = op_name(op)
-    tensors = [kind for kind in op_arguments(op).values() if kind == "Tensor"]
-    if name in _FILLS or (name == "aten::bernoulli_" and len(tensors) == 1):
-        return "fill"
-    if name in _ELEMENTWISE and tensors:
-        return "elementwise"
-    if name in _FACTORIES and not tensors:
-        return "factory"
-    return None
-
-
 def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
     """A tensor of the global shape with `local` in its box and zeros, which all of these ops accept, elsewhere."""
     gaps = boxes.has_gaps(local, part.shape, part.dim_order)
@@ -214,85 +342,3 @@ def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
     full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
     boxes.write_region(full, part.box, local)
     return full
-
-
-def _pieces_agree(
-    draw: Draw, dtype: torch.dtype, contiguous: bool, generator: torch.Generator | None
-) -> bool:
-    """Whether drawing in pieces gives the numbers and the final state of drawing at once; the generator is restored."""
-    stream = torch.default_generator if generator is None else generator
-    start = stream.get_state()
-    try:
-        full = torch.empty(1027, 3, dtype=dtype) if contiguous else torch.empty(3, 1027, dtype=dtype).t()
-        draw(full)
-        end = stream.get_state()
-        stream.set_state(start)
-        flat = torch.empty(full.numel(), dtype=dtype)
-        for piece in (flat[:1024], flat[1024:2048], flat[2048:]):
-            draw(piece)
-        at_once = full.reshape(-1) if contiguous else full.t().reshape(-1)
-        return torch.equal(at_once, flat) and torch.equal(end, stream.get_state())
-    finally:
-        stream.set_state(start)
-
-
-def _draw_in_pieces(
-    draw: Draw,
-    shape: Sequence[int],
-    order: Sequence[int],
-    dtype: torch.dtype,
-    box: boxes.Box,
-    piece_numel: int,
-) -> torch.Tensor:
-    """Draw along memory, piece after piece, and copy whole rows into the box as they come.
-
-    A row is the largest part of the tensor inside of its first `depth` dims (in memory order) that fits into a piece.
-    """
-    sizes, spans = [shape[dim] for dim in order], [box[dim] for dim in order]
-    depth, row = len(sizes), 1
-    while depth > 0 and row * sizes[depth - 1] <= piece_numel:
-        depth -= 1
-        row *= sizes[depth]
-    result = torch.empty([length for _, length in spans], dtype=dtype)
-    total = row * math.prod(sizes[:depth])
-    buffer = torch.empty(piece_numel + _BLOCK + row, dtype=dtype)
-    # elements drawn, of these still in the buffer, rows finished
-    drawn = held = done = 0
-    while drawn < total:
-        left = total - drawn
-        # the last piece is never shorter than a block
-        count = left if left < piece_numel + _BLOCK else piece_numel
-        draw(buffer[held : held + count])
-        drawn += count
-        held += count
-        rows = held // row
-        _copy_rows(result, buffer[: rows * row].view(rows, *sizes[depth:]), done, sizes[:depth], spans)
-        done += rows
-        rest = held - rows * row
-        buffer[:rest] = buffer[rows * row : held].clone()
-        held = rest
-    return result.permute([list(order).index(dim) for dim in range(len(sizes))])
-
-
-def _copy_rows(
-    result: torch.Tensor, rows: torch.Tensor, first: int, outer: Sequence[int], spans: Sequence[Span]
-) -> None:
-    """Copy the part of `rows` (from number `first` on, counted through the `outer` dims) that is in the box."""
-    inner = boxes.slice_of(rows, ((0, rows.shape[0]), *spans[len(outer) :]))
-    step = outer[-1]
-    start, width = spans[len(outer) - 1]
-    others = list(zip(outer[:-1], spans, strict=False))[::-1]
-    number = 0
-    while number < rows.shape[0]:
-        index, along = divmod(first + number, step)
-        # the rows that share all outer dims but the last
-        count = min(step - along, rows.shape[0] - number)
-        place = []
-        for size, (offset, length) in others:
-            index, coordinate = divmod(index, size)
-            place.append(coordinate - offset if offset <= coordinate < offset + length else -1)
-        low, high = max(along, start), min(along + count, start + width)
-        if low < high and -1 not in place:
-            source = inner[number + low - along : number + high - along]
-            result[tuple(reversed(place))].narrow(0, low - start, high - low).copy_(source)
-        number += count

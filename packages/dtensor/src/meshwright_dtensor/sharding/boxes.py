@@ -220,6 +220,12 @@ def region_shape(region: Region) -> tuple[int, ...]:
     return tuple(sum(length for _, length in intervals) for intervals in region)
 
 
+def place_shape(place: Place) -> tuple[int, ...]:
+    """The shape of the local tensor of a box or a region."""
+    box = single_box(place)
+    return region_shape(place) if box is None else box_shape(box)  # type: ignore[arg-type]
+
+
 def local_shape_of(
     shape: Ints, mesh_sizes: Ints, coords: Ints, states: Sequence[str | int]
 ) -> tuple[int, ...]:
@@ -261,8 +267,7 @@ def read_region(tensor: torch.Tensor, place: Place) -> torch.Tensor:
 
 def copy_region(tensor: torch.Tensor, place: Place) -> torch.Tensor:
     """A dense copy of `place` of the global `tensor`, with the memory order of `tensor`."""
-    box = single_box(place)
-    shape = region_shape(place) if box is None else box_shape(box)  # type: ignore[arg-type]
+    shape = place_shape(place)
     result = tensor.new_empty_strided(shape, dense_strides(shape, dim_order_of(tensor)))
     for global_box, local_box in region_boxes(place):
         slice_of(result, local_box).copy_(slice_of(tensor, global_box))

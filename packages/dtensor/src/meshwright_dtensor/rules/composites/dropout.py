@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor import dropout_noise
-from meshwright_dtensor.random import draw_full_then_slice
+from meshwright_dtensor.random import PIECE_NUMEL, draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps
@@ -57,6 +57,7 @@ class Dropout(Composite):
                 x.dtype,
                 x.device,
                 box,
+                piece_numel=PIECE_NUMEL,
                 gaps=gaps,
             )
             return x.mul_(noise) if inplace else x * noise

@@ -13,7 +13,7 @@ from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.random import DRAWS, draw_full_then_slice
+from meshwright_dtensor.random import DRAWS, PIECE_NUMEL, draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
@@ -133,7 +133,11 @@ def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Seque
                 return noise_(full, p)
             return dropout_noise.attention_noise_(full, p, forms, sizes, causal, scale)
 
-        return draw_full_then_slice(fill, shape, range(len(shape)), q.dtype, q.device, region)
+        # kernels of accelerators draw the mask of a whole tensor in ways of their own
+        piece = None if forms else PIECE_NUMEL
+        return draw_full_then_slice(
+            fill, shape, range(len(shape)), q.dtype, q.device, region, piece_numel=piece
+        )
 
     return draw
 

@@ -1,0 +1,1 @@
+"""How the numbers of a part of a tensor are drawn as one device draws them, without the memory of the whole."""
