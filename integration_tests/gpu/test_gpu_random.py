@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright_dtensor import dropout_noise
+from meshwright_dtensor.drawing import gpu
+from meshwright_dtensor.drawing.held import Held, Target
+from meshwright_dtensor.drawing.whole import Kind, Whole
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
+from meshwright_dtensor.random import MOST_BYTES, Part, run_random
+from meshwright_dtensor.sharding.boxes import Place, copy_region, dim_order_of, has_gaps, strides_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of GPUs")]
 HALF = (torch.bfloat16, torch.float16)
@@ -89,3 +94,67 @@ def test_a_kernel_whose_mask_cannot_be_had_is_refused() -> None:
     q = torch.zeros(2, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(UnsupportedError, match="enable_cudnn_sdp"):
         dropout_noise.attention_noise_(whole, P, (q, q, q, None), (3, 64, 64), False, None)
+
+
+DRAWS: dict[str, Any] = {
+    "uniform_": (torch.ops.aten.uniform_.default, (-1.0, 3.0)),
+    "bernoulli_": (torch.ops.aten.bernoulli_.float, (0.3,)),
+    "random_": (getattr(torch.ops.aten.random_, "from"), (-5, 100)),
+    "normal_": (torch.ops.aten.normal_.default, (1.0, 2.0)),
+    "exponential_": (torch.ops.aten.exponential_.default, (0.7,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
+@pytest.mark.parametrize("name", DRAWS)
+def test_parts_are_drawn_alone(name: str, dtype: torch.dtype) -> None:
+    """Rows, columns and several intervals of a tensor of eight million elements; a part of it in memory, and no warning."""
+    op, rest = DRAWS[name]
+    shape = (4096, 2051)
+    places: tuple[Place, ...] = (
+        ((1024, 512), (0, 2051)),
+        ((0, 4096), (100, 4)),
+        (((0, 5), (900, 70)), ((3, 40), (2000, 51))),
+    )
+    for order, place in itertools.product(((0, 1), (1, 0)), places):
+        torch.manual_seed(7)
+        whole = op(
+            torch.empty_strided(shape, strides_of(shape, order, False), dtype=dtype, device="cuda"), *rest
+        )
+        ends = torch.cuda.get_rng_state()
+        expected = copy_region(whole, place)
+        del whole
+        got = torch.empty_like(expected)
+        # trials are made once
+        for _ in range(2):
+            torch.manual_seed(7)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run_random(op, (got, *rest), {}, [Part(shape, order, place)])
+            assert torch.equal(got, expected)
+            assert torch.equal(torch.cuda.get_rng_state(), ends)
+        assert torch.cuda.max_memory_allocated() - before < MOST_BYTES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
+def test_masks_of_parts_are_counted_up_to(dtype: torch.dtype) -> None:
+    """Those of the fused kernel of dropout, for counts of elements that vectors of 8, 4, 2 and 1 divide."""
+    for columns in (2048, 2052, 2050, 2051):
+        shape, place = (4096, columns), ((0, 4096), (7, 3))
+        torch.manual_seed(11)
+        expected = copy_region(F.dropout(torch.ones(shape, dtype=dtype, device="cuda"), P), place)
+        ends = torch.cuda.get_rng_state()
+        kind = Kind("dropout_noise_", (P,))
+        stream = torch.cuda.default_generators[torch.cuda.current_device()]
+        held = Held.of(shape, (0, 1), place)
+        whole = Whole(
+            lambda full: dropout_noise.dropout_noise_(full, P), dtype, torch.device("cuda"), True, False, stream, kind=kind
+        )  # fmt: skip
+        way = gpu.chosen(whole, held)
+        assert way is not None
+        assert "by_counting" in way.__qualname__
+        torch.manual_seed(11)
+        got = torch.empty_like(expected)
+        way(whole, held, Target((got,)))
+        assert torch.equal(got, expected)
+        assert torch.equal(torch.cuda.get_rng_state(), ends)

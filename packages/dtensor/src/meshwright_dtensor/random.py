@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.core import OpOverload, default_generator, op_mutates, pytree
-from meshwright_dtensor.drawing import cpu, ops
+from meshwright_dtensor.drawing import cpu, gpu, ops
 from meshwright_dtensor.drawing.held import Held, Target
-from meshwright_dtensor.drawing.whole import PIECE_NUMEL, Draw, Way, Whole, restored
+from meshwright_dtensor.drawing.whole import PIECE_NUMEL, Draw, Kind, Way, Whole, restored
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.sharding import boxes
 
@@ -84,6 +84,7 @@ def draw_full_then_slice(
     piece_numel: int | None = None,
     gaps: bool = False,
     target: Target | None = None,
+    kind: Kind | None = None,
 ) -> torch.Tensor:
     """Let `draw` fill a tensor of the global `shape`, dense in `dim_order`; return a dense copy of its `box`.
 
@@ -92,6 +93,7 @@ def draw_full_then_slice(
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
     give the same numbers. With `gaps` the tensor is not dense: torch fills a view of a larger one with other numbers.
     `target`: the numbers are put here (the dims in their own order); its first tensor is the result.
+    `kind`: what `draw` does, which ways on GPUs depend on, and remember.
     """
     draws = partial(
         _drawn,
@@ -104,6 +106,7 @@ def draw_full_then_slice(
         generator=generator,
         piece_numel=piece_numel,
         gaps=gaps,
+        kind=kind,
     )
     if DRAWS.taken is None:
         return draws(target=target)
@@ -126,6 +129,7 @@ def _drawn(
     generator: torch.Generator | None,
     piece_numel: int | None,
     gaps: bool,
+    kind: Kind | None,
     target: Target | None = None,
 ) -> torch.Tensor:
     shape, order, device = tuple(shape), tuple(dim_order), torch.device(device)
@@ -143,10 +147,10 @@ def _drawn(
     ):
         contiguous = torch.empty_strided(shape, strides, device="meta").is_contiguous()
         stream = default_generator(device) if generator is None else generator
-        described = Whole(draw, dtype, device, contiguous, gaps, stream, piece_numel)
-        way = _way(described)
+        described = Whole(draw, dtype, device, contiguous, gaps, stream, piece_numel, kind)
+        held = Held.of(shape, order, box)
+        way = _way(described, held)
         if way is not None:
-            held = Held.of(shape, order, box)
             if target is None:
                 local = boxes.place_shape(box)
                 target = Target(
@@ -167,8 +171,11 @@ def _drawn(
     return full if whole else boxes.copy_region(full, box)
 
 
-def _way(whole: Whole) -> Way | None:
-    return cpu.chosen(whole) if whole.device.type == "cpu" else None
+def _way(whole: Whole, held: Held) -> Way | None:
+    """How to draw the part without the whole; None if no way is known to give its numbers."""
+    if whole.device.type == "cpu":
+        return cpu.chosen(whole)
+    return gpu.chosen(whole, held) if whole.device.type == "cuda" else None
 
 
 def _say_whole(shape: Sequence[int], dtype: torch.dtype, box: boxes.Place) -> None:
@@ -251,6 +258,7 @@ def _run_fill(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], pa
             piece_numel=PIECE_NUMEL,
             gaps=boxes.has_gaps(local, part.shape, part.dim_order),
             target=target,
+            kind=ops.kind_of_fill(op, args, kwargs),
         )
     return local if drawn is local else local.copy_(drawn)
 
@@ -289,6 +297,7 @@ def _run_filled(
             piece_numel=PIECE_NUMEL,
             gaps=strides != boxes.dense_strides(shape, order),
             target=target,
+            kind=ops.kind_of_fill(fill.op, (None, *fill.scalars), {}),
         )
     if op_mutates(op):
         return numbers if numbers is args[0] else args[0].copy_(numbers)

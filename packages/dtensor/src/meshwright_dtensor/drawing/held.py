@@ -68,13 +68,18 @@ class Held:
 
     def first_from(self, start: int) -> int | None:
         """The first element at or after `start`, in memory, that the rank holds; None if there is none."""
-        found = [at for there, _ in self.parts if (at := _first_from(self.sizes, there, start)) is not None]
-        return min(found, default=None)
+        firsts = (_first_from(self.sizes, there, start) for there, _ in self.parts)
+        return min((at for at in firsts if at is not None), default=None)
 
     def put(self, target: Target, piece: Tensor, start: int) -> None:
         """Put what the rank holds of a `piece` of memory (1-dim, from `start` on) into its tensors."""
         for there, here in self.parts:
             _put(target.on(lambda t, here=here: boxes.slice_of(t, here)), piece, start, self.sizes, there)  # type: ignore[misc]
+
+    def put_box(self, target: Target, numbers: Tensor, box: Box) -> None:
+        """Put the numbers of a `box` of the rank's tensors, as `places` gives it."""
+        part = target.on(lambda t: boxes.slice_of(t, box))
+        part.put(numbers, *part.tensors)
 
     def places(self, most: int, device: torch.device) -> Iterator[tuple[Box, Tensor]]:
         """The part in blocks of at most about `most` elements: (box in the rank's tensor, place in memory of each element)."""

@@ -1,4 +1,4 @@
-"""Random operations as fills: which numbers an operation draws, in which memory order, and what it makes of them."""
+"""Random operations as fills: which numbers an operation draws, in which memory order, and how they become its results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from meshwright_dtensor._torch.core import OpOverload, op_arguments, op_name, pytree
+from meshwright_dtensor.drawing.whole import Kind
 from meshwright_dtensor.sharding import boxes
 
 Tensor = torch.Tensor
@@ -63,6 +64,13 @@ def kind(op: OpOverload) -> str | None:
 def bound(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names; those left out are not in it."""
     return {**dict(zip(op_arguments(op), args, strict=False)), **kwargs}
+
+
+def kind_of_fill(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+    """What a fill does: its name and all of its scalars."""
+    given = bound(op, args, kwargs)
+    names = [name for name in list(op_arguments(op))[1:] if name != "generator" and name in given]
+    return Kind(op_name(op).removeprefix("aten::"), tuple(given[name] for name in names))
 
 
 def fill_of(op: OpOverload, given: Mapping[str, Any]) -> Fill | None:

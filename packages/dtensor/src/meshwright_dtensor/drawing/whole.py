@@ -20,6 +20,14 @@ PIECE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What a draw does, for ways that depend on it: the name of its operation, and its scalars."""
+
+    name: str
+    scalars: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Whole:
     """A tensor that one device fills.
 
@@ -29,6 +37,7 @@ class Whole:
         gaps: every second element in memory is its own.
         generator: that `draw` uses.
         piece: elements that are drawn at a time.
+        kind: what `draw` does, if it is known.
     """
 
     draw: Draw
@@ -38,6 +47,7 @@ class Whole:
     gaps: bool
     generator: torch.Generator
     piece: int = PIECE_NUMEL
+    kind: Kind | None = None
 
     def buffer(self, count: int) -> Tensor:
         """`count` elements in a row, that torch takes for a part of such a tensor."""

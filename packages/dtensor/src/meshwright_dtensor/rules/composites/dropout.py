@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor import dropout_noise
+from meshwright_dtensor.drawing.whole import Kind
 from meshwright_dtensor.random import PIECE_NUMEL, draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
@@ -59,6 +60,7 @@ class Dropout(Composite):
                 box,
                 piece_numel=PIECE_NUMEL,
                 gaps=gaps,
+                kind=kind_of_noise(x.device, p, fused=not inplace),
             )
             return x.mul_(noise) if inplace else x * noise
 
@@ -70,6 +72,11 @@ def noise_(full: torch.Tensor, p: float, fused: bool = True) -> torch.Tensor:
 
     `fused`: accelerators draw and multiply in one kernel, which uses the stream in another way; not in place.
     """
-    if full.device.type == "cpu" or not fused:
+    if kind_of_noise(full.device, p, fused).name == "noise_":
         return full.bernoulli_(1 - p).div_(1 - p)
     return dropout_noise.dropout_noise_(full, p)
+
+
+def kind_of_noise(device: torch.device, p: float, fused: bool = True) -> Kind:
+    """What `noise_` does there."""
+    return Kind("noise_" if device.type == "cpu" or not fused else "dropout_noise_", (p,))
