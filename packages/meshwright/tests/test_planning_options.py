@@ -129,6 +129,10 @@ PINS: dict[str, tuple[list[str], Callable[[ParallelPlan], object]]] = {
         lambda p: p.pipeline is not None and p.pipeline.microbatches == 4,
     ),
     "compile": (["--compile", "blocks"], lambda p: [r.pattern for r in p.compile] == ["blocks.*"]),
+    "random numbers": (
+        ["--rng", "fast"],
+        lambda p: p.rng == "fast" and p.degree("pp") == 1 and "a stream for each shard (fast)" in p.explain(),
+    ),
     "compile a module": (["--compile", "blocks.1"], lambda p: [r.pattern for r in p.compile] == ["blocks.1"]),
     "recompute": (["--recompute", "blocks.*"], lambda p: [r.pattern for r in p.recompute] == ["blocks.*"]),
     "precision": (
@@ -180,6 +184,8 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["--sequence-parallel", "--tp", "1"],
         ["sequence_parallel=True needs a tensor axis with a degree above 1, and tp=1 leaves it none"],
     ),
+    "random numbers": (["--rng", "fats"], ["'fats'", "did you mean 'fast'"]),
+    "random numbers of stages": (["--rng", "fast", "--pp", "2"], ["rng='fast' with pp=2", "leave rng out"]),
     "axis": (["--degree", "tpp=2"], ["'tpp'", "did you mean 'tp'"]),
     "degree": (["--tp", "3"], ["tp=3", "world_size 4", "the nearest is tp=2"]),
     "twice": (["--tp", "2", "--degree", "tp=4"], ["tp is already pinned", "give it once"]),

@@ -23,6 +23,7 @@ import torch
 from meshwright_dtensor._torch.core import OpOverload, default_generator, op_mutates, pytree
 from meshwright_dtensor.drawing import cpu, gpu, ops
 from meshwright_dtensor.drawing.held import Held, Target
+from meshwright_dtensor.drawing.shard_streams import shard_stream
 from meshwright_dtensor.drawing.whole import PIECE_NUMEL, Draw, Kind, Way, Whole, restored
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.sharding import boxes
@@ -85,6 +86,7 @@ def draw_full_then_slice(
     gaps: bool = False,
     target: Target | None = None,
     kind: Kind | None = None,
+    per_shard: bool = False,
 ) -> torch.Tensor:
     """Let `draw` fill a tensor of the global `shape`, dense in `dim_order`; return a dense copy of its `box`.
 
@@ -93,7 +95,8 @@ def draw_full_then_slice(
     by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
     give the same numbers. With `gaps` the tensor is not dense: torch fills a view of a larger one with other numbers.
     `target`: the numbers are put here (the dims in their own order); its first tensor is the result.
-    `kind`: what `draw` does, which ways on GPUs depend on, and remember.
+    `kind`: what `draw` does, which ways on GPUs depend on, and remember. `per_shard`: not the numbers of one device, but
+    those of a stream of the part (see `shard_stream`): `draw` then fills a tensor of the part's shape.
     """
     draws = partial(
         _drawn,
@@ -107,6 +110,7 @@ def draw_full_then_slice(
         piece_numel=piece_numel,
         gaps=gaps,
         kind=kind,
+        per_shard=per_shard,
     )
     if DRAWS.taken is None:
         return draws(target=target)
@@ -130,6 +134,7 @@ def _drawn(
     piece_numel: int | None,
     gaps: bool,
     kind: Kind | None,
+    per_shard: bool,
     target: Target | None = None,
 ) -> torch.Tensor:
     shape, order, device = tuple(shape), tuple(dim_order), torch.device(device)
@@ -137,6 +142,9 @@ def _drawn(
         raise UsageError(
             f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
         )
+    stream = default_generator(device) if generator is None else generator
+    if per_shard:
+        return _drawn_alone(draw, shape, order, dtype, device, box, stream, target)
     strides = boxes.strides_of(shape, order, gaps)
     whole = boxes.single_box(box) == boxes.whole_box(shape)
     if (
@@ -146,20 +154,12 @@ def _drawn(
         and (gaps or not whole)
     ):
         contiguous = torch.empty_strided(shape, strides, device="meta").is_contiguous()
-        stream = default_generator(device) if generator is None else generator
         described = Whole(draw, dtype, device, contiguous, gaps, stream, piece_numel, kind)
         held = Held.of(shape, order, box)
         way = _way(described, held)
         if way is not None:
             if target is None:
-                local = boxes.place_shape(box)
-                target = Target(
-                    (
-                        torch.empty_strided(
-                            local, boxes.dense_strides(local, order), dtype=dtype, device=device
-                        ),
-                    )
-                )
+                target = Target((_empty_part(order, dtype, device, box),))
             way(described, held, target.on(lambda t: t.permute(order)))
             return target.tensors[0]
         _say_whole(shape, dtype, box)
@@ -169,6 +169,33 @@ def _drawn(
         target.put(boxes.read_region(full, box), *target.tensors)
         return target.tensors[0]
     return full if whole else boxes.copy_region(full, box)
+
+
+def _drawn_alone(
+    draw: Draw,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    box: boxes.Place,
+    stream: torch.Generator,
+    target: Target | None,
+) -> torch.Tensor:
+    """The numbers of a part from a stream of its own; no other rank's are drawn."""
+    local = _empty_part(order, dtype, device, box)
+    with shard_stream(stream, device, shape, box):
+        draw(local)
+    if target is None:
+        return local
+    target.put(local, *target.tensors)
+    return target.tensors[0]
+
+
+def _empty_part(
+    order: tuple[int, ...], dtype: torch.dtype, device: torch.device, box: boxes.Place
+) -> torch.Tensor:
+    shape = boxes.place_shape(box)
+    return torch.empty_strided(shape, boxes.dense_strides(shape, order), dtype=dtype, device=device)
 
 
 def _way(whole: Whole, held: Held) -> Way | None:
@@ -199,6 +226,8 @@ def run_random(
     kwargs: Mapping[str, Any],
     parts: Sequence[Part],
     result: Part | None = None,
+    *,
+    per_shard: bool = False,
 ) -> Any:
     """Run a seeded aten `op` on local tensors; return the local part of what one device returns.
 
@@ -224,24 +253,31 @@ def run_random(
             raise UsageError(f"{op} takes no tensor, so its result has no known part; give result=Part(...)")
         result = parts[0]
     if kind == "fill":
-        return _run_fill(op, args, kwargs, result)
+        return _run_fill(op, args, kwargs, result, per_shard)
     given = ops.bound(op, args, kwargs)
     if given.get("train") is False:
         return op(*args, **kwargs)
     fill = ops.fill_of(op, given)
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-    if fill is None or not (on_cpu or fill.dtype is None):
-        return _run_whole(op, args, kwargs, parts, result)
-    return _run_filled(op, args, kwargs, parts, result, fill)
+    if fill is not None and (on_cpu or fill.dtype is None):
+        return _run_filled(op, args, kwargs, parts, result, fill, per_shard)
+    if per_shard and tensors:
+        device = tensors[0].device
+        stream = given["generator"] if given.get("generator") is not None else default_generator(device)
+        with shard_stream(stream, device, result.shape, result.box):
+            return op(*args, **kwargs)
+    return _run_whole(op, args, kwargs, parts, result)
 
 
-def _run_fill(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], part: Part) -> torch.Tensor:
+def _run_fill(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], part: Part, per_shard: bool
+) -> torch.Tensor:
     local, rest = args[0], args[1:]
     whole = (
         boxes.single_box(part.box) == boxes.whole_box(part.shape)
         and boxes.dim_order_of(local) == part.dim_order
     )
-    if whole and DRAWS.taken is None:
+    if whole and not per_shard and DRAWS.taken is None:
         filled: torch.Tensor = op(local, *rest, **kwargs)
         return filled
     # autograd has to see the write where it records
@@ -259,6 +295,7 @@ def _run_fill(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], pa
             gaps=boxes.has_gaps(local, part.shape, part.dim_order),
             target=target,
             kind=ops.kind_of_fill(op, args, kwargs),
+            per_shard=per_shard,
         )
     return local if drawn is local else local.copy_(drawn)
 
@@ -270,6 +307,7 @@ def _run_filled(
     parts: Sequence[Part],
     result: Part,
     fill: ops.Fill,
+    per_shard: bool,
 ) -> Any:
     """Fill the part of the result with its numbers, and finish them there."""
     given = ops.bound(op, args, kwargs)
@@ -298,6 +336,7 @@ def _run_filled(
             gaps=strides != boxes.dense_strides(shape, order),
             target=target,
             kind=ops.kind_of_fill(fill.op, (None, *fill.scalars), {}),
+            per_shard=per_shard,
         )
     if op_mutates(op):
         return numbers if numbers is args[0] else args[0].copy_(numbers)

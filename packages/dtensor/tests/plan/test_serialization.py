@@ -251,6 +251,7 @@ def test_the_text_is_readable() -> None:
         "  ],\n"
         '  "recompute": [],\n'
         '  "compile": [],\n'
+        '  "rng": "exact",\n'
         '  "predicted": {\n'
         '    "step_seconds": 0.25,\n'
         '    "compute_seconds": 0.125,\n'

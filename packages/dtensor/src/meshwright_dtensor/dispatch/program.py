@@ -229,10 +229,10 @@ def _random_step(context: MeshContext, d: Derivation, k: int) -> Callable[[list[
             Part(tuple(m.shape), dim_order_of(t), m.region) for m, t in zip(layouts, tensors, strict=True)
         ]
         if not shape_only:
-            return run_random(node.op, a, kw, parts)
+            return run_random(node.op, a, kw, parts, per_shard=context.rng == "fast")
         # as torch's own rand_like does: its op has no derivative
         with torch.no_grad():
-            return run_random(node.op, a, kw, parts)
+            return run_random(node.op, a, kw, parts, per_shard=context.rng == "fast")
 
     return run
 

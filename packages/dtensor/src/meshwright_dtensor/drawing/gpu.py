@@ -1,7 +1,7 @@
 """Numbers of one device on GPUs: those of the rank's part, and no more of the others than share a wave with them.
 
-A wave is what all threads of the device draw at one call of the generator, neighbours in memory. Torch's own kernel draws any wave
-alone, from its place in the stream, so that numbers of any distribution are right and whole waves of other ranks are left out.
+A wave is what all threads of the device draw at one call of the generator, side by side in memory. Torch's own kernel draws any
+wave alone, from its place in the stream, so that numbers of any distribution are right and whole waves of other ranks are left out.
 Where the rank's elements are few in every wave (columns of a matrix), single numbers are counted up to (`philox`) instead.
 """
 
@@ -45,13 +45,13 @@ def stretches(launch: Launch, numel: int, stride: int) -> tuple[list[Stretch], i
 
     Torch halves a tensor until 32 bits count its bytes; it advances the stream for the whole first, and draws nothing with it.
     """
-    found: list[Stretch] = []
+    kernels: list[Stretch] = []
     offset = 0
 
     def halve(start: int, count: int) -> None:
         nonlocal offset
         if not launch.halved or fits(count, stride):
-            found.append(Stretch(start, count, offset))
+            kernels.append(Stretch(start, count, offset))
             offset += launch.advance(count)
         else:
             halve(start, count // 2)
@@ -60,7 +60,7 @@ def stretches(launch: Launch, numel: int, stride: int) -> tuple[list[Stretch], i
     if launch.halved and not fits(numel, stride):
         offset += launch.advance(numel)
     halve(0, numel)
-    return found, offset
+    return kernels, offset
 
 
 def fits(numel: int, stride: int) -> bool:
@@ -187,7 +187,7 @@ def chosen(whole: Whole, held: Held, threads: int | None = None) -> Way | None:
         cost = sum(drawn for _, drawn, _, _ in _pieces(launch, whole, held, stride))
         ways.append((cost, "waves", launch, by_waves(launch, whole.generator)))
     for _, name, launch, way in sorted(ways, key=lambda entry: entry[0]):
-        # as many elements more than whole waves as decide how many neighbours a thread draws
+        # as many elements more than whole waves as decide how many a thread draws together
         rows = 3 * held.total % 8 + 8 * (-(-2 * launch.unroll * threads // 24) + threads // 24 + 5)
         if not _remembered(whole, name, held.total % 8, partial(_tried, way, whole, rows)):
             continue
@@ -236,7 +236,7 @@ def _remembered(whole: Whole, name: str, rest: int, tried: Callable[[], Any]) ->
     if whole.kind is None:
         return tried()
     key = (name, rest, whole.kind, whole.dtype, whole.device, whole.contiguous, whole.gaps)
-    known = _verdicts()
-    if key not in known:
-        known[key] = tried()
-    return known[key]
+    verdicts = _verdicts()
+    if key not in verdicts:
+        verdicts[key] = tried()
+    return verdicts[key]

@@ -44,7 +44,7 @@ class Launch:
     Attributes:
         most_threads: that run at a time on the device, in whole blocks.
         unroll: elements of a thread for each call of the generator; 4, or 2 where each takes two words.
-        vector: neighbours in memory that a thread draws together; 1 where its elements are a grid apart.
+        vector: elements side by side in memory that a thread draws together; 1 where its elements are a grid apart.
         halved: a tensor whose bytes 32 bits cannot count is drawn by several kernels.
     """
 

@@ -51,6 +51,7 @@ class MeshContext:
         strict: whether a call that has to run replicated is an error.
         calls: those of the user that need every rank.
         attention: mesh axis -> how attention is computed where the sequence is sharded over it.
+        rng: "exact" draws the random numbers of one device, "fast" those of a stream for each shard.
         programs: local programs of calls, oldest first (see dispatch.program).
         cache: the results of :meth:`cached`, by (make, key).
     """
@@ -68,6 +69,7 @@ class MeshContext:
         self.replicated: States = ("I",) * mesh.ndim
         self.report = Report()
         self.strict = False
+        self.rng: Literal["exact", "fast"] = "exact"
         self.calls = CallOrder()
         self.attention: dict[str, AttentionForm] = {}
         self.programs: OrderedDict[Any, Any] = OrderedDict()
@@ -97,7 +99,7 @@ class MeshContext:
     def inner(self, axes: tuple[str, ...]) -> MeshContext:
         """The context of the ranks that differ from this rank on ``axes`` only, in mesh order; it shares report and calls."""
         context = self.cached(_inner, axes)
-        context.strict = self.strict
+        context.strict, context.rng = self.strict, self.rng
         return context
 
     def group(self, axis: int) -> dist.ProcessGroup:

@@ -290,6 +290,8 @@ class PlanFields(Model):
         context: how the sequence is sharded on the axis "cp"; None takes the defaults of ContextSharing.
         recompute: modules whose activations are recomputed in the backward pass; the first rule that matches counts.
         compile: modules whose calls run as compiled graphs; the first rule that matches counts.
+        rng: "exact" draws the random numbers of one device; "fast" those of a stream for each shard, so that a rank draws
+            its part alone.
         experts: modules whose experts are sharded along the axis "ep" and get their tokens sent; without that axis,
             each data rank runs them on its local tokens. If none is named, modules that a probe finds when the plan is
             applied.
@@ -308,6 +310,7 @@ class PlanFields(Model):
     context: ContextSharing | None = None
     recompute: tuple[RecomputeRule, ...] = ()
     compile: tuple[CompileRule, ...] = ()
+    rng: Literal["exact", "fast"] = "exact"
     experts: tuple[ExpertsRule, ...] = ()
     pipeline: PipelineRule | None = None
     predicted: Prediction | None = None

@@ -71,6 +71,8 @@ def _head(plan: PlanFields) -> Part:
         yield f"  recomputed: {recomputed.pattern} ({recomputed.policy})"
     for compiled in plan.compile:
         yield f"  compiled: {compiled.pattern}{'' if compiled.backend == 'inductor' else f' ({compiled.backend})'}"
+    if plan.rng == "fast":
+        yield "  random numbers: a stream for each shard (fast), not those of one device"
 
 
 def _parameters(plan: PlanFields) -> Part:

@@ -30,6 +30,9 @@ def check(plan: PlanFields, world_size: int | None, axes: tuple[str, ...] | None
         raise PlanError("context", plan.context.attention, f"{rule}; add cp to degrees or remove the field")
     _check_experts(plan)
     _check_pipeline(plan)
+    if plan.rng == "fast" and plan.degree("pp") > 1:
+        rule = "a pipeline replays the random numbers of whole batches for its microbatches, which shards have no streams for"
+        raise PlanError("rng", plan.rng, rule, "exact")
     for index, collective in enumerate(plan.collectives):
         for axis in collective.axis.split("+"):
             _known_axis(plan, f"collectives[{index}].axis", axis)

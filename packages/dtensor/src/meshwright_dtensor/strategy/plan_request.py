@@ -27,6 +27,7 @@ DEGREES = ("pp", "dp", "cp", "ep", "tp")
 KEYWORDS: Mapping[str, str] = MappingProxyType({**{axis: axis for axis in DEGREES}, "zero": "zero_degree"})
 """Axis -> the keyword that pins its degree, for axes that have one."""
 PRECISIONS = ("fp32", "bf16", "fp16")
+RANDOM_NUMBERS = ("exact", "fast")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "context_attention": ("all_gather", "ring", "all_to_all"),
@@ -64,6 +65,7 @@ class PlanKeywords(TypedDict, total=False):
     schedule: str | None
     recompute: str | None
     compile: bool | str | Sequence[str] | None
+    rng: str
     keep_user_sharding: bool
 
 
@@ -101,6 +103,8 @@ class PlanRequest:
             names, recomputed in full; None recomputes only if nothing else fits the memory, in a pipeline stage by stage.
         compile: True runs the calls of every repeated block as compiled graphs (torch's inductor); or a pattern of module names,
             or several. What cannot be compiled runs as it is, and `regions` says why. None or False compiles nothing.
+        rng: "exact" draws the random numbers of one device, on any layout; "fast" gives each shard a stream of its own, so that a
+            rank draws its part alone: independent numbers, the same again on the same layout, others than one device's.
         keep_user_sharding: keep parameters as `mark_sharding` placed them and plan around that; False searches freely.
     """
 
@@ -129,6 +133,7 @@ class PlanRequest:
     schedule: str | None = None
     recompute: str | None = None
     compile: bool | str | Sequence[str] | None = None
+    rng: str = "exact"
     keep_user_sharding: bool = True
 
     def __post_init__(self) -> None:
@@ -159,6 +164,9 @@ class PlanRequest:
             degrees = {"dp": 1, "zero": data}
         else:
             degrees = {"zero": shards, "dp": data and data // (shards or 1)}
+        if self.rng == "fast":
+            # what a pipeline replays are numbers of whole batches
+            pins.setdefault("pp", 1)
         return pins | {axis: degree for axis, degree in degrees.items() if degree is not None}
 
     def given(self) -> dict[str, Any]:
@@ -324,6 +332,13 @@ def _names(request: PlanRequest, axes: Collection[str]) -> Iterator[str]:
         yield (
             f"compile={request.compile!r} is neither True, for every repeated block, nor a pattern of module names, nor a list of "
             "patterns; give one, or leave it out"
+        )
+    if request.rng not in RANDOM_NUMBERS:
+        yield unknown("rng", request.rng, RANDOM_NUMBERS)
+    if request.rng == "fast" and (request.pp or 1) > 1:
+        yield (
+            f"rng='fast' with pp={request.pp}: a pipeline replays the random numbers of whole batches for its microbatches, which "
+            "shards have no streams for; leave rng out, or pp"
         )
     for name, kind in (("cost_model", "cost model"), ("schedule", "schedule")):
         value = getattr(request, name)

@@ -201,6 +201,11 @@ PLANNING: tuple[Option, ...] = (
         help="full, selective or alternate for repeated blocks, or a pattern of module names. [default: what memory asks for]",
     ),
     COMPILE,
+    click.option(
+        "--rng",
+        metavar="NAME",
+        help="exact: the random numbers of one device; fast: a stream for each shard. [default: exact]",
+    ),
     click.option("--memory-limit", metavar="SIZE", help="Memory of a rank, as 16GB, 40GiB or 80e9."),
     click.option(
         "--ignore-marks",

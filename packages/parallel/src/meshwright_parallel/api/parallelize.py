@@ -25,6 +25,7 @@ from meshwright_dtensor.deferred.materialize import local_values
 from meshwright_dtensor.dispatch.module_to import install_module_to
 from meshwright_dtensor.dispatch.planned_calls import install_targets
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.mesh.mesh import build_mesh, init, live_process_groups
 from meshwright_dtensor.model.compiled import Uncompiled, refuse_compiling
@@ -111,6 +112,7 @@ def _applied(
     install_padding(model, 1 if whole.pipeline is None else whole.pipeline.microbatches)
     all_axes = build_mesh(whole)
     mesh = all_axes if outer is None else all_axes[inner.axes]
+    MeshContext.of(mesh).rng = inner.rng
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
     division = None if outer is None else outer.divide(model, whole, all_axes)
     plain = division is not None and mesh.size() == 1 and computes_as_stored(inner)

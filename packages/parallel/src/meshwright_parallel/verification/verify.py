@@ -84,10 +84,16 @@ def verify(
     Returns:
         The report, the same on every rank. `report.raise_if_bad()` turns failures into VerificationError.
 
-    Raises UsageError: the model's output holds no loss. Errors of `parallelize` are raised too.
+    Raises UsageError: the model's output holds no loss, or the plan does not draw the random numbers of one device. Errors of
+    `parallelize` are raised too.
     """
     if steps < 1:
         raise UsageError(f"steps={steps} checks nothing; use at least 1")
+    if plan.rng != "exact":
+        raise UsageError(
+            f"plan field rng is {plan.rng!r}, whose random numbers are not those of one device, which verify compares with; verify "
+            "plan.replace(rng='exact'), which differs in nothing else"
+        )
     device = init()
     batch = on_device(batch, device)
     call = _Call(*call_arguments(batch), loss)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -66,6 +66,7 @@ class Setting:
         precision: a name of plan.PrecisionRule in which the model is computed; None is its own.
         recompute: a policy or a pattern (see plan), pinned by the user; None is searched.
         compiled: modules whose calls run compiled; costs are those of calls that do not.
+        rng: as in the plan.
         sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
         time_budget: seconds that the search may take; None is no limit.
         cost_model: predicts the seconds of operations and collectives; None uses the cluster's own figures.
@@ -89,6 +90,7 @@ class Setting:
     sequence_parallel: bool | None = None
     recompute: str | None = None
     compiled: tuple[CompileRule, ...] = ()
+    rng: Literal["exact", "fast"] = "exact"
     time_budget: float | None = None
     cost_model: CheckedModel | None = None
     request: Mapping[str, Any] = field(default_factory=dict)

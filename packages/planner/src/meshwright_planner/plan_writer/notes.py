@@ -68,6 +68,7 @@ def plan_of(
         activations=tuple(activations),
         recompute=candidate.recompute,
         compile=setting.compiled,
+        rng=setting.rng,
         predicted=Prediction(
             step_seconds=candidate.step_seconds,
             compute_seconds=candidate.compute_seconds,

@@ -138,6 +138,7 @@ class EagerPlanner(Planner):
             precision=request.precision,
             recompute=request.recompute,
             compiled=compile_rules(model, request.compile),
+            rng="fast" if request.rng == "fast" else "exact",
             sequence_parallel=request.sequence_parallel,
             time_budget=request.time_budget,
             cost_model=cost_model_of(request.cost_model, cluster, host),

@@ -42,6 +42,7 @@ DIFFERENT: Mapping[str, Callable[[ParallelPlan], str]] = MappingProxyType(
         "context": lambda plan: (
             NONE if plan.context is None else f"{plan.context.attention} {plan.context.balance}"
         ),
+        "random\nnumbers": lambda plan: plan.rng,
     }
 )
 """Column -> cell of a plan; shown where plans differ."""

@@ -61,6 +61,7 @@ class Dropout(Composite):
                 piece_numel=PIECE_NUMEL,
                 gaps=gaps,
                 kind=kind_of_noise(x.device, p, fused=not inplace),
+                per_shard=ctx.context.rng == "fast",
             )
             return x.mul_(noise) if inplace else x * noise
 

@@ -7,11 +7,18 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from meshwright_dtensor._torch.core import default_generator
 from meshwright_dtensor.comm.log import NOWHERE, Site
+from meshwright_dtensor.drawing.shard_streams import shard_stream
 from meshwright_dtensor.random import DRAWS
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
-from meshwright_dtensor.rules.composites.sdpa_context import local_attention, noise_of, shares_sequence
+from meshwright_dtensor.rules.composites.sdpa_context import (
+    local_attention,
+    noise_of,
+    shares_sequence,
+    weights,
+)
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, broadcast_state, finish, numel
 from meshwright_dtensor.sharding.states import P, R, State, is_shard
 
@@ -88,7 +95,9 @@ class ScaledDotProductAttention(Composite):
         if shares_sequence(ctx):
             return local_attention(ctx)
         dropping = not self.plain(ctx)
-        draw = noise_of(ctx)
+        draw, (shape, region) = noise_of(ctx), weights(ctx)
+        # with features that are sharded, ranks would choose their kernels by other sizes, and these draw other masks
+        alone = ctx.context.rng == "fast" and not ctx.axes_sharding(2, len(shape) - 1)
 
         def attend(tensors: list[torch.Tensor], site: Site = NOWHERE) -> torch.Tensor:
             q, k, v = tensors[:3]
@@ -97,6 +106,11 @@ class ScaledDotProductAttention(Composite):
                 return F.scaled_dot_product_attention(
                     q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
                 )
+            if alone and dropping and DRAWS.taken is None:
+                with shard_stream(default_generator(q.device), q.device, shape, region):
+                    return F.scaled_dot_product_attention(
+                        q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
+                    )
             return attention(q, k, v, bias, draw(tensors), causal, scale, grouped)
 
         return attend

@@ -103,6 +103,14 @@ def _ranks(ctx: LocalContext, axes: list[int], ring: bool) -> Ranks:
     return Ranks(ctx.group(axis), name, ctx.rank(axis), queries, keys, causal, ring, gather, to_all.backward)
 
 
+def weights(ctx: LocalContext) -> tuple[tuple[int, ...], Region]:
+    """The global shape of the weights of attention, and this rank's part of them."""
+    shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
+    # the features of the output are not a dim of the weights
+    states = (s if isinstance(s, int) and int(s) != len(shape) - 1 else R for s in ctx.outs[0])
+    return shape, ctx.region(shape, tuple(states))
+
+
 def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Sequence[Tensor]], Tensor]:
     """A function that draws a part of one device's dropout mask: ``region`` of the weights, by default this rank's queries.
 
@@ -112,16 +120,14 @@ def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Seque
     causal, scale = ctx.node.args[5:7]
     k, v = ctx.in_shapes[1:3]
     sizes = (k[-3] if len(k) > 2 else 1, k[-1], v[-1])
-    shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
-    if region is None:
-        # the features of the output are not a dim of the weights
-        states = (s if isinstance(s, int) and int(s) != len(shape) - 1 else R for s in ctx.outs[0])
-        region = ctx.region(shape, tuple(states))
+    shape, of_rank = weights(ctx)
+    region = of_rank if region is None else region
+    per_shard = ctx.context.rng == "fast"
 
     def draw(tensors: Sequence[Tensor]) -> Tensor:
         q = tensors[0]
         forms: Sequence[Tensor | None] = ()
-        if q.device.type != "cpu":
+        if q.device.type != "cpu" and not per_shard:
             of_mask = tensors[3] if ctx.node.args[3] is not None else None
             forms = (*tensors[:3], of_mask)
             if DRAWS.taken is not None:
@@ -136,7 +142,14 @@ def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Seque
         # kernels of accelerators draw the mask of a whole tensor in ways of their own
         piece = None if forms else PIECE_NUMEL
         return draw_full_then_slice(
-            fill, shape, range(len(shape)), q.dtype, q.device, region, piece_numel=piece
+            fill,
+            shape,
+            range(len(shape)),
+            q.dtype,
+            q.device,
+            region,
+            piece_numel=piece,
+            per_shard=per_shard,
         )
 
     return draw
