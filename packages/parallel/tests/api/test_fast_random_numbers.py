@@ -71,7 +71,7 @@ PLANS: dict[str, tuple[float, ParallelPlan]] = {
 
 def steps(rank: int, size: int) -> dict[str, Any]:
     """Of each plan: losses of three steps, gradients that all ranks have, masks of the last dropout, the generator's state."""
-    found: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     x = torch.linspace(-1, 1, 4 * 6 * WIDTH).view(4, 6, WIDTH).sin()
     for name, (p, chosen) in PLANS.items():
         torch.manual_seed(1)
@@ -89,32 +89,32 @@ def steps(rank: int, size: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        own = [
+        copies = [
             q.to_local().detach().clone()
             for n, q in model.named_parameters()
             if "norm" in n or "down.bias" in n
         ]
-        found[name] = (losses, own, masks, torch.get_rng_state())
-    return found
+        runs[name] = (losses, copies, masks, torch.get_rng_state())
+    return runs
 
 
 def test_training(rank_pool: RankPool) -> None:
     ranks = rank_pool.run(4, steps)
     for name in PLANS:
-        losses, own, _, state = ranks[0][name]
+        losses, copies, _, state = ranks[0][name]
         for other in ranks[1:]:
             # copies of parameters, and with them all masks of values that ranks have alike
             assert losses == other[name][0], name
-            assert all(torch.equal(a, b) for a, b in zip(own, other[name][1], strict=True)), name
+            assert all(torch.equal(a, b) for a, b in zip(copies, other[name][1], strict=True)), name
             assert torch.equal(state, other[name][3]), name
-    found = ranks[0]
-    fast = found["fast"][0]
-    assert fast == found["again"][0]
-    assert fast == pytest.approx(found["recomputed"][0], abs=1e-6)
-    assert fast == pytest.approx(found["compiled"][0], abs=1e-6)
-    assert found["fast without dropout"][0] == found["exact without dropout"][0]
+    runs = ranks[0]
+    fast = runs["fast"][0]
+    assert fast == runs["again"][0]
+    assert fast == pytest.approx(runs["recomputed"][0], abs=1e-6)
+    assert fast == pytest.approx(runs["compiled"][0], abs=1e-6)
+    assert runs["fast without dropout"][0] == runs["exact without dropout"][0]
     # the negative control
-    assert abs(fast[0] - found["exact"][0][0]) > 1e-5
+    assert abs(fast[0] - runs["exact"][0][0]) > 1e-5
     # ranks are dp 0 tp 0, dp 0 tp 1, dp 1 tp 0, dp 1 tp 1
     masks = [rank["fast"][2] for rank in ranks]
     for call in range(4):

@@ -107,6 +107,12 @@ class MeshContext:
         return self.mesh.get_group(axis)
 
 
+def draws_per_shard(mesh: DeviceMesh) -> bool:
+    """Whether each shard of a value over ``mesh`` has a random stream of its own (`MeshContext.rng`)."""
+    context = getattr(mesh, _ATTRIBUTE, None)
+    return context is not None and context.rng == "fast"
+
+
 def follow_call(of: Any, call: str) -> None:
     """Note a call that needs every rank (see `CallOrder`). `of`: a mesh or a tensor over one; nothing is noted for others."""
     context = getattr(getattr(of, "device_mesh", of), _ATTRIBUTE, None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm import group_calls
-from meshwright_dtensor.mesh.context import MeshContext, follow_call
+from meshwright_dtensor.mesh.context import MeshContext, draws_per_shard, follow_call
 from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.sharding.boxes import Box, Interval, Region, chunk_box, region_of
 from meshwright_dtensor.sharding.states import States
@@ -56,6 +56,11 @@ class LocalContext:
     def context(self) -> MeshContext:
         """The context of the mesh."""
         return MeshContext.of(self.mesh)
+
+    @property
+    def per_shard(self) -> bool:
+        """Whether each shard has a random stream of its own."""
+        return draws_per_shard(self.mesh)
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """Process group of this rank along mesh axis ``axis``."""

@@ -61,7 +61,7 @@ class Dropout(Composite):
                 piece_numel=PIECE_NUMEL,
                 gaps=gaps,
                 kind=kind_of_noise(x.device, p, fused=not inplace),
-                per_shard=ctx.context.rng == "fast",
+                per_shard=ctx.per_shard,
             )
             return x.mul_(noise) if inplace else x * noise
 

@@ -97,7 +97,7 @@ class ScaledDotProductAttention(Composite):
         dropping = not self.plain(ctx)
         draw, (shape, region) = noise_of(ctx), weights(ctx)
         # with features that are sharded, ranks would choose their kernels by other sizes, and these draw other masks
-        alone = ctx.context.rng == "fast" and not ctx.axes_sharding(2, len(shape) - 1)
+        alone = ctx.per_shard and not ctx.axes_sharding(2, len(shape) - 1)
 
         def attend(tensors: list[torch.Tensor], site: Site = NOWHERE) -> torch.Tensor:
             q, k, v = tensors[:3]

@@ -122,7 +122,7 @@ def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Seque
     sizes = (k[-3] if len(k) > 2 else 1, k[-1], v[-1])
     shape, of_rank = weights(ctx)
     region = of_rank if region is None else region
-    per_shard = ctx.context.rng == "fast"
+    per_shard = ctx.per_shard
 
     def draw(tensors: Sequence[Tensor]) -> Tensor:
         q = tensors[0]
