@@ -69,7 +69,7 @@ TOLERANCE = MappingProxyType({"fp32": 1e-5, "bf16": 1.6e-2})
 
 @dataclass(frozen=True)
 class Run:
-    """A run with compiled regions next to one device.
+    """A run with compiled regions next to one device, or in lower precision next to the same plan uncompiled.
 
     Attributes:
         loss: the largest difference of a loss; gradient: of a gradient of the last step, relative to its largest value.
@@ -145,11 +145,14 @@ def plan_of(name: str, layout: str, backend: str) -> ParallelPlan:
 
 
 def compiled_run(rank: int, size: int, name: str, layout: str, plan: str, steps: int) -> Run:
-    """Train on the ranks and on one device, and compare."""
+    """Train on the ranks and on one device, and compare; in lower precision with the same plan uncompiled."""
     transformers.logging.set_verbosity_error()
+    compiled_plan = ParallelPlan.from_json(plan)
     reference = build(name)
+    if compiled_plan.precision is not None:
+        reference = mw.parallelize(reference, compiled_plan.replace(compile=()), batch=batch(name, 0))
     expected, states, wanted = train(reference, name, steps)
-    model = mw.parallelize(build(name), ParallelPlan.from_json(plan), batch=batch(name, 0))
+    model = mw.parallelize(build(name), compiled_plan, batch=batch(name, 0))
     losses, drawn, gradients = train(model, name, steps)
     differences = [0.0]
     largest = max(float(value.abs().max()) for value in wanted.values() if value is not None)

@@ -314,6 +314,16 @@ def _data_and_context(request: PlanRequest) -> Iterator[str]:
             yield f"{name}={value!r} with cp=1: the sequence is not sharded; give cp more, or leave {name} out"
 
 
+def _random_numbers(request: PlanRequest) -> Iterator[str]:
+    if request.rng not in RANDOM_NUMBERS:
+        yield unknown("rng", request.rng, RANDOM_NUMBERS)
+    if request.rng == "fast" and (request.pp or 1) > 1:
+        yield (
+            f"rng='fast' with pp={request.pp}: a pipeline replays the random numbers of whole batches for its microbatches, which "
+            "shards have no streams for; leave rng out, or pp"
+        )
+
+
 def _names(request: PlanRequest, axes: Collection[str]) -> Iterator[str]:
     """Names and patterns, and what no installed distribution carries out."""
     if request.precision is not None and request.precision not in PRECISIONS:
@@ -333,13 +343,7 @@ def _names(request: PlanRequest, axes: Collection[str]) -> Iterator[str]:
             f"compile={request.compile!r} is neither True, for every repeated block, nor a pattern of module names, nor a list of "
             "patterns; give one, or leave it out"
         )
-    if request.rng not in RANDOM_NUMBERS:
-        yield unknown("rng", request.rng, RANDOM_NUMBERS)
-    if request.rng == "fast" and (request.pp or 1) > 1:
-        yield (
-            f"rng='fast' with pp={request.pp}: a pipeline replays the random numbers of whole batches for its microbatches, which "
-            "shards have no streams for; leave rng out, or pp"
-        )
+    yield from _random_numbers(request)
     for name, kind in (("cost_model", "cost model"), ("schedule", "schedule")):
         value = getattr(request, name)
         if value is not None and not _is_name(value):

@@ -66,20 +66,29 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     model = whole_model_among(parameters)
     if model is not None:
         refuse_stages(optimizer)
+    # torch calls the step of what is given in its place
+    may_replace = bool(args) and args[0] is optimizer
     with nullcontext() if model is None else model.entered():
         _distribute_states(optimizer)
         # of local tensors alone, so that the hooks and the closure of the user may see all stages
-        local_copy = local_optimizer(optimizer) if args and args[0] is optimizer else None
+        local_copy = local_optimizer(optimizer) if may_replace else None
     if local_copy is not None:
         return (local_copy, *args[1:]), kwargs
     if model is not None and not steps_each_parameter(optimizer):
         show_states(optimizer)
         return None
+    return _with_all_stages(optimizer, model, args, kwargs, may_replace)
+
+
+def _with_all_stages(
+    optimizer: torch.optim.Optimizer, model: WholeModel | None, args: Any, kwargs: Any, may_replace: bool
+) -> Any:
+    """The arguments of a step that is not of local tensors alone: its closure sees all stages, matrices are stepped whole."""
     if model is not None:
         model.begin_step()
         args = (*args[:1], *(_outside(model, x) for x in args[1:]))
         kwargs = {key: _outside(model, value) for key, value in kwargs.items()}
-    copied = (whole_copy(optimizer) or muon_optimizer(optimizer)) if args and args[0] is optimizer else None
+    copied = (whole_copy(optimizer) or muon_optimizer(optimizer)) if may_replace else None
     return args if copied is None else (copied, *args[1:]), kwargs
 
 

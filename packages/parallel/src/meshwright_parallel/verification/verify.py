@@ -87,13 +87,7 @@ def verify(
     Raises UsageError: the model's output holds no loss, or the plan does not draw the random numbers of one device. Errors of
     `parallelize` are raised too.
     """
-    if steps < 1:
-        raise UsageError(f"steps={steps} checks nothing; use at least 1")
-    if plan.rng != "exact":
-        raise UsageError(
-            f"plan field rng is {plan.rng!r}, whose random numbers are not those of one device, which verify compares with; verify "
-            "plan.replace(rng='exact'), which differs in nothing else"
-        )
+    _check(plan, steps)
     device = init()
     batch = on_device(batch, device)
     call = _Call(*call_arguments(batch), loss)
@@ -136,6 +130,16 @@ def verify(
         fresh = seeded_model().to(device), seeded_model()
         parallelize(fresh[1], plan, batch=batch, plugins=plugins)
         return replace(report, fault=locate(*fresh, call, seed + 1, tolerance))
+
+
+def _check(plan: ParallelPlan, steps: int) -> None:
+    if steps < 1:
+        raise UsageError(f"steps={steps} checks nothing; use at least 1")
+    if plan.rng != "exact":
+        raise UsageError(
+            f"plan field rng is {plan.rng!r}, whose random numbers are not those of one device, which verify compares with; verify "
+            "plan.replace(rng='exact'), which differs in nothing else"
+        )
 
 
 @dataclass(frozen=True)
