@@ -65,16 +65,19 @@ class Failing:
         self.here = dist.get_rank() == RANK
 
     def prepare(self) -> None:
-        """Set what fails later in the step."""
+        """Set what fails later in the step; code of the model on all ranks, as a pipeline demands."""
         layer = self.model.model.layers[RANK]
-        places: dict[str, Callable[[], object]] = {
-            "forward": lambda: self._replace(layer.mlp, "forward"),
-            "hook": lambda: layer.self_attn.register_forward_hook(lambda *_: self._raise()),
+        everywhere: dict[str, Callable[[], object]] = {
+            "forward": lambda: self._before_forward(type(layer.mlp)),
+            "hook": lambda: layer.self_attn.register_forward_hook(lambda *_: self._raise_here()),
             "backward": lambda: layer.register_forward_hook(self._in_backward),
+        }
+        here: dict[str, Callable[[], object]] = {
             "optimizer": lambda: self._replace(self.optimizer, "step"),
             "checkpoint thread": lambda: self._replace(os, "fsync"),
             "full disk": self._fill_disk,
         }
+        places = everywhere | here if self.here else everywhere
         if self.kind in places:
             places[self.kind]()
 
@@ -102,11 +105,27 @@ class Failing:
         self._tell()
         raise Failure(f"this is the failure in the {self.kind}")
 
+    def _raise_here(self, *_: Any) -> None:
+        if self.here:
+            self._raise()
+
+    def _before_forward(self, kind: Any) -> None:
+        forward = kind.forward
+
+        def failing(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self._raise_here()
+            return forward(module, *args, **kwargs)
+
+        kind.forward = failing
+
     def _replace(self, owner: Any, name: str) -> None:
         setattr(owner, name, self._raise)
 
     def _in_backward(self, module: Any, args: Any, output: Any) -> None:
-        (output[0] if isinstance(output, tuple) else output).register_hook(self._raise)
+        tensor = output[0] if isinstance(output, tuple) else output
+        # stages are also tried without gradients
+        if tensor.requires_grad:
+            tensor.register_hook(self._raise_here)
 
     def _fill_disk(self) -> None:
         self._tell()
@@ -123,8 +142,9 @@ def main(plan: Path, kind: str, folder: Path) -> None:
     failing = Failing(kind, folder, model, optimizer)
     for step, values in failing.batches():
         fails = failing.here and step == STEP
-        if fails:
+        if step == STEP:
             failing.prepare()
+        if fails:
             failing.now()
             if kind == "early return":
                 failing._tell()

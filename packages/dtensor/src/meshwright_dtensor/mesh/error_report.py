@@ -54,6 +54,9 @@ def report_to_torchrun() -> None:
             for text in causes:
                 print(f"[rank{os.environ.get('RANK', '?')}]: {text}", file=sys.stderr, flush=True)
             return
+        if isinstance(error, StageError) and error.rank != lost.rank:
+            # the report of the rank that has failed is to be the first, and torchrun counts whole seconds
+            time.sleep(1.0)
         _record(error, trace, causes)
         first_line, *_ = f"{kind.__name__}: {error}".splitlines()
         print(f"[rank{os.environ.get('RANK', '?')}]: {first_line}", file=sys.stderr, flush=True)

@@ -13,7 +13,8 @@ import os
 import platform
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,15 +24,20 @@ from meshwright.commands import options as opt
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.utils.console import Table, show
 
+if TYPE_CHECKING:
+    from meshwright.health import Check
+
 DISTRIBUTIONS = "meshwright meshwright-dtensor meshwright-parallel meshwright-planner transformers".split()
 
 
 @click.command("doctor")
 @click.option("--model", metavar="MODEL", help="Also look for lost sharding in this model, as for plan.")
-@opt.number("--world-size", help="Ranks to start for --model. [default: 2]")
+@opt.number("--world-size", help="Ranks to start for --model and --health. [default: 2]")
 @opt.DEGREE
 @opt.COMPILE
 @opt.batch_options
+@click.option("--health", is_flag=True, help="Also measure what makes a run slow or end early.")
+@click.option("--folder", default=".", show_default=True, help="Where checkpoints go, for --health.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -42,11 +48,14 @@ def command(
     compile: bool | str | None,
     batch_size: int | None,
     sequence_length: int | None,
+    health: bool,
+    folder: str,
     as_json: bool,
 ) -> int:
     """Report the environment: versions, devices, backends, threads, ranks, and the problems of plugins.
 
     With --model, also every call of that model that has no local form (it runs op by op, or on gathered values), with the reason.
+    With --health, limits, memory, disk, clocks, processors and links of the ranks, each with what to do where it is bad.
     With --compile, three steps are run, and each kind of module is listed with the calls that ran compiled, and why others did not.
     """
     pins = opt.parse_degrees(degrees, state.host)
@@ -54,14 +63,17 @@ def command(
     opt.check_needs(
         "--model",
         model is not None,
-        {"--degree": degrees, "--world-size": world_size, "--compile": compile, **sizes},
+        {"--degree": degrees, "--compile": compile, **sizes},
     )
-    if model is not None:
+    opt.check_needs("--model or --health", model is not None or health, {"--world-size": world_size})
+    if model is not None or health:
         size = ranks.check_world_size(world_size, default=2)
         if size > 1 and not ranks.is_rank():
             return ranks.launch(size, state.arguments)
     facts = environment() | {"plugin problems": list(map(str, state.host.problems))}
     facts["plugins turned off"] = list(state.host.disabled)
+    if health:
+        facts["health"] = list(map(asdict, measured(Path(folder))))
     if model is not None:
         facts["programs"] = programs(opt.ModelChoice(model, batch_size, sequence_length), pins, compile)
     if ranks.rank() == 0:
@@ -73,9 +85,17 @@ def print_facts(facts: dict[str, Any]) -> None:
     """Print the facts as tables."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in facts.items():
-        if name != "programs":
+        if name not in ("programs", "health"):
             table.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))
     console = show(table)
+    for check in facts.get("health", ()):
+        console.print(
+            f"\n{check['name']}: {check['value']}", highlight=False, markup=False, soft_wrap=True, end=""
+        )
+        if check["advice"]:
+            console.print(f"\n  {check['advice']}", highlight=False, markup=False, soft_wrap=True, end="")
+    if "health" in facts:
+        console.print()
     if "programs" not in facts:
         return
     programs = facts["programs"]
@@ -93,6 +113,21 @@ def print_facts(facts: dict[str, Any]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
         for reason, count in row["reasons"]:
             console.print(f"    {count}: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def measured(folder: Path) -> list[Check]:
+    """The checks of this host, and of the ranks of this job, if there are several."""
+    import torch.distributed as dist
+
+    import meshwright as mw
+    from meshwright.health import checks_of_host, checks_of_ranks
+
+    checks = list(checks_of_host(folder)) if ranks.rank() == 0 else []
+    if ranks.world_size() > 1:
+        mw.init()
+        checks += checks_of_ranks()
+        dist.barrier()
+    return checks
 
 
 def programs(chosen: opt.ModelChoice, pins: dict[str, int], compile: bool | str | None) -> dict[str, Any]:
