@@ -16,6 +16,7 @@ from meshwright_dtensor.plan import (
     ActivationRule,
     ParallelPlan,
     ParameterRule,
+    PipelineRule,
     PlannedCollective,
     Prediction,
     Provenance,
@@ -53,6 +54,15 @@ def error(make: Callable[[], object]) -> PlanError:
 def test_valid_plan_passes() -> None:
     sound().validate_for()
     sound().validate_for(4, ["dp", "tp", "pp"])
+    sound(rng="fast").validate_for(4)
+
+
+def test_streams_of_shards_are_not_in_a_pipeline() -> None:
+    pipeline = PipelineRule(stages=(("blocks.0",), ("blocks.1",)), microbatches=2)
+    fields: dict[str, Any] = {"world_size": 2, "degrees": {"pp": 2}, "pipeline": pipeline}
+    ParallelPlan(**fields).validate_for(2)
+    wrong = error(lambda: ParallelPlan(**fields, rng="fast").validate_for(2))
+    assert (wrong.field, wrong.nearest) == ("rng", "exact")
 
 
 @pytest.mark.parametrize(

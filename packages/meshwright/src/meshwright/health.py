@@ -119,7 +119,7 @@ def _compared(
 ) -> Iterator[Check]:
     skew = max(clocks) - min(clocks)
     late = hosts[clocks.index(min(clocks))]
-    advice = f"the clock of {late} is behind; run an NTP client on all hosts" if skew > MOST_SKEW else ""
+    advice = f"the clock of {late} is late; run an NTP client on all hosts" if skew > MOST_SKEW else ""
     yield Check("clocks", f"within {human_seconds(skew)}", advice)
     median = statistics.median(computing)
     slow = [rank for rank, seconds in enumerate(computing) if seconds > MOST_SLOWDOWN * median]

@@ -75,13 +75,15 @@ def _lost_ranks(lost: LostRanks, text: str, trace: TracebackType | None) -> list
     """Why this rank had to end, if it is for others; those that do not answer are ended."""
     if not any(words in text for words in (*LEFT_ALONE, *WAITED)):
         return []
+    # the error of the rank that left is to be the first, and torchrun counts whole seconds
+    end = time.monotonic() + 1.0
     # a store that has ended tells nothing
     with suppress(RuntimeError):
         here = next((": ".join(_line(*place)) for place in reversed(list(_places(trace, last=False)))), "")
         lost.say_waited(here)
-        # waits also because the error of the rank that left is to be the first, and torchrun counts whole seconds
         told = lost.ended()
         silent = {} if told else lost.silent()
+        time.sleep(max(0.0, end - time.monotonic()))
         for process in silent.values():
             kill_here(process)
         texts = [f"rank {rank} has ended: {how}" for rank, how in told.items()]
