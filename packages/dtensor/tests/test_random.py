@@ -17,7 +17,7 @@ from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.random import (
     PIECE_NUMEL,
     Part,
-    draw_full_then_slice,
+    draw_part,
     draws_by_element,
     run_random,
 )
@@ -271,9 +271,7 @@ def test_pieces_equal_the_whole(name: str, piece: int) -> None:
                     continue
                 for _, box in boxes_of(shape, mesh, states):
                     torch.manual_seed(1)
-                    got = draw_full_then_slice(
-                        draw, shape, order, torch.float32, "cpu", box, piece_numel=piece
-                    )
+                    got = draw_part(draw, shape, order, torch.float32, "cpu", box, piece_numel=piece)
                     assert torch.equal(got, slice_of(want, box)), (shape, order, box)
                     assert torch.equal(torch.get_rng_state(), end)
                     assert got.stride() == dense_strides(got.shape, order)
@@ -301,10 +299,10 @@ def test_pieces_hold_little_memory() -> None:
         tensor.uniform_()
 
     box = chunk_box((4096, 16), (8,), (0,), (0,))
-    draw_full_then_slice(draw, (4096, 16), (0, 1), torch.float32, "cpu", box, piece_numel=4096)
+    draw_part(draw, (4096, 16), (0, 1), torch.float32, "cpu", box, piece_numel=4096)
     assert max(seen) <= 4096 + 16
     seen.clear()
-    draw_full_then_slice(draw, (4096, 16), (0, 1), torch.float32, "cpu", box)
+    draw_part(draw, (4096, 16), (0, 1), torch.float32, "cpu", box)
     assert seen == [4096 * 16]
 
 
@@ -319,7 +317,7 @@ def test_draw_that_pieces_would_change_is_not_split() -> None:
     draw(want)
     torch.manual_seed(1)
     box = chunk_box((64, 8), (2,), (1,), (0,))
-    got = draw_full_then_slice(draw, (64, 8), (0, 1), torch.float32, "cpu", box, piece_numel=16)
+    got = draw_part(draw, (64, 8), (0, 1), torch.float32, "cpu", box, piece_numel=16)
     assert torch.equal(got, slice_of(want, box))
 
 
@@ -334,7 +332,7 @@ def test_all_initialisers_can_draw(init: Callable[[torch.Tensor], Any]) -> None:
     for mesh, states in LAYOUTS:
         for _, box in boxes_of(shape, mesh, states):
             torch.manual_seed(6)
-            got = draw_full_then_slice(init, shape, (0, 1), torch.float32, "cpu", box)
+            got = draw_part(init, shape, (0, 1), torch.float32, "cpu", box)
             assert torch.equal(got, slice_of(want, box))
             assert torch.equal(torch.get_rng_state(), end)
 
@@ -358,11 +356,9 @@ def test_unsupported_random_ops_are_rejected() -> None:
     with pytest.raises(UsageError, match="result=Part"):
         run_random(aten.rand.default, ([4, 4],), {}, [])
     with pytest.raises(UsageError, match="dim_order"):
-        draw_full_then_slice(torch.Tensor.normal_, (4, 4), (0, 0), torch.float32, "cpu", part.box)
+        draw_part(torch.Tensor.normal_, (4, 4), (0, 0), torch.float32, "cpu", part.box)
     with pytest.raises(UsageError, match="multiple of 16"):
-        draw_full_then_slice(
-            torch.Tensor.normal_, (4, 4), (0, 1), torch.float32, "cpu", part.box, piece_numel=5
-        )
+        draw_part(torch.Tensor.normal_, (4, 4), (0, 1), torch.float32, "cpu", part.box, piece_numel=5)
 
 
 def masks(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:

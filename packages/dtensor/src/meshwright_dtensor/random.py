@@ -28,7 +28,7 @@ from meshwright_dtensor.drawing.whole import PIECE_NUMEL, Draw, Kind, Way, Whole
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.sharding import boxes
 
-__all__ = ["PIECE_NUMEL", "Part", "draw_full_then_slice", "draws_by_element", "run_random", "without_pieces"]
+__all__ = ["PIECE_NUMEL", "Part", "draw_part", "draws_by_element", "run_random", "without_pieces"]
 
 MOST_BYTES = 1 << 26
 """Memory that a draw may take beyond the rank's part without a warning."""
@@ -73,7 +73,7 @@ DRAWS = Draws()
 """Torch functions carry no context, so it is kept per thread."""
 
 
-def draw_full_then_slice(
+def draw_part(
     draw: Draw,
     shape: Sequence[int],
     dim_order: Sequence[int],
@@ -88,7 +88,7 @@ def draw_full_then_slice(
     kind: Kind | None = None,
     per_shard: bool = False,
 ) -> torch.Tensor:
-    """Let `draw` fill a tensor of the global `shape`, dense in `dim_order`; return a dense copy of its `box`.
+    """The `box` of a tensor of the global `shape`, dense in `dim_order`, that `draw` fills on one device.
 
     `draw` works in place and uses the default generator of `device`, or `generator` if one is named here too.
     It advances as on one device. With `piece_numel` (a multiple of 16; only for a `draw` that fills element
@@ -283,7 +283,7 @@ def _run_fill(
     # autograd has to see the write where it records
     target = None if _records([local]) else Target((local,))
     with torch.no_grad():
-        drawn = draw_full_then_slice(
+        drawn = draw_part(
             lambda x: op(x, *rest, **kwargs),
             part.shape,
             part.dim_order,
@@ -324,7 +324,7 @@ def _run_filled(
             made = torch.empty_strided(local, boxes.dense_strides(local, order), dtype=dtype, device=device)
             into = args[0] if op_mutates(op) and not recorded else made
             target = Target((into, compared[1].expand(local)), compared[0])
-        numbers = draw_full_then_slice(
+        numbers = draw_part(
             lambda x: fill.run(x, given.get("generator")),
             shape,
             order,

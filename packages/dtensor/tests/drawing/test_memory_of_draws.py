@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_dtensor import random
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.random import MOST_BYTES, PIECE_NUMEL, Part, draw_full_then_slice, run_random
+from meshwright_dtensor.random import MOST_BYTES, PIECE_NUMEL, Part, draw_part, run_random
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.sharding.boxes import (
     Place,
@@ -210,7 +210,7 @@ def test_masks_of_dropout() -> None:
     local = torch.Size(place_shape(place)).numel()
     check(
         lambda: F.dropout(whole, 0.3),
-        lambda: draw_full_then_slice(
+        lambda: draw_part(
             lambda full: noise_(full, 0.3),
             SHAPE,
             order,
@@ -228,7 +228,7 @@ def test_drawing_the_whole_takes_more_than_the_bound() -> None:
     """A negative control of the count of bytes, and of the warning that says so."""
     order, place = PLACES["rows"]
     with Peak() as peak:
-        draw_full_then_slice(lambda full: full.normal_(), SHAPE, order, torch.float64, "cpu", place)
+        draw_part(lambda full: full.normal_(), SHAPE, order, torch.float64, "cpu", place)
     assert peak.peak > BOUND + 8 * torch.Size(place_shape(place)).numel()
 
     def by_count(tensor: torch.Tensor) -> None:
@@ -236,7 +236,7 @@ def test_drawing_the_whole_takes_more_than_the_bound() -> None:
 
     shape = (MOST_BYTES // 4 + 4 * PIECE_NUMEL,)
     with pytest.warns(UserWarning, match="drawn whole on every rank"):
-        draw_full_then_slice(by_count, shape, (0,), torch.float32, "cpu", ((0, 4),), piece_numel=PIECE_NUMEL)
+        draw_part(by_count, shape, (0,), torch.float32, "cpu", ((0, 4),), piece_numel=PIECE_NUMEL)
 
 
 def test_the_gradient_is_that_of_the_operation() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright_dtensor.drawing import cpu
-from meshwright_dtensor.random import draw_full_then_slice
+from meshwright_dtensor.random import draw_part
 from meshwright_dtensor.sharding.boxes import Place, copy_region
 
 DRAWN: list[int] = []
@@ -60,7 +60,7 @@ def test_parts_equal_one_device(dtype: torch.dtype) -> None:
         end = torch.get_rng_state()
         torch.manual_seed(seed)
         DRAWN.clear()
-        got = draw_full_then_slice(bernoulli, shape, (0, 1), dtype, "cpu", place, piece_numel=64)
+        got = draw_part(bernoulli, shape, (0, 1), dtype, "cpu", place, piece_numel=64)
         assert torch.equal(got, copy_region(whole, place))
         assert torch.equal(torch.get_rng_state(), end)
         assert shape[0] * shape[1] not in DRAWN
@@ -73,6 +73,6 @@ def test_what_is_not_contiguous_is_drawn_whole() -> None:
     whole = bernoulli(torch.empty(37, 200).t())
     torch.manual_seed(1)
     DRAWN.clear()
-    got = draw_full_then_slice(bernoulli, shape, (1, 0), torch.float32, "cpu", place, piece_numel=64)
+    got = draw_part(bernoulli, shape, (1, 0), torch.float32, "cpu", place, piece_numel=64)
     assert torch.equal(got, copy_region(whole, place))
     assert shape[0] * shape[1] in DRAWN

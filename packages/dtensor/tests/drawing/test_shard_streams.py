@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright_dtensor.random import Part, draw_full_then_slice, run_random
+from meshwright_dtensor.random import Part, draw_part, run_random
 from meshwright_dtensor.sharding.boxes import Place, chunk_box, copy_region, place_shape, whole_box
 
 aten = torch.ops.aten
@@ -120,6 +120,6 @@ def test_a_rank_draws_its_part_alone() -> None:
         tensor.normal_()
 
     for per_shard in (True, False):
-        got = draw_full_then_slice(draw, SHAPE, (0, 1), torch.float32, "cpu", box, per_shard=per_shard)
+        got = draw_part(draw, SHAPE, (0, 1), torch.float32, "cpu", box, per_shard=per_shard)
         assert got.shape == copy_region(torch.empty(SHAPE), box).shape
     assert counts == [NUMEL, SHARDS * NUMEL]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshwright_dtensor.random import draw_full_then_slice
+from meshwright_dtensor.random import draw_part
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
 from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, whole_box
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class PlainDraws(TorchFunctionMode):
-    """Inside, dropout of plain tensors takes its mask from `draw_full_then_slice`, and multiplies."""
+    """Inside, dropout of plain tensors takes its mask from `draw_part`, and multiplies."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,7 +41,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if not training or not 0.0 < p < 1.0:
         return F.dropout(input, p, training, inplace)
     shape = tuple(input.shape)
-    noise = draw_full_then_slice(
+    noise = draw_part(
         partial(noise_, p=p, fused=not inplace),
         shape,
         dim_order_of(torch.empty_like(input, device="meta")),
@@ -76,7 +76,7 @@ def _attention(
             enable_gqa=enable_gqa,
         )
     shape = (*query.shape[:-1], key.shape[-2])
-    noise = draw_full_then_slice(
+    noise = draw_part(
         partial(noise_, p=dropout_p), shape, range(len(shape)), query.dtype, query.device, whole_box(shape)
     )
     return attention(query, key, value, attn_mask, noise, is_causal, scale, enable_gqa)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from meshwright_dtensor import dropout_noise
 from meshwright_dtensor.drawing.whole import Kind
-from meshwright_dtensor.random import PIECE_NUMEL, draw_full_then_slice
+from meshwright_dtensor.random import PIECE_NUMEL, draw_part
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
 from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps
@@ -51,7 +51,7 @@ class Dropout(Composite):
             x = tensors[0]
             order = dim_order_of(torch.empty_like(x, device="meta"))
             gaps = has_gaps(x, shape)
-            noise = draw_full_then_slice(
+            noise = draw_part(
                 lambda full: noise_(full, p, fused=not inplace),
                 shape,
                 order,

@@ -13,7 +13,7 @@ from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.random import DRAWS, PIECE_NUMEL, draw_full_then_slice
+from meshwright_dtensor.random import DRAWS, PIECE_NUMEL, draw_part
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
@@ -141,7 +141,7 @@ def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Seque
 
         # kernels of accelerators draw the mask of a whole tensor in ways of their own
         piece = None if forms else PIECE_NUMEL
-        return draw_full_then_slice(
+        return draw_part(
             fill,
             shape,
             range(len(shape)),
