@@ -104,3 +104,29 @@ def test_the_first_error_of_all_ranks_is_the_last_thing_on_the_screen(tmp_path: 
 def test_a_rank_that_returns_early_is_named(tmp_path: Path) -> None:
     lines = screen_of(tmp_path, "raise SystemExit(0)")
     assert lines[-1] == "rank 1 has ended: its script has come to its end"
+
+
+ENDS = """
+import atexit, os, threading
+atexit.register(lambda: os._exit(3 if any("meshwright" in t.name for t in threading.enumerate()) else 0))
+from meshwright_dtensor.mesh.mesh import init
+init("cpu")
+assert any("meshwright" in t.name for t in threading.enumerate())
+"""
+
+
+@pytest.mark.slow
+def test_no_thread_of_ours_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """One that comes back from C++ then aborts the process."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

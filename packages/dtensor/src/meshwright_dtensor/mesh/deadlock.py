@@ -10,6 +10,7 @@ ranks do not answer where this one waits for them.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.error_report import record_error
-from meshwright_dtensor.mesh.lost_ranks import LISTEN_SECONDS, LostRanks, in_words
+from meshwright_dtensor.mesh.lost_ranks import ANSWER_SECONDS, LISTEN_SECONDS, LostRanks, in_words
 from meshwright_dtensor.mesh.users_line import is_ours, outwards, users_line
 
 WAITING_SECONDS = 10.0
@@ -46,10 +47,19 @@ def watch_for_deadlocks(seconds: float = WAITING_SECONDS) -> None:
     running = any(thread.name == _NAME for thread in threading.enumerate())
     # of Linux
     if dist.get_world_size() > 1 and not running and _IO.exists():
-        threading.Thread(target=_watch, args=(seconds,), name=_NAME, daemon=True).start()
+        over = threading.Event()
+        thread = threading.Thread(target=_watch, args=(seconds, over), name=_NAME, daemon=True)
+        thread.start()
+        atexit.register(_stop, thread, over)
 
 
-def _watch(seconds: float) -> None:
+def _stop(thread: threading.Thread, over: threading.Event) -> None:
+    """End the thread: one that comes back from the store, which is C++, while the interpreter ends would abort the process."""
+    over.set()
+    thread.join(2 * ANSWER_SECONDS)
+
+
+def _watch(seconds: float, over: threading.Event) -> None:
     lost = LostRanks.of_job()
     store, main = lost.store, threading.main_thread().ident or 0
     lost.announce()
@@ -57,8 +67,7 @@ def _watch(seconds: float) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     used, sent, since, polls, has_looked = 0.0, 0, time.monotonic(), 0, False
     heard = 0.0
-    while True:
-        time.sleep(POLL_SECONDS)
+    while not over.wait(POLL_SECONDS):
         if time.monotonic() - heard > LISTEN_SECONDS:
             heard = time.monotonic()
             lost.answer()

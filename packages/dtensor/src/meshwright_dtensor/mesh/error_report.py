@@ -45,10 +45,15 @@ def report_to_torchrun() -> None:
     before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        causes = _lost_ranks(lost, str(error), trace) if isinstance(error, Exception) else []
-        lost.say_ended("" if causes else f"{kind.__name__}: {error}".splitlines()[0][:MAX_LINE])
         # torchrun would not show it until the last restart has failed
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        left, waited = (
+            isinstance(error, Exception) and any(words in str(error) for words in kinds)
+            for kinds in (LEFT_ALONE, WAITED)
+        )
+        causes = _lost_ranks(lost, trace) if waited or (left and not restarts) else []
+        is_victim = left or bool(causes)
+        lost.say_ended("" if is_victim else f"{kind.__name__}: {error}".splitlines()[0][:MAX_LINE])
         if restarts or not isinstance(error, Exception) or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
             before(kind, error, trace)
             for text in causes:
@@ -71,10 +76,8 @@ def record_error(error: Exception) -> None:
         _record(error, None, [])
 
 
-def _lost_ranks(lost: LostRanks, text: str, trace: TracebackType | None) -> list[str]:
-    """Why this rank had to end, if it is for others; those that do not answer are ended."""
-    if not any(words in text for words in (*LEFT_ALONE, *WAITED)):
-        return []
+def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> list[str]:
+    """Because of which ranks this one had to end; those that do not answer are ended."""
     # the error of the rank that left is to be the first, and torchrun counts whole seconds
     end = time.monotonic() + 1.0
     # a store that has ended tells nothing

@@ -7,6 +7,7 @@ the prefix under a name, where the last one may be read before; each rank asks f
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 from meshwright_dtensor.errors import UsageError
 
 WAITING_SECONDS = 300.0
+ENDING_SECONDS = 5.0
+"""How long rank 0, at its end, still waits for ranks that have not joined."""
 POLL_SECONDS = 0.02
 _REQUEST, _ANSWER, _JOINED = "meshwright/request/", "meshwright/answer/", "meshwright/joined/"
 
@@ -58,6 +61,8 @@ def store_of_start(store: Any, rank: int, ranks: int) -> Any:
             target=_answer, args=(store.clone(), prefix, ranks), name="meshwright start", daemon=True
         )
         answering.start()
+        # a thread that comes back from the store while the interpreter ends aborts the process
+        atexit.register(answering.join, ENDING_SECONDS)
     return PrefixStore(f"meshwright/start/{prefix}", store)
 
 
