@@ -90,6 +90,8 @@ def run_job(plan: str, file: Path, kind: str) -> Ended:
             try:
                 text, code = job.communicate(timeout=LONGEST)[1], job.returncode
             except subprocess.TimeoutExpired:
+                # its ranks have sessions of their own, and hold the pipe
+                subprocess.run(["pkill", "-9", "-f", str(folder)], check=False)
                 os.killpg(job.pid, signal.SIGKILL)
                 text, code = job.communicate()[1], -1
         end, failed = time.time(), folder / "failed"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -47,15 +48,35 @@ def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
+@contextmanager
+def _timeout_of_world() -> Iterator[None]:
+    """Inside, groups are made with the timeout of the default group: messages of gloo between two ranks know no later one."""
+    c10d: Any = dist.distributed_c10d
+    world = c10d._get_default_group()
+    backends = [world._get_backend(device) for device in world._device_types]
+    timeouts = {backend.options._timeout for backend in backends if hasattr(backend, "options")}
+    before = c10d._get_default_timeout
+    if len(timeouts) == 1:
+        # torch's own for several kinds of backends differ
+        (timeout,) = timeouts
+        c10d._get_default_timeout = lambda backend: timeout
+    try:
+        yield
+    finally:
+        c10d._get_default_timeout = before
+
+
 def new_group(ranks: Sequence[int], backend: str | None = None, description: str | None = None) -> Any:
     """A group of these ranks, or on other ranks what torch gives them (a collective call of all ranks)."""
-    group: Any = dist.new_group(list(ranks), backend=backend, group_desc=description)
+    with _timeout_of_world():
+        group: Any = dist.new_group(list(ranks), backend=backend, group_desc=description)
     return with_timeout(group) if isinstance(group, dist.ProcessGroup) else group
 
 
 def new_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """A mesh of all ranks, in the order of their numbers."""
-    mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
+    with _timeout_of_world():
+        mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
     for name in names:
         with_timeout(mesh.get_group(name))
     return mesh
@@ -64,7 +85,8 @@ def new_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceM
 def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The process group over the product of several mesh axes; made on first use, so every rank must call this."""
     # the mesh keeps it
-    return with_timeout(mesh[axes]._flatten().get_group())
+    with _timeout_of_world():
+        return with_timeout(mesh[axes]._flatten().get_group())
 
 
 def set_default_group(group: dist.ProcessGroup) -> None:

@@ -51,20 +51,27 @@ def report_to_torchrun() -> None:
             isinstance(error, Exception) and any(words in str(error) for words in kinds)
             for kinds in (LEFT_ALONE, WAITED)
         )
-        causes = _lost_ranks(lost, trace) if waited or (left and not restarts) else []
+        causes, silent = _lost_ranks(lost, trace) if waited or (left and not restarts) else ([], [])
         is_victim = left or bool(causes)
         lost.say_ended("" if is_victim else f"{kind.__name__}: {error}".splitlines()[0][:MAX_LINE])
         if restarts or not isinstance(error, Exception) or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
             before(kind, error, trace)
             for text in causes:
                 print(f"[rank{os.environ.get('RANK', '?')}]: {text}", file=sys.stderr, flush=True)
+            for process in silent:
+                kill_here(process)
             return
         if isinstance(error, StageError) and error.rank != lost.rank:
             # the report of the rank that has failed is to be the first, and torchrun counts whole seconds
             time.sleep(1.0)
         _record(error, trace, causes)
+        if silent:
+            time.sleep(1.0)
         first_line, *_ = f"{kind.__name__}: {error}".splitlines()
         print(f"[rank{os.environ.get('RANK', '?')}]: {first_line}", file=sys.stderr, flush=True)
+        for process in silent:
+            # not before: torchrun would show its end as the first, in the same second or in one before
+            kill_here(process)
 
     sys.excepthook = report
     atexit.register(lost.say_ended, "its script has come to its end")
@@ -76,8 +83,8 @@ def record_error(error: Exception) -> None:
         _record(error, None, [])
 
 
-def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> list[str]:
-    """Because of which ranks this one had to end; those that do not answer are ended."""
+def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> tuple[list[str], list[tuple[str, int]]]:
+    """Because of which ranks this one had to end, in words, and (host, process) of those that do not answer."""
     # the error of the rank that left is to be the first, and torchrun counts whole seconds
     end = time.monotonic() + 1.0
     # a store that has ended tells nothing
@@ -87,14 +94,11 @@ def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> list[str]:
         told = lost.ended()
         silent = {} if told else lost.silent()
         time.sleep(max(0.0, end - time.monotonic()))
-        for process in silent.values():
-            kill_here(process)
         texts = [f"rank {rank} has ended: {how}" for rank, how in told.items()]
         texts += [in_words(rank, process) for rank, process in silent.items()]
-        return (
-            texts or [f"rank {r} was in {place}" for r, place in lost.waited().items() if place != here][:4]
-        )
-    return []
+        elsewhere = [f"rank {r} was in {place}" for r, place in lost.waited().items() if place != here]
+        return texts or elsewhere[:4], list(silent.values())
+    return [], []
 
 
 def _record(error: Exception, trace: TracebackType | None, causes: list[str]) -> None:

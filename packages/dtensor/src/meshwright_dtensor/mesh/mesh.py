@@ -7,7 +7,8 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
         )
     settle_at_exit()
     if not dist.is_initialized():
-        _join(kind)
+        _join(kind, timeout)
     if timeout is not None:
         set_timeout(timeout)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -85,16 +86,17 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
     return torch.device("cpu")
 
 
-def _join(kind: str) -> None:
+def _join(kind: str, timeout: float | None) -> None:
     """Make the default process group."""
+    given: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     # small messages between ranks need no accelerator, and do not wait for one
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "cpu:gloo" if torch.cuda.is_available() else "gloo"
     if kind == "cuda":
         atexit.register(_end_groups)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, **start_store())
+        dist.init_process_group(backend, **start_store(), **given)
     else:
-        dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1, **given)
 
 
 def _end_groups() -> None:
