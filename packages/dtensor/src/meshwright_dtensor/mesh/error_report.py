@@ -57,7 +57,7 @@ def report_to_torchrun() -> None:
         if restarts or not isinstance(error, Exception) or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
             before(kind, error, trace)
             for text in causes:
-                print(f"[rank{os.environ.get('RANK', '?')}]: {text}", file=sys.stderr, flush=True)
+                _say(text)
             for process in silent:
                 kill_here(process)
             return
@@ -68,13 +68,17 @@ def report_to_torchrun() -> None:
         if silent:
             time.sleep(1.0)
         first_line, *_ = f"{kind.__name__}: {error}".splitlines()
-        print(f"[rank{os.environ.get('RANK', '?')}]: {first_line}", file=sys.stderr, flush=True)
+        _say(first_line)
         for process in silent:
             # not before: torchrun would show its end as the first, in the same second or in one before
             kill_here(process)
 
     sys.excepthook = report
     atexit.register(lost.say_ended, "its script has come to its end")
+
+
+def _say(line: str) -> None:
+    print(f"[rank{os.environ.get('RANK', '?')}]: {line}", file=sys.stderr, flush=True)
 
 
 def record_error(error: Exception) -> None:

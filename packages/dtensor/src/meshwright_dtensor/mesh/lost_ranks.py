@@ -128,28 +128,28 @@ def kill_here(process: tuple[str, int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def silent_ranks() -> list[str]:
     """Lines about the ranks of the default process group that do not answer; empty where nobody can tell."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return []
     # where the store has ended, the job has
     with suppress(RuntimeError):
-        return [in_words(rank, process) for rank, process in LostRanks.of_job().silent().items()]
+        silent = {} if _is_alone() else LostRanks.of_job().silent()
+        return [in_words(rank, process) for rank, process in silent.items()]
     return []
 
 
 def leave_note(name: str, text: str) -> None:
     """Leave a text for the other ranks of the default process group, if there is one."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # where the store has ended, the job has
-        with suppress(RuntimeError):
-            default_store().clone().set(_NOTE + name, text)
+    with suppress(RuntimeError):
+        if not _is_alone():
+            LostRanks.of_job().store.set(_NOTE + name, text)
 
 
 def note_of(name: str) -> str:
     """The text that another rank has left; "" without one."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        with suppress(RuntimeError):
-            store = default_store().clone()
-            return store.get(_NOTE + name).decode() if store.check([_NOTE + name]) else ""
+    with suppress(RuntimeError):
+        return "" if _is_alone() else LostRanks.of_job()._text(_NOTE + name) or ""
     return ""
