@@ -15,7 +15,7 @@ from meshwright_dtensor._torch.groups import new_group
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import build_mesh, group_over, init
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
 
 
 @contextmanager
@@ -66,3 +66,9 @@ def test_a_rank_that_waits_too_long_fails(rank_pool: RankPool) -> None:
 def test_a_timeout_that_no_rank_can_keep_is_refused(seconds: float) -> None:
     with pytest.raises(UsageError, match="seconds above 0"):
         init(timeout=seconds)
+
+
+def test_meshes_over_a_fake_group_need_no_timeout() -> None:
+    with fake_group(8, rank=3):
+        mesh = build_mesh(ParallelPlan(world_size=8, degrees={"dp": 4, "tp": 2}))
+        assert mesh.shape == (4, 2)

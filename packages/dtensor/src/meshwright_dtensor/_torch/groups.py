@@ -54,7 +54,9 @@ def _timeout_of_world() -> Iterator[None]:
     c10d: Any = dist.distributed_c10d
     world = c10d._get_default_group()
     backends = [world._get_backend(device) for device in world._device_types]
-    timeouts = {backend.options._timeout for backend in backends if hasattr(backend, "options")}
+    # fake groups have no options
+    options = [getattr(backend, "options", None) for backend in backends]
+    timeouts = {each._timeout for each in options if each is not None}
     before = c10d._get_default_timeout
     if len(timeouts) == 1:
         # torch's own for several kinds of backends differ
