@@ -356,3 +356,8 @@ def test_files_are_checked_before_the_work(run: Callable[..., tuple[int, str, st
         assert code == 2 and f"there is no folder {nowhere.parent}" in error
     code, _, error = run("explain", "plan.json", "--schedule", "--report")
     assert code == 2 and "--report has no effect together with --schedule" in error
+
+
+def test_a_path_that_no_file_can_have(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, error = run("checkpoint", "inspect", "x" * 300)
+    assert code == 2 and "File name too long" in error and "Traceback" not in error

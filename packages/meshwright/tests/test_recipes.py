@@ -169,6 +169,9 @@ _ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a.yaml", _ALIASES, "it has more than 100000 values"),
         ("a.toml", "steps = " + "[" * 100_000, "a.toml is not TOML"),
         ("a.toml", "a" + ".a" * 5000 + " = 1", "nested more than 16 deep"),
+        ("a.toml", f'model = "{"x" * 300}"', "cannot be read: File name too long; give another path"),
+        ("a.toml", f'data = "{"x" * 300}"', "cannot be read: File name too long; give another path"),
+        ("a.yaml", '{"model": "\\ud800"}', "has half of a character"),
         ("a.toml", "steps = " + "9" * 5000, "a.toml is not TOML"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.format.safetensors_file import DTYPES, Entry, header_length, read_header
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
@@ -82,9 +82,10 @@ class Pretrained(OpenFiles):
             if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
                 text = f"{self._path / INDEX} names the file {ascii(name)[:80]}; files must be next to it"
                 raise CorruptError(text)
-            if not (self._path / name).is_file():
-                raise CheckpointError(f"{self._path / name} is missing, but the index names it")
-            file = self.file(name)
+            try:
+                file = self.file(name)
+            except CorruptError as error:
+                raise CorruptError(f"{error}; {INDEX} names it") from error
             first = bytearray(min(8, file.nbytes))
             file.read_into(memoryview(first), 0)
             head = bytearray(8 + header_length(bytes(first), file.nbytes, file.where))

@@ -19,9 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import adam, build, train
+from torch import nn
 
 from meshwright_checkpoint import CheckpointError, CorruptError, load, save
 from meshwright_checkpoint.format.checksum import BLOCK, COLUMNS, block_sums
+from meshwright_checkpoint.pretrained import INDEX, Pretrained
 from meshwright_dtensor.errors import MeshwrightError
 
 FLIPS = 120
@@ -248,3 +250,10 @@ def test_checksum_equals_documented_definition(nbytes: int) -> None:
     rows = [sum(words[at : at + 2053]) % 2**64 for at in range(0, len(words), 2053)]
     sums = b"".join(total.to_bytes(8, "little") for total in columns + rows)
     assert block_sums(memoryview(data)) == hashlib.blake2b(sums, digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud800", "gone.safetensors"])
+def test_files_that_an_index_names_and_that_cannot_be(name: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(CorruptError, match=r"cannot be read|is no name of a file"):
+        Pretrained(tmp_path, nn.Linear(2, 2))

@@ -95,5 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         data = {"error": type(error).__name__, "reason": str(error), "exit_code": error.exit_code}
         report = json.dumps(data, indent=2) if "--json" in given else None
         fail(str(error) if error.listed else " ".join(str(error).split()), error.exit_code, report)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # of a path that was given: too long, not allowed, a folder in the place of a file
+        fail(f"{str(error.filename)[:200]}: {error.strerror}", 2)
     else:
         leave(result if isinstance(result, int) else 0)

@@ -148,6 +148,9 @@ class Reader:
             self._fd = os.open(path, flags)
         except OSError as error:
             raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            # of a zero byte, or half of a character
+            raise CorruptError(f"{ascii(str(path))[:200]} is no name of a file: {error}") from None
         self._turn = threading.Lock()
         self.where = str(path)
         status = os.fstat(self._fd)

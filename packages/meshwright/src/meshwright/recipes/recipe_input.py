@@ -52,6 +52,10 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     _check_depth(data, name)
     try:
         return Recipe.model_validate(data)
+    except UnicodeEncodeError as error:
+        raise RecipeError(
+            f"{name}: {ascii(error.object)[:80]} is no text: it has half of a character"
+        ) from None
     except ValidationError as error:
         told: dict[str, list[str]] = {}
         for item in error.errors(include_url=False):

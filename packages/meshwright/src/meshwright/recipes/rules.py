@@ -32,7 +32,12 @@ def obeys(rule: Callable[[Any, Above], str | None]) -> AfterValidator:
     """The validator of a field that has this rule."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
-        if value is not None and (wrong := rule(value, info.data)):
+        try:
+            wrong = None if value is None else rule(value, info.data)
+        except OSError as error:
+            # of a path that is too long, or that this user may not read
+            wrong = f"{error.filename} cannot be read: {error.strerror}; give another path"
+        if wrong:
             raise ValueError(wrong)
         return value
 
