@@ -92,8 +92,6 @@ def build(name: str) -> nn.Module:
     kind, fields = MODELS[name]
     model = getattr(transformers, kind)
     config = model.config_class(**fields)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
     if name == "T5":
         config.decoder_start_token_id = 0
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ import torch
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
+from meshwright_parallel.compile.cache_arguments import CacheUse, RecordedCaches, cache_key, caches_of
 from meshwright_parallel.compile.watches import IMMUTABLE
 
 Tensor = torch.Tensor
@@ -21,8 +22,11 @@ class CannotKey(Exception):
     """A value that a compiled graph cannot take; the text says which."""
 
 
-def key_of(value: Any, tensors: list[Any]) -> Any:
-    """What is equal for values that one graph can take; their tensors are appended to `tensors`. Raises CannotKey."""
+def key_of(value: Any, tensors: list[Any], caches: list[Any]) -> Any:
+    """What is equal for values that one graph can take. Raises CannotKey.
+
+    Their tensors are appended to `tensors`, caches of `transformers` to `caches`.
+    """
     kind = type(value)
     if kind is GlobalTensor:
         tensors.append(value)
@@ -34,27 +38,29 @@ def key_of(value: Any, tensors: list[Any]) -> Any:
     if kind in _PLAIN:
         return (kind, value.hex() if kind is float else value)
     if kind is tuple or kind is list:
-        return (kind, *[key_of(item, tensors) for item in value])
+        return (kind, *[key_of(item, tensors, caches) for item in value])
     if kind is dict:
-        return (dict, *[(name, key_of(item, tensors)) for name, item in value.items()])
+        return (dict, *[(name, key_of(item, tensors, caches)) for name, item in value.items()])
     if isinstance(value, Tensor):
         raise CannotKey(f"an argument is a {kind.__name__}")
-    raise CannotKey(f"an argument is a {kind.__module__}.{kind.__qualname__}{_HINTS.get(kind.__name__, '')}")
+    if inner := caches_of(value):
+        caches += inner
+        return cache_key(value)
+    hint = " (train with use_cache=False)" if kind.__name__.endswith("Cache") else ""
+    raise CannotKey(f"an argument is a {kind.__module__}.{kind.__qualname__}{hint}")
 
 
-_HINTS = {"DynamicCache": " (the cache of generate(); train with use_cache=False)"}
-
-
-def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
-    """The same arguments with other tensors, in the order of `key_of`."""
+def with_values(value: Any, tensors: Iterator[Any], caches: Iterator[Any]) -> Any:
+    """The same arguments with other tensors and caches, in the order of `key_of`."""
     if isinstance(value, Tensor):
         return next(tensors)
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([with_tensors(item, tensors) for item in value])
+        return kind([with_values(item, tensors, caches) for item in value])
     if kind is dict:
-        return {name: with_tensors(item, tensors) for name, item in value.items()}
-    return value
+        return {name: with_values(item, tensors, caches) for name, item in value.items()}
+    given = [next(caches) for _ in caches_of(value)]
+    return given[0] if given else value
 
 
 @dataclass
@@ -63,16 +69,19 @@ class Outputs:
 
     Attributes:
         leaves: per leaf of the result (number of the tensor among those of the call, None) for an argument that is returned,
-            (None, layout) for a result of the graph (layout None: a plain tensor), or (None, _Constant) for a plain value.
+            (None, layout) for a result of the graph (layout None: a plain tensor), (None, _Constant) for a plain value, or
+            (None, _Cache) for a cache that is returned.
+        caches: how the call uses its caches; keys and values for them are results of the graph, after those of the call.
     """
 
     leaves: list[tuple[int | None, Any]]
     spec: Any
+    caches: CacheUse
 
     @staticmethod
-    def of(result: Any, arguments: list[Any]) -> tuple[Outputs, list[Tensor]]:
+    def of(result: Any, arguments: list[Any], caches: RecordedCaches) -> tuple[Outputs, list[Tensor]]:
         """The form of a result, and its local tensors. `arguments`: the tensors of the call. Raises CannotKey."""
-        leaves, spec = pytree.tree_flatten(result)
+        leaves, spec = pytree.tree_flatten((result, caches.tensors) if caches.appends else result)
         form: list[tuple[int | None, Any]] = []
         locals_: list[Tensor] = []
         numbers = {id(t): number for number, t in enumerate(arguments)}
@@ -95,12 +104,14 @@ class Outputs:
                 locals_.append(leaf)
             elif isinstance(leaf, IMMUTABLE):
                 form.append((None, _Constant(leaf)))
+            elif (cache := caches.number(leaf)) is not None:
+                form.append((None, _Cache(cache)))
             else:
                 raise CannotKey(f"it returns a {type(leaf).__qualname__}")
-        return Outputs(form, spec), locals_
+        return Outputs(form, spec, caches.use()), locals_
 
-    def build(self, results: list[Tensor], arguments: list[Any]) -> Any:
-        """The result, from the local tensors of a run and the tensors of its call."""
+    def build(self, results: list[Tensor], arguments: list[Any], caches: list[Any]) -> Any:
+        """The result, from the local tensors of a run and the tensors and caches of its call, which it appends to."""
         following = iter(results)
         leaves: list[Any] = []
         for number, form in self.leaves:
@@ -108,10 +119,23 @@ class Outputs:
                 leaves.append(arguments[number])
             elif type(form) is _Constant:
                 leaves.append(form.value)
+            elif type(form) is _Cache:
+                leaves.append(caches[form.number])
             else:
                 local = next(following)
                 leaves.append(local if form is None else wrap(local, form))
-        return leaves[0] if self.spec.is_leaf() else pytree.tree_unflatten(leaves, self.spec)
+        if self.spec.is_leaf():
+            return leaves[0]
+        result = pytree.tree_unflatten(leaves, self.spec)
+        if self.caches.appends:
+            result, appended = result
+            self.caches.repeat(caches, appended)
+        return result
+
+
+@dataclass(frozen=True)
+class _Cache:
+    number: int
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,16 @@ from meshwright_dtensor.tensor.compute_copy import ComputeCopy
 from meshwright_dtensor.trace.module_stack import FRAMES
 from meshwright_parallel._torch.compiler import AotFunction, Backend, collective_of, is_random_or_constant
 from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts
+from meshwright_parallel.compile.cache_arguments import CannotAppend, RecordedCaches
 from meshwright_parallel.compile.call_values import (
     CannotKey,
     Outputs,
     layouts_of,
     local_parts,
     relabelled,
-    with_tensors,
+    with_values,
 )
+from meshwright_parallel.compile.compiled_graphs import CompiledGraphs
 from meshwright_parallel.compile.main_result import MainResults, main_results
 from meshwright_parallel.compile.plain_draws import PlainDraws
 
@@ -114,8 +116,8 @@ class RegionProgram:
     checks: GraphChecks
     name: str
 
-    def __call__(self, modules: Sequence[nn.Module], tensors: list[Any]) -> Any:
-        """The result of the call of these tensors."""
+    def __call__(self, modules: Sequence[nn.Module], tensors: list[Any], caches: list[Any]) -> Any:
+        """The result of the call of these tensors and caches."""
         values = local_parts(tensors)
         for number, name in self.parameters:
             values.append(_local_value(module_tensors(modules[number])[0][name]))
@@ -124,7 +126,7 @@ class RegionProgram:
         results = list(self.run(values))
         if self.checks.main:
             results = self._guarded(results, self.checks.main)
-        return self.outputs.build(results, tensors)
+        return self.outputs.build(results, tensors, caches)
 
     def _guarded(self, results: list[Tensor], main: frozenset[int]) -> list[Tensor]:
         """The results, of which the loss has to use a main one."""
@@ -159,15 +161,18 @@ def compile_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tensors: list[Any],
+    caches: list[Any],
     draws: list[tuple[Draw, Tensor]],
     backend: Backend,
+    graphs: CompiledGraphs,
 ) -> RegionProgram:
     """Compile the call `forward(*args, **kwargs)` of a region.
 
     Args:
         modules: the region's module and all inside of it.
-        tensors: those of the arguments, in the order of `call_values.key_of`.
+        tensors, caches: those of the arguments, in the order of `call_values.key_of`.
         draws: those of an earlier run, each with a tensor of the form that it makes.
+        graphs: of other calls of the region's kind, of which equal ones are taken.
 
     Raises CannotCompile: with the reason.
     """
@@ -191,11 +196,12 @@ def compile_call(
         arguments = relabelled(parts[0], layouts)
         pending = iter(parts[3])
         with _in_place_of(modules, weights, parts[1], fixed, parts[2]), _drawn(lambda draw: _next(pending)):
-            call_args, call_kwargs = with_tensors([args, kwargs], iter(arguments))
+            recorded = RecordedCaches(caches)
+            call_args, call_kwargs = with_values([args, kwargs], iter(arguments), iter(recorded.stand_ins))
             result = forward(*call_args, **call_kwargs)
         if next(pending, None) is not None:
             raise CannotCompile("it draws other random numbers than in the run before")
-        form, results = Outputs.of(result, arguments)
+        form, results = Outputs.of(result, arguments, recorded)
         if any(not is_recorded(value) for value in results):
             raise CannotCompile("it returns a tensor that does not depend on its arguments")
         outputs[:] = [form]
@@ -203,13 +209,13 @@ def compile_call(
 
     examples = [*local_parts(tensors), *map(_local_value, weights), *fixed, *(value for _, value in draws)]
     checks = GraphChecks(len(examples))
-    function = AotFunction(local, backend, checks.check, checks.check_joint)
+    function = AotFunction(local, backend, checks.check, checks.check_joint, graphs)
     try:
         # a pipeline's mode replays random numbers, and none is drawn here
         with _state_kept(), quiet_fakes(), without_modes(), kept_dispatch_keys():
             function.compile(examples)
             checks.check_order(RECORDED.calls or ())
-    except (CannotCompile, CannotKey) as error:
+    except (CannotCompile, CannotKey, CannotAppend) as error:
         raise CannotCompile(str(error)) from None
     except Exception as error:
         # torch raises errors of any kind for code that cannot be recorded

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -26,7 +26,9 @@ from meshwright_dtensor.comm.log import CommLog
 from meshwright_parallel._torch.checkpoint import notes_of_checkpoint
 from meshwright_parallel._torch.compiler import Backend, global_hooks, modes_are_on
 from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts, storage_key
+from meshwright_parallel.compile.cache_arguments import EARLIER, contents, filled, go_on
 from meshwright_parallel.compile.call_values import CannotKey, key_of, local_parts
+from meshwright_parallel.compile.compiled_graphs import CompiledGraphs
 from meshwright_parallel.compile.program import (
     CannotCompile,
     RegionProgram,
@@ -42,7 +44,7 @@ MAX_PROGRAMS = 8
 """Compilations of a kind of region: further shapes run as they are."""
 TOO_MANY = f"calls of more forms than {MAX_PROGRAMS} compilations are for; pad the batches to fewer shapes"
 MAX_FOLLOWED = 64
-"""Calls of a kind of region that are followed: further ones run as they are."""
+"""Calls of a kind of region, or of one region with caches, that are followed: further ones run as they are."""
 
 _log = logging.getLogger("meshwright")
 
@@ -78,17 +80,29 @@ class Kind:
         name: of the class of their modules.
         entries: key of a call -> entries, by what their Python reads.
         reasons: why calls run as they are -> how many have.
-        compiled: compilations. runs: calls that ran compiled. others: calls that ran as they are.
+        graphs: compiled for them. failed: why calls could not be, one each. runs: calls that ran compiled. others: as they are.
     """
 
     name: str
     backend: Backend
     entries: dict[Any, list[Entry]] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
-    compiled: int = 0
+    graphs: CompiledGraphs = field(
+        default_factory=lambda: CompiledGraphs(MAX_PROGRAMS, lambda: CannotCompile(TOO_MANY))
+    )
+    failed: list[str] = field(default_factory=list)
     followed: int = 0
     runs: int = 0
     others: int = 0
+
+    @property
+    def compiled(self) -> int:
+        """Compilations that were tried."""
+        return self.graphs.count + len(self.failed)
+
+    def copy(self) -> Kind:
+        """The kind of copies of the modules, of which nothing has run."""
+        return Kind(self.name, self.backend)
 
     def refuse(self, reason: str) -> None:
         """Count a call that runs as it is; a new reason is logged."""
@@ -127,6 +141,7 @@ class Region:
         # some models inspect the parameters of forward
         self.__signature__ = inspect.signature(inner)
         self.active = False
+        self._followed, self._filled = 0, set[int]()
         self._read: RegionParts | None = None
 
     @property
@@ -152,7 +167,7 @@ class Region:
         copied.__init__(  # type: ignore[misc]
             copy.deepcopy(self.module, memo),
             copy.deepcopy(self.inner, memo),
-            replace(self.kind, entries={}, reasons={}, compiled=0, followed=0, runs=0, others=0),
+            self.kind.copy(),
             copy.deepcopy(self.parts, memo),
         )
         copied.active = self.active
@@ -184,51 +199,67 @@ class Region:
             return self._as_it_is(args, kwargs)
         if way is _IN_PARTS:
             return self.inner(*args, **kwargs)
-        tensors: list[Any] = []
-        key_of((args, kwargs), tensors)
-        return way(self.modules, tensors)
+        tensors, caches = list[Any](), list[Any]()
+        key_of((args, kwargs), tensors, caches)
+        return way(self.modules, tensors, caches)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The result, and the way in which it was computed: the program, `_AS_IT_IS` or `_IN_PARTS`."""
-        tensors: list[Any] = []
+        tensors, caches = list[Any](), list[Any]()
         try:
-            key = self._key(args, kwargs, tensors)
+            key = self._key(args, kwargs, tensors, caches)
         except CannotKey as error:
             return self._in_parts(str(error), args, kwargs), _IN_PARTS
+        if caches and go_on(caches, self._filled):
+            # every length would be a call of another form
+            return self._in_parts(EARLIER, args, kwargs), _IN_PARTS
         if key is None:
             self.kind.others += 1
             return self.inner(*args, **kwargs), _IN_PARTS
         entry = self._entry(key)
         if entry is None:
             kind = self.kind
-            if kind.followed >= MAX_FOLLOWED or kind.compiled >= MAX_PROGRAMS:
+            # a layer has calls of its own, for its number and the layers of the cache before it
+            followed = self._followed if caches else kind.followed
+            if followed >= MAX_FOLLOWED or kind.compiled >= MAX_PROGRAMS:
                 # parts would be compiled for as many shapes
                 kind.refuse(TOO_MANY)
                 return self._as_it_is(args, kwargs), _AS_IT_IS
-            return self._follow(key, args, kwargs), _AS_IT_IS
+            self._followed += bool(caches)
+            kind.followed += not caches
+            before = contents(caches)
+            result = self._follow(key, args, kwargs)
+            self._filled |= filled(before, contents(caches))
+            return result, _AS_IT_IS
         if entry.refused is None and not entry.confirmed:
             return self._confirm(entry, args, kwargs), _AS_IT_IS
         if entry.refused is None and entry.program is None:
-            self._compile(entry, args, kwargs, tensors)
+            self._compile(entry, args, kwargs, tensors, caches)
         if entry.refused is not None:
             return self._in_parts(entry.refused, args, kwargs), _IN_PARTS
         assert entry.program is not None
         self.kind.runs += 1
-        return entry.program(self.modules, tensors), entry.program
+        return entry.program(self.modules, tensors, caches), entry.program
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
+    def _key(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any], caches: list[Any]
+    ) -> Any:
         """The key of a call; None where a mode or hook of the caller has to see what runs. Raises CannotKey."""
         if CommLog.listening() or modes_are_on() or functorch_active() or global_hooks():
             return None
         if torch.is_inference_mode_enabled():
             return None
-        call = (key_of(args, tensors), key_of(kwargs, tensors)) if kwargs else key_of(args, tensors)
+        call = key_of(args, tensors, caches)
+        if kwargs:
+            call = (call, key_of(kwargs, tensors, caches))
         # a graph that writes to an argument is that of arguments which share memory in the same way
         stored = self._parts.forms()
         memory = [storage_key(t) for t in [*local_parts(tensors), *self._parts.buffers()]]
         ids = [id(t) for t in tensors]
         distinct = len(set(memory)) == len(memory)
         same = None if distinct else (*map(memory.index, memory), *map(ids.index, ids))
+        of_caches = [id(cache) for cache in caches]
+        same_caches = tuple(map(of_caches.index, of_caches))
         casts = None
         if any_autocast():
             on = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
@@ -238,7 +269,7 @@ class Region:
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
         )
-        return (call, same, casts, settings, stored)
+        return (call, same, same_caches, casts, settings, stored)
 
     def _entry(self, key: Any) -> Entry | None:
         for entry in self.kind.entries.get(key, ()):
@@ -264,7 +295,6 @@ class Region:
     def _follow(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of a new kind, and watch its reads."""
         kind = self.kind
-        kind.followed += 1
         kind.others += 1
         before = {id(m): dict(vars(m)) for m in self.modules}
         with recorded_draws() as draws, recorded_reads() as reads:
@@ -291,21 +321,36 @@ class Region:
         return result
 
     def _compile(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Any],
+        caches: list[Any],
     ) -> None:
         """Compile a call, or say why it cannot be. Other ranks may decide otherwise: the collectives are the same."""
         kind = self.kind
-        if kind.compiled >= MAX_PROGRAMS:
-            entry.refuse(TOO_MANY)
+        if len(kind.failed) >= MAX_PROGRAMS:
+            # a call of each layer, say
+            entry.refuse(kind.failed[-1])
             return
-        kind.compiled += 1
         _INSIDE.running = True
         try:
             entry.program = compile_call(
-                self.modules, self.inner, args, kwargs, tensors, entry.draws, kind.backend
+                self.modules,
+                self.inner,
+                args,
+                kwargs,
+                tensors,
+                caches,
+                entry.draws,
+                kind.backend,
+                kind.graphs,
             )
             entry.draws = []
         except CannotCompile as error:
+            if str(error) != TOO_MANY:
+                kind.failed.append(str(error))
             entry.refuse(str(error))
         finally:
             _INSIDE.running = False

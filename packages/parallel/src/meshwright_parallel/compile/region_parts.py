@@ -57,7 +57,7 @@ class RegionParts:
                 if p is not None
             ]
         )
-        buffers = tuple([key_of(b, []) for b in self.buffers()])
+        buffers = tuple([key_of(b, [], []) for b in self.buffers()])
         return parameters, buffers, tuple([type(each).forward for each in self.modules])
 
     def buffers(self) -> list[Any]:
