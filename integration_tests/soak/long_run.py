@@ -81,7 +81,7 @@ def growth(held: Sequence[Held], what: str) -> float:
 
 
 def table(ranks: Sequence[Sequence[Held]]) -> Iterator[str]:
-    """A line a rank: what it held half-way and in the end, and the growth over the last half."""
+    """A line a rank: half-way and in the end, and the growth over the last half."""
     for rank, held in enumerate(ranks):
         half, last = held[len(held) // 2], held[-1]
         cells = [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _MODULE, _CACHE, _PAIR = "transformers.cache_utils", "DynamicCache", "EncoderDecoderCache"
 _GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""Kinds of layers whose first update returns what it is given."""
+"""Kinds of layers whose first update returns its arguments."""
 EARLIER = "its cache has earlier tokens"
 
 
@@ -56,7 +56,7 @@ class RecordedCaches:
     """What a recorded call does with its caches.
 
     Attributes:
-        caches: those of the call, as `caches_of` gives them; the call gets `stand_ins`, which note what it does.
+        caches: those of the call, as `caches_of` gives them; the call gets `stand_ins`, which note its use of them.
         appends, tensors: where to, and the keys and values of each.
         updated: per cache of an encoder and a decoder, its `is_updated` for this call.
     """
