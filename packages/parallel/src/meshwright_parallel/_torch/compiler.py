@@ -11,8 +11,6 @@ import torch
 from torch import fx
 from torch.nn.modules import module as _module
 
-from meshwright_parallel.compile.compiled_graphs import CompiledGraphs
-
 Tensor = torch.Tensor
 Backend = Literal["inductor", "aot_eager"]
 Compiled = Callable[..., Any]
@@ -29,7 +27,7 @@ class AotFunction:
         function: takes and returns tensors of fixed shapes, strides, dtypes and requires_grad.
         check: called with the graph of each pass, the forward first.
         check_joint: called with the graph of both passes together, if there is a backward pass.
-        graphs: compiled before; equal ones are taken from there.
+        take: gets a graph, whether it is that of a backward pass, and a function that compiles it; gives the compiled graph.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class AotFunction:
         backend: Backend,
         check: Callable[[fx.GraphModule], None],
         check_joint: Callable[[fx.GraphModule], None],
-        graphs: CompiledGraphs,
+        take: Callable[[fx.GraphModule, bool, Callable[[], Compiled]], Compiled],
     ) -> None:
         from torch._functorch import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -48,11 +46,11 @@ class AotFunction:
 
         def forward(graph: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
             check(graph)
-            return self._boxed(graphs.take(graph, False, lambda: compiler(graph, examples, False)))
+            return self._boxed(take(graph, False, lambda: compiler(graph, examples, False)))
 
         def backward(graph: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
             check(graph)
-            return graphs.take(graph, True, lambda: compiler(graph, examples, True))
+            return take(graph, True, lambda: compiler(graph, examples, True))
 
         def partition(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
             check_joint(graph)

@@ -209,7 +209,7 @@ def compile_call(
 
     examples = [*local_parts(tensors), *map(_local_value, weights), *fixed, *(value for _, value in draws)]
     checks = GraphChecks(len(examples))
-    function = AotFunction(local, backend, checks.check, checks.check_joint, graphs)
+    function = AotFunction(local, backend, checks.check, checks.check_joint, graphs.take)
     try:
         # a pipeline's mode replays random numbers, and none is drawn here
         with _state_kept(), quiet_fakes(), without_modes(), kept_dispatch_keys():
