@@ -20,19 +20,22 @@ from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.read.node_peers import NodePeers, connect_node_peers
+from meshwright_checkpoint.read.node_peers import connect_node_peers
 from meshwright_checkpoint.read.shared_read import read, read_tensors, slots_nbytes
-from meshwright_checkpoint.read.wanted import Store, Wanted
+from meshwright_checkpoint.read.wanted import Source, Store, Wanted
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.state.optimizer import GroupTargets, OptimizerTargets
 from meshwright_checkpoint.storage.backend import ForeignStorage, any_storage_of, local_path
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.sharding.boxes import slice_of
+from meshwright_dtensor.sharding.boxes import slice_of, whole_box
 from meshwright_dtensor.stages.optimizers import own_state
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_dtensor.utils.names import count_of, listing
+
+MODEL_EXTRA = "model_extra_state/"
+"""Keys of tensors in the extra states of modules."""
 
 
 def load(
@@ -81,13 +84,51 @@ def load(
     ranks, inner = Ranks(), unwrapped(model)
     with own_state(inner, optimizer), ExitStack() as opened:
         store, with_optimizer = _open_on_all(path, inner, optimizer, options, backend, ranks, opened)
-        fit = _Fit(store, ranks.run_checked(lambda: collect.named_tensors(inner)), options)
-        wanted = ranks.run_checked(fit.match_model)
-        fit.match_optimizer(optimizer, ranks)
-        _check_fit(fit, ranks, (collect.MODEL, collect.OPTIMIZER) if with_optimizer else (collect.MODEL,))
+
+        def bring(wanted: list[Wanted]) -> None:
+            try:
+                read(store, wanted, peers)
+            finally:
+                if peers is not None:
+                    peers.close()
+
+        fit, wanted = _fit(store, inner, optimizer, options, with_optimizer, ranks)
         what = f"{store.where} {fit.checkpoint.manifest.id if fit.checkpoint else ''}"
         peers = connect_node_peers(ranks, what, slots_nbytes)
-        return ranks.run_checked(lambda: _fill(inner, fit, wanted, peers, ranks))
+        return ranks.run_checked(lambda: _fill(inner, fit, wanted, bring, ranks))
+
+
+def load_from(
+    checkpoint: Checkpoint,
+    bring: Callable[[list[Wanted]], None],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> Any:
+    """Load an open checkpoint, the same on every rank, whose values do not come from its files (a collective call).
+
+    bring: fills all targets of this rank; every rank calls it once. Returns and raises as `load`.
+    """
+    collect.check_call("load", model)
+    ranks, inner, options = Ranks(), unwrapped(model), _Options(None, True, False, True)
+    with own_state(inner, optimizer):
+        fit, wanted = _fit(checkpoint, inner, optimizer, options, optimizer is not None, ranks)
+        return ranks.run_checked(lambda: _fill(inner, fit, wanted, bring, ranks))
+
+
+def _fit(
+    store: Store,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: _Options,
+    with_optimizer: bool,
+    ranks: Ranks,
+) -> tuple[_Fit, list[Wanted]]:
+    """How a store fits, and what this rank needs of it for the model. Raises MismatchError (a collective call)."""
+    fit = _Fit(store, ranks.run_checked(lambda: collect.named_tensors(model)), options)
+    wanted = ranks.run_checked(fit.match_model)
+    fit.match_optimizer(optimizer, ranks)
+    _check_fit(fit, ranks, (collect.MODEL, collect.OPTIMIZER) if with_optimizer else (collect.MODEL,))
+    return fit, wanted
 
 
 @dataclass(frozen=True)
@@ -290,7 +331,7 @@ def _warn(where: str, missing: list[str], unexpected: list[str]) -> None:
     ]
     text = f"{where} is loaded in part. {'; '.join(parts)}"
     try:
-        warnings.warn(text, stacklevel=10)
+        warnings.warn(text, stacklevel=11)
     except Warning as error:
         raise CheckpointError(text) from error
 
@@ -299,53 +340,69 @@ def _plain(keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(key.removeprefix(collect.MODEL) for key in keys)
 
 
-def _fill(model: nn.Module, fit: _Fit, wanted: list[Wanted], peers: NodePeers | None, ranks: Ranks) -> Any:
+def _fill(
+    model: nn.Module, fit: _Fit, wanted: list[Wanted], bring: Callable[[list[Wanted]], None], ranks: Ranks
+) -> Any:
     """Read all values into the model and the optimizer of this rank; what was saved as `extra`."""
-    states, checkpoint, options = fit.states, fit.checkpoint, fit.options
-    try:
-        read(fit.store, [*wanted, *(states.wanted if states else ())], peers)
-    finally:
-        if peers is not None:
-            peers.close()
+    states, checkpoint = fit.states, fit.checkpoint
+    whole = fit.options.only is None
+    streams: dict[str, str] = {}
+    values: dict[str, torch.Tensor] = {}
+    if checkpoint is not None:
+        if whole and fit.options.random:
+            streams = _random_streams(checkpoint, ranks)
+        sections = (collect.EXTRA, MODEL_EXTRA) if whole else (collect.EXTRA,)
+        keys = [key for key in checkpoint.tensors if key.startswith(sections)] + [*streams.values()]
+        values = {key: _empty(checkpoint.tensors[key]) for key in keys}
+    rest = [Wanted(key, whole_box(value.shape), value) for key, value in values.items()]
+    bring([*wanted, *(states.wanted if states else ()), *rest])
     touch(list(fit.names.tensors.values()))
     if checkpoint is None:
         return None
     if states is not None:
         states.install()
-    if options.only is None:
+    get = _getter(checkpoint, values)
+    if whole:
         if stored := checkpoint.manifest.model.extra_state:
-            get, modules = _getter(checkpoint, "model_extra_state/"), dict(model.named_modules())
+            modules = dict(model.named_modules())
             for name in fit.names.extra_state:
                 if name in stored:
                     modules[name.rpartition(".")[0]].set_extra_state(decode(stored[name], get))
-        if options.random:
-            _restore_random(checkpoint, ranks)
-    return decode(checkpoint.manifest.extra, _getter(checkpoint, collect.EXTRA))
+        if fit.options.random:
+            _warn_of_streams(checkpoint, ranks)
+        rng.restore({stream: values[key] for stream, key in streams.items()})
+    return decode(checkpoint.manifest.extra, get)
 
 
-def _getter(checkpoint: Checkpoint, section: str) -> Callable[[str], torch.Tensor]:
-    """Key -> tensor, for `decode`. The tensors of a section are read together now, others when they are needed."""
-    tensors = read_tensors(checkpoint, [key for key in checkpoint.tensors if key.startswith(section)])
-    return lambda key: tensors[key] if key in tensors else read_tensors(checkpoint, [key])[key]
+def _empty(source: Source) -> torch.Tensor:
+    return torch.empty(source.shape, dtype=source.dtype)
 
 
-def _restore_random(checkpoint: Checkpoint, ranks: Ranks) -> None:
+def _getter(checkpoint: Checkpoint, values: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Key -> tensor, for `decode`: of `values`, others are read when they are needed."""
+    return lambda key: values[key] if key in values else read_tensors(checkpoint, [key])[key]
+
+
+def _random_streams(checkpoint: Checkpoint, ranks: Ranks) -> dict[str, str]:
+    """Stream -> key of the state that this rank takes; not those that were saved per rank, on another number of ranks."""
     info = checkpoint.manifest.rng
-    if info is None:
-        return
-    per_rank = [stream for stream, count in info.streams.items() if count not in (1, ranks.size)]
+    keys = {}
+    for stream, count in info.streams.items() if info is not None else ():
+        key = f"rng/{0 if count == 1 else ranks.rank}/{stream}"
+        if count in (1, ranks.size) and key in checkpoint.tensors:
+            keys[stream] = key
+    return keys
+
+
+def _warn_of_streams(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Warn of streams that are not restored, at the user's call of `load`."""
+    info = checkpoint.manifest.rng
+    streams = info.streams if info is not None else {}
+    per_rank = [stream for stream, count in streams.items() if count not in (1, ranks.size)]
     if any(stream.startswith("torch") for stream in per_rank) and ranks.rank == 0:
-        saved_ranks = info.streams[per_rank[0]]
         warnings.warn(
             f"the random streams {', '.join(per_rank)} of {checkpoint.where} were saved per rank, on "
-            f"{count_of(saved_ranks, 'rank')}, and "
+            f"{count_of(streams[per_rank[0]], 'rank')}, and "
             f"this run has {ranks.size}: they are not restored. Seed them yourself, or pass random=False.",
             stacklevel=8,
         )
-    keys = {}
-    for stream, count in info.streams.items():
-        key = f"rng/{0 if count == 1 else ranks.rank}/{stream}"
-        if stream not in per_rank and key in checkpoint.tensors:
-            keys[stream] = key
-    tensors = read_tensors(checkpoint, list(keys.values()))
-    rng.restore({stream: tensors[key] for stream, key in keys.items()})

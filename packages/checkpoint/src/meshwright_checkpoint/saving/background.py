@@ -89,6 +89,11 @@ class SaveHandle:
         """Whether the save has ended, committed or failed."""
         return self._done.is_set()
 
+    @property
+    def committed(self) -> bool:
+        """Whether the checkpoint is there."""
+        return self.done and self._error is None
+
     def wait(self, timeout: float | None = None) -> None:
         """Return once the checkpoint is committed.
 
@@ -211,23 +216,28 @@ def _commit(job: Job) -> None:
         notes.append(json.loads(_awaited(partial(job.storage.read_note, rank))))
         if "error" in notes[-1]:
             raise CheckpointError(f"rank {rank} failed: {notes[-1]['error']}")
+    about = {**about_save(job.save_id, job.step, job.ranks), **job.metadata, **merge_notes(notes)}
+    job.storage.commit(manifest_of(job.tensor_types, notes, about).to_bytes())
+    job.storage.clean()
+    job.retention.apply(job.storage)
+
+
+def about_save(save_id: str, step: int | None, ranks: int) -> dict[str, Any]:
+    """Fields of a manifest that say when and by what it was written."""
     versions = {"torch": str(torch.__version__)}
     for name in ("meshwright-checkpoint", "meshwright-dtensor"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    about = {
-        "id": job.save_id,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "step": job.step,
-        "world_size": job.ranks,
-        "versions": versions,
-        **job.metadata,
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"id": save_id, "created": created, "step": step, "world_size": ranks, "versions": versions}
+
+
+def merge_notes(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields of a manifest to which all ranks add: `optimizer` and `streams` of their notes."""
+    return {
         "optimizer": merge_optimizers([note["optimizer"] for note in notes]),
         "rng": {"streams": {name: count for note in notes for name, count in note["streams"].items()}},
     }
-    job.storage.commit(manifest_of(job.tensor_types, notes, about).to_bytes())
-    job.storage.clean()
-    job.retention.apply(job.storage)
 
 
 def manifest_of(

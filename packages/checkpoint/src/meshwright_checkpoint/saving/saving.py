@@ -118,11 +118,47 @@ def prepare_save(model: nn.Module, *, optimizer: Optimizer | None = None, wait: 
         _saver().buffer.prepared()
 
 
+class WritePlans:
+    """The write plans of the last layouts: which rank writes what."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[str, tuple[list[list[Piece]], dict[str, Any]]] = OrderedDict()
+
+    def collect(
+        self, model: nn.Module, optimizer: Any, extra: Any, ranks: Ranks, shared: set[str], save_id: str
+    ) -> tuple[collect.CollectedState, dict[str, Any], FileLayout]:
+        """State and file of this rank, and shape and dtype of each tensor (a collective call).
+
+        The write plan is computed again only if a layout has changed.
+        """
+        collected, catalog = collect.CollectedState(), {}
+
+        def catalog_digest() -> str:
+            nonlocal collected, catalog
+            collected = collect.collect(model, optimizer, extra, ranks, shared)
+            catalog = collect.describe_shards(collected.shards)
+            return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
+
+        key = hashlib.sha256("".join(ranks.gather_checked(catalog_digest)).encode()).hexdigest()
+        # a rank may have made it in another world, or have made others since
+        if not all(ranks.gather(key in self._plans)):
+            catalogs = ranks.gather(catalog)
+            types, tensors = ranks.run_checked(lambda: _merge_catalogs(catalogs))
+            write_plan = ranks.run_checked(lambda: plan_writes(tensors, ranks.size))
+            while len(self._plans) >= MAX_PLANS:
+                self._plans.popitem(last=False)
+            self._plans[key] = write_plan, types
+        write_plan, types = self._plans[key]
+        metadata = {"format": "pt", "checkpoint": save_id, "file": str(ranks.rank)}
+        shapes = {key: (part.shape, part.dtype) for key, part in collected.shards.items()}
+        return collected, types, lay_out_file(write_plan[ranks.rank], shapes, metadata)
+
+
 class Saver:
     """State that saves share: write plans, the host buffer, and the running save."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[str, tuple[list[list[Piece]], dict[str, Any]]] = OrderedDict()
+        self._plans = WritePlans()
         self.buffer = StagingBuffer()
         self._in_flight: SaveHandle | None = None
 
@@ -148,7 +184,7 @@ class Saver:
         _check_arguments(gathered)
         save_id = gathered[0]["id"]
         shared = rng.shared([arguments["rng"] for arguments in gathered])
-        collected, types, body = self._collect_and_plan(model, optimizer, extra, ranks, shared, save_id)
+        collected, types, body = self._plans.collect(model, optimizer, extra, ranks, shared, save_id)
         about = collected.metadata
         job = Job(storage, save_id, ranks.rank, ranks.size, step, retention, about, types, body, asynchronous)
 
@@ -188,37 +224,8 @@ class Saver:
             return rng.digests()
 
         shared = rng.shared(ranks.gather_checked(digests))
-        collected, _, body = self._collect_and_plan(model, optimizer, None, ranks, shared, uuid.uuid4().hex)
+        collected, _, body = self._plans.collect(model, optimizer, None, ranks, shared, uuid.uuid4().hex)
         self.buffer.prepare(body.nbytes, collected.shards)
-
-    def _collect_and_plan(
-        self, model: nn.Module, optimizer: Any, extra: Any, ranks: Ranks, shared: set[str], save_id: str
-    ) -> tuple[collect.CollectedState, dict[str, Any], FileLayout]:
-        """State and file of this rank, and shape and dtype of each tensor.
-
-        The write plan is computed again only if a layout has changed.
-        """
-        collected, catalog = collect.CollectedState(), {}
-
-        def catalog_digest() -> str:
-            nonlocal collected, catalog
-            collected = collect.collect(model, optimizer, extra, ranks, shared)
-            catalog = collect.describe_shards(collected.shards)
-            return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
-
-        key = hashlib.sha256("".join(ranks.gather_checked(catalog_digest)).encode()).hexdigest()
-        # a rank may have made it in another world, or have made others since
-        if not all(ranks.gather(key in self._plans)):
-            catalogs = ranks.gather(catalog)
-            types, tensors = ranks.run_checked(lambda: _merge_catalogs(catalogs))
-            write_plan = ranks.run_checked(lambda: plan_writes(tensors, ranks.size))
-            while len(self._plans) >= MAX_PLANS:
-                self._plans.popitem(last=False)
-            self._plans[key] = write_plan, types
-        write_plan, types = self._plans[key]
-        metadata = {"format": "pt", "checkpoint": save_id, "file": str(ranks.rank)}
-        shapes = {key: (part.shape, part.dtype) for key, part in collected.shards.items()}
-        return collected, types, lay_out_file(write_plan[ranks.rank], shapes, metadata)
 
 
 def _arguments(

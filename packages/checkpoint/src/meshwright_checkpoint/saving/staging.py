@@ -35,17 +35,7 @@ class StagingBuffer:
         gpu = _gpu(shards)
         if not self._reuse(body.nbytes, gpu):
             self._buffer = new_memory(body.nbytes, gpu)
-        file = self._buffer[: body.nbytes]
-        with torch.no_grad():
-            file[: len(body.header)] = torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
-            for piece, offset in body.pieces:
-                source = shards[piece.key].view(piece.box)
-                target = file[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-                target.copy_(source.resolve_conj().resolve_neg(), non_blocking=source.is_cuda)
-        if gpu is not None:
-            torch.cuda.synchronize()
-        bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
-        return [file[start:end] for start, end in pairwise(bounds)]
+        return copy_file(self._buffer[: body.nbytes], body, shards)
 
     def _reuse(self, nbytes: int, gpu: int | None) -> bool:
         """Switch to the reserved memory, if any. Then free the buffer if it is too small, and return False."""
@@ -56,6 +46,20 @@ class StagingBuffer:
         if not fits:
             self._buffer = torch.empty(0, dtype=torch.uint8)
         return fits
+
+
+def copy_file(file: torch.Tensor, body: FileLayout, shards: Mapping[str, LocalShards]) -> list[torch.Tensor]:
+    """Copy the file into the bytes `file`: those of the header and of each piece."""
+    with torch.no_grad():
+        file[: len(body.header)] = torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
+        for piece, offset in body.pieces:
+            source = shards[piece.key].view(piece.box)
+            target = file[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
+            target.copy_(source.resolve_conj().resolve_neg(), non_blocking=source.is_cuda)
+    if _gpu(shards) is not None:
+        torch.cuda.synchronize()
+    bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
+    return [file[start:end] for start, end in pairwise(bounds)]
 
 
 def _gpu(shards: Mapping[str, LocalShards]) -> int | None:
