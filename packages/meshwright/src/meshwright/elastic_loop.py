@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.last_state import last_state
 from meshwright.loss_guard import LossGuard
 from meshwright.ranks import signals
-from meshwright_checkpoint import CheckpointError, SaveHandle, latest, load, save
+from meshwright_checkpoint import CheckpointError, SaveHandle, save
+from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.storage.retention import Retention
@@ -36,6 +38,7 @@ def elastic(
     keep_every: int | None = None,
     spike: float | None = None,
     rewinds: int = 3,
+    peer_copies: int | None = None,
 ) -> ElasticLoop:
     """A loop that is started again after any end, with any number of ranks, and goes on (a collective call)::
 
@@ -54,13 +57,17 @@ def elastic(
         spike: `run.rewind(loss)` goes back also for a loss above so many times the median of the last 50; None: for NaN and
             infinity alone.
         rewinds: how often it goes back before a new checkpoint is reached.
+        peer_copies: steps between two copies of the state in the memory of the hosts, each on two of them (nodes of torchrun);
+            ranks that torchrun starts again go on from the last one, and need no checkpoint of the folder while one of the two
+            hosts is there. None: no copies.
 
     Raises:
         UsageError: an argument is wrong, or the folder is that of another loop.
-        CheckpointError: a checkpoint cannot be read; see `mw.load`.
+        CheckpointError: a checkpoint cannot be read (see `mw.load`), or the memory of a host has no room for the copies.
     """
     retention, guard = Retention(keep_last, keep_every), LossGuard(spike, rewinds)
-    return ElasticLoop(folder, model, optimizer, dict(state or {}), interval, retention, guard)
+    copies = None if peer_copies is None else PeerCopies(folder, peer_copies)
+    return ElasticLoop(folder, model, optimizer, dict(state or {}), interval, retention, guard, copies)
 
 
 class ElasticLoop:
@@ -81,6 +88,7 @@ class ElasticLoop:
         interval: int,
         retention: Retention,
         guard: LossGuard,
+        copies: PeerCopies | None,
     ) -> None:
         if type(interval) is not int or interval < 1:
             raise UsageError(f"interval={interval!r} is not a number of steps; pass at least 1")
@@ -93,10 +101,15 @@ class ElasticLoop:
         self._folder, self._model, self._optimizer, self._state = folder, model, optimizer, state
         self._interval, self._retention, self._ranks = interval, retention, Ranks()
         self._saving: SaveHandle | None = None
+        self._copies = copies
+        # of the last checkpoint that is committed
+        self._saved: int | None = None
         self._batches: _Batches | None = None
         self._place: dict[str, Any] | None = None
         self._runs = False
-        self._load()
+        self._load(copies)
+        if copies is not None:
+            copies.check_room(model, optimizer)
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of `total`, counted from 0.
@@ -126,7 +139,12 @@ class ElasticLoop:
                         ((_, self.received),) = extremes([self.received], self._ranks.group)
                     if self.received or self.step == total or self.step % self._interval == 0:
                         self._save()
+                    if self._copies is not None and self.step % self._copies.every == 0:
+                        self._copy(self._copies)
             self._wait()
+            if self._copies is not None and self._saved == self.step:
+                # the checkpoint has all that they have
+                self._copies.forget()
         finally:
             self._runs = False
             # after a `break`, or an error in the loop
@@ -187,20 +205,23 @@ class ElasticLoop:
         self._wait()
         # a step that was not taken has left them
         self._model.zero_grad()
-        if not self._load():
+        if self._copies is not None:
+            # they may have the state that gave this loss
+            self._copies.forget()
+        if not self._load(None):
             raise FloatingPointError(
                 f"step {self.step}: there is no checkpoint yet to go back to; begin with a smaller learning rate, or save "
                 "more often (interval=)"
             )
         self.left_out = left - self.step
 
-    def _load(self) -> bool:
-        """Load the last checkpoint. Whether there is one."""
-        # of rank 0: another rank may see the folder later
-        path = self._ranks.gather_checked(lambda: None if self._ranks.rank else latest(self._folder))[0]
-        if path is None:
+    def _load(self, copies: PeerCopies | None) -> bool:
+        """Load the last state. Whether there is one."""
+        found = last_state(self._folder, copies)
+        if found is None:
             return False
-        extra = load(path, model=self._model, optimizer=self._optimizer)
+        self._saved = found.saved
+        path, extra = found.where, found.load(self._model, self._optimizer)
         if not isinstance(extra, dict) or not _KEYS - {"left_out"} <= extra.keys() <= _KEYS:
             raise UsageError(f"{path} was not written by mw.elastic; give another folder, or use mw.load")
         missing = sorted(extra["state"].keys() ^ self._state.keys())
@@ -217,20 +238,33 @@ class ElasticLoop:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
+            self._saved = _step_of(saving)
+
+    def _copy(self, copies: PeerCopies) -> None:
+        if self._saving is not None and self._saving.committed:
+            self._saved = _step_of(self._saving)
+        copies.put(self._model, self._optimizer, self._extra(), self.step, self._saved)
 
     def _save(self) -> None:
         self._guard.forgive()
-        place = self._place if self._batches is None else self._batches.place()
-        state = {name: owner.state_dict() for name, owner in self._state.items()}
         self._saving = save(
             f"{os.fspath(self._folder)}/step-{self.step}",
             model=self._model,
             optimizer=self._optimizer,
-            extra={"step": self.step, "place": place, "state": state, "left_out": self.left_out},
+            extra=self._extra(),
             step=self.step,
             keep_last=self._retention.keep_last,
             keep_every=self._retention.keep_every,
         )
+
+    def _extra(self) -> dict[str, Any]:
+        place = self._place if self._batches is None else self._batches.place()
+        state = {name: owner.state_dict() for name, owner in self._state.items()}
+        return {"step": self.step, "place": place, "state": state, "left_out": self.left_out}
+
+
+def _step_of(saving: SaveHandle) -> int:
+    return int(saving.path.rpartition("-")[2])
 
 
 class _Batches:

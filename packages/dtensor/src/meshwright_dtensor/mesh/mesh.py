@@ -176,11 +176,24 @@ def control_group() -> dist.ProcessGroup:
     assert world is not None
     if dist.get_backend(world) == "fake":
         return world
-    ranks = dist.get_process_group_ranks(world)
+    return _group_of_world(_CONTROL, None)
+
+
+def host_group(description: str) -> dist.ProcessGroup:
+    """All ranks, in a group of that description that sends tensors of the host (the first call is collective).
+
+    For one thread that sends while others use other groups.
+    """
+    return _group_of_world(description, "gloo")
+
+
+def _group_of_world(description: str, backend: str | None) -> dist.ProcessGroup:
+    """The group of all ranks with a description, which the first call makes. `backend`: None for that of the world."""
+    ranks = dist.get_process_group_ranks(dist.group.WORLD)
     for group in live_groups():
-        if group.group_desc == _CONTROL and dist.get_process_group_ranks(group) == ranks:
+        if group.group_desc == description and dist.get_process_group_ranks(group) == ranks:
             return group
-    made: dist.ProcessGroup = new_group(ranks, description=_CONTROL)
+    made: dist.ProcessGroup = new_group(ranks, backend, description)
     return made
 
 

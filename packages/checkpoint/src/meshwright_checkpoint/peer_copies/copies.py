@@ -1,0 +1,238 @@
+"""`PeerCopies`: copies of a run's state in memory, each on two hosts, from which a run goes on when processes or a host end.
+
+A copy is a checkpoint whose files are in the memory of the hosts: each rank's file on its own host, and on another one. Which rank
+writes what, the files and their checksums are those of checkpoints. There is no common folder and no manifest: each file has a note
+that describes it, and ranks that start put the manifest together from the notes of all files that are there.
+
+`put` copies the values into the memory of the file and returns; a thread computes checksums and sends the file. The next `put`
+waits for it. Then the copies of all ranks are complete, and older ones are removed: so there are never more than two.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright_checkpoint._torch import unwrapped
+from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.loading import load_from
+from meshwright_checkpoint.peer_copies import restore, run_record
+from meshwright_checkpoint.peer_copies.copying import Copying
+from meshwright_checkpoint.peer_copies.exchange import holders
+from meshwright_checkpoint.peer_copies.held_file import OWN, PEERS, Generation, NewFile
+from meshwright_checkpoint.peer_copies.host_folder import MEMORY, HostFolder
+from meshwright_checkpoint.peer_copies.pieces import fill, held_pieces
+from meshwright_checkpoint.peer_copies.restore import HeldCheckpoint
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.read.wanted import Wanted
+from meshwright_checkpoint.saving.saving import WritePlans
+from meshwright_checkpoint.saving.staging import copy_file
+from meshwright_checkpoint.state import collect, rng
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.mesh import host_group
+from meshwright_dtensor.stages.optimizers import own_state
+
+GENERATIONS = 2
+"""Copies that are in memory at the same time: the last complete one, and one that is being made."""
+
+_log = logging.getLogger("meshwright")
+
+
+class PeerCopies:
+    """The copies of a run.
+
+    Attributes:
+        every: steps between two copies.
+        hosts: how many hosts there are: the nodes of torchrun.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int, memory: Path = MEMORY) -> None:
+        """Begin (a collective call).
+
+        Args:
+            folder: of the run's checkpoints, which all ranks see; it holds the record of the run.
+            memory: the file system in memory of this host.
+
+        Raises:
+            UsageError: `every` is no number of steps.
+            CheckpointError: a host has no file system in memory, or the record of the run is damaged.
+        """
+        if type(every) is not int or every < 1:
+            raise UsageError(f"peer_copies={every!r} is not a number of steps; pass at least 1, or None")
+        self.every, self._ranks = every, Ranks()
+        first = self._ranks.rank == 0
+        # torchrun counts its nodes
+        host = os.environ.get("GROUP_RANK") or socket.gethostname()
+        begun = self._ranks.gather_checked(lambda: [host, run_record.begin(folder) if first else None])
+        (run, self._start), hosts = begun[0][1], [str(each) for each, _ in begun]
+        self._run_folder = os.fspath(folder)
+        self._local = [rank for rank, other in enumerate(hosts) if other == host]
+        self.hosts = len(set(hosts))
+        self._holders = holders(hosts)
+        self._memory = memory
+        self._folder = self._ranks.run_checked(lambda: HostFolder(run, memory))
+        self._ranks.run_checked(self._folder.clean)
+        self._group = host_group("meshwright copies") if self.hosts > 1 else None
+        self._plans = WritePlans()
+        self._newest: Generation | None = None
+        self._copying: Copying | None = None
+        self._sizes: list[int] = []
+        if first and self.hosts == 1:
+            _log.warning(
+                "peer_copies: all ranks are on one host, so the copies in memory outlive its processes, and not the host"
+            )
+
+    # --- writing ----------------------------------------------------------------------------------------------------------
+
+    def check_room(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Raise CheckpointError, on all ranks, where a host has no room for the copies of what there is (a collective call).
+
+        An optimizer without states yet counts nothing; the first `put` sees them.
+        """
+        with own_state(unwrapped(model), optimizer):
+            shared = rng.shared(self._ranks.gather_checked(rng.digests))
+            save_id = uuid.uuid4().hex
+            _, _, body = self._plans.collect(model, optimizer, None, self._ranks, shared, save_id)
+            self._check_sizes(self._ranks.gather(body.nbytes))
+
+    def put(
+        self, model: nn.Module, optimizer: Optimizer | None, extra: Any, step: int, saved: int | None = None
+    ) -> None:
+        """Copy the state after a step (a collective call). It is complete at the latest when the next `put` returns.
+
+        Args:
+            model, optimizer, extra: as for `save`.
+            saved: the step of the last checkpoint of the run that is committed, None without one.
+
+        Raises:
+            CheckpointError: a host has no room, or the copy before this one failed.
+            UnsupportedError, UsageError: as `save`.
+        """
+        collect.check_call("peer_copies", model)
+        with own_state(unwrapped(model), optimizer):
+            self._put(model, optimizer, extra, step, saved)
+
+    def _put(self, model: nn.Module, optimizer: Any, extra: Any, step: int, saved: int | None) -> None:
+        ranks = self._ranks
+
+        def begin() -> Any:
+            self.wait()
+            return {"rng": rng.digests(), "id": uuid.uuid4().hex}
+
+        gathered = ranks.gather_checked(begin)
+        # now the copies before are complete on all hosts
+        if self._newest is not None:
+            self._folder.keep(self._newest)
+        generation = Generation(self._start, step, gathered[0]["id"], ranks.size)
+        shared = rng.shared([rank["rng"] for rank in gathered])
+        collected, types, body = self._plans.collect(model, optimizer, extra, ranks, shared, generation.id)
+        metadata = collected.metadata
+        # no rank writes a piece of them
+        empty = {} if ranks.rank else {key: kind for key, kind in types.items() if not prod(kind[0])}
+        copying = Copying(
+            ranks.rank,
+            body,
+            {
+                "optimizer": metadata.pop("optimizer"),
+                "streams": metadata.pop("rng")["streams"],
+                "types": {piece.key: types[piece.key] for piece, _ in body.pieces} | empty,
+                "saved": saved,
+                # equal on all ranks but for `extra`, which rank 0 has
+                "about": metadata if ranks.rank == 0 else {},
+            },
+        )
+        sizes = ranks.gather(copying.nbytes)
+        self._check_sizes(sizes)
+
+        def take() -> None:
+            names = {ranks.rank: OWN}
+            names |= {rank: PEERS for rank, holder in enumerate(self._holders) if holder == ranks.rank}
+            files = {
+                rank: NewFile(self._folder.path / generation.file_name(rank, whose), sizes[rank])
+                for rank, whose in names.items()
+            }
+            copying.take(files, partial(copy_file, body=body, shards=collected.shards))
+
+        ranks.run_checked(take)
+        self._newest, self._copying = generation, copying
+        copying.begin(self._holders[ranks.rank], self._group)
+
+    def wait(self) -> None:
+        """Wait until this rank's part of the last copy is complete. Raises CheckpointError: it failed."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.end()
+
+    def forget(self) -> None:
+        """Remove all copies; those that follow are of a new start (a collective call).
+
+        Copies that a host which is cut off still has are then older than all that follow, whatever their step.
+        """
+        ranks = self._ranks
+        ranks.run_checked(self.wait)
+        self.drop(None)
+        begun = ranks.gather_checked(lambda: None if ranks.rank else run_record.begin(self._run_folder))
+        self._start = begun[0][1]
+
+    def _check_sizes(self, sizes: list[int]) -> None:
+        """Raise CheckpointError, on all ranks, where a host has no room for the files. `sizes`: of each rank's file."""
+        if sizes == self._sizes:
+            return
+        own = sum(sizes[rank] for rank in self._local)
+        other = sum(sizes[rank] for rank, holder in enumerate(self._holders) if holder in self._local)
+
+        def check() -> None:
+            room, needed = self._folder.room(), GENERATIONS * (own + other)
+            if needed > room:
+                parts = f"{_mib(own)} of its own ranks and {_mib(other)} of ranks of another host"
+                raise CheckpointError(
+                    f"peer_copies needs {_mib(needed)} in {self._memory} of {socket.gethostname()} ({GENERATIONS} copies, each of "
+                    f"{parts}), and there is room for {_mib(room)}: make it larger (docker: --shm-size; Kubernetes: an emptyDir of "
+                    "medium Memory), use more hosts, or leave out peer_copies"
+                )
+
+        self._ranks.run_checked(check)
+        self._sizes = sizes
+
+    # --- going on ---------------------------------------------------------------------------------------------------------
+
+    def newest(self, saved: int | None) -> tuple[HeldCheckpoint | None, list[str]]:
+        """The newest copy that is whole and not older than the checkpoint of step `saved`; why newer ones are not used.
+
+        A collective call, before the first `put`. `saved`: None without a checkpoint.
+        """
+        return restore.newest(self._folder, self._local, self._ranks, saved)
+
+    def load(self, held: HeldCheckpoint, model: nn.Module, optimizer: Optimizer | None) -> Any:
+        """Load a copy that `newest` has found, in any layout (a collective call); what was given to `put` as `extra`.
+
+        Raises MismatchError: it does not fit the model. Nothing was changed.
+        """
+        have = held_pieces(held.files, held.manifest.tensors)
+
+        def bring(wanted: list[Wanted]) -> None:
+            fill(have, {key: source.shape for key, source in held.tensors.items()}, wanted, self._ranks)
+
+        extra = load_from(held, bring, model, optimizer)
+        self.drop(held)
+        return extra
+
+    def drop(self, all_but: HeldCheckpoint | None) -> None:
+        """Remove all copies but one: the run goes on from that, or from another state (a collective call)."""
+        # all ranks have read
+        self._ranks.gather(None)
+        self._newest = None if all_but is None else all_but.generation
+        self._folder.keep(*([] if all_but is None else [all_but.generation]))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"

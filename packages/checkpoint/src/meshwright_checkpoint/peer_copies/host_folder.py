@@ -1,0 +1,92 @@
+"""The folder of a run in the memory of a host (/dev/shm), which outlives its processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.peer_copies.held_file import PARTIAL, Generation, parse_name
+from meshwright_checkpoint.storage.filesystem import FileLock, held_by_other
+
+MEMORY = Path("/dev/shm")
+LEFT_SECONDS = 600.0
+"""A folder of another run, without processes, is removed when nobody has written to it for so long."""
+_LOCK = "lock-"
+
+
+class HostFolder:
+    """The files of a run on this host. All ranks of the host use it.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    def __init__(self, run: str, memory: Path) -> None:
+        """Raises CheckpointError: there is no memory file system, or another user has made the folder."""
+        parent = memory / f"meshwright-{os.geteuid()}"
+        self.path = parent / run
+        if not memory.is_dir():
+            raise CheckpointError(f"{memory} does not exist; copies in memory need a tmpfs there (Linux)")
+        try:
+            for folder in (parent, self.path):
+                with suppress(FileExistsError):
+                    folder.mkdir(mode=0o700)
+                status = folder.lstat()
+                if (
+                    not stat.S_ISDIR(status.st_mode)
+                    or status.st_uid != os.geteuid()
+                    or status.st_mode & 0o077
+                ):
+                    raise CheckpointError(f"{folder} is not a folder of this user alone; remove it")
+            self._lock = FileLock(self.path / f"{_LOCK}{uuid.uuid4().hex}")
+            self._lock.take()
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be made: {error}") from error
+
+    def clean(self) -> None:
+        """Remove what killed processes of this run have left, and folders of other runs that have ended."""
+        for path in self.path.glob(f"*{PARTIAL}"):
+            path.unlink(missing_ok=True)
+        for path in self.path.glob(f"{_LOCK}*"):
+            lock = FileLock(path)
+            if path != self._lock.path and lock.take():
+                lock.release()
+        for other in self.path.parent.iterdir():
+            with suppress(OSError):
+                is_used = any(held_by_other(lock) for lock in other.glob(f"{_LOCK}*"))
+                if other != self.path and not is_used and time.time() - other.stat().st_mtime > LEFT_SECONDS:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def files(self) -> dict[str, tuple[Generation, int]]:
+        """Name -> generation and rank, of complete files."""
+        names = sorted(path.name for path in self.path.iterdir())
+        return {name: parsed for name in names if (parsed := parse_name(name)) is not None}
+
+    def keep(self, *generations: Generation) -> None:
+        """Remove the files of all other generations."""
+        for name, (generation, _) in self.files().items():
+            if generation not in generations:
+                # another rank of the host does the same
+                (self.path / name).unlink(missing_ok=True)
+
+    def room(self) -> int:
+        """Bytes that files of this run may take: what is free, and what they take now."""
+        used = 0
+        for path in self.path.iterdir():
+            with suppress(FileNotFoundError):
+                used += path.stat().st_size
+        return min(shutil.disk_usage(self.path).free, _available_memory()) + used
+
+
+def _available_memory() -> int:
+    """Bytes of memory that processes of this host can still take."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) << 10
+    return 1 << 62
