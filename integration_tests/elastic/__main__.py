@@ -1,33 +1,41 @@
-"""python -m integration_tests.elastic [--kills 200] [--hosts 10] [--seed 1]: whole elastic runs, killed from outside.
+"""python -m integration_tests.elastic [--kills 200] [--hosts 10] [--peer-copies 1] [--seed 1]: elastic runs, killed from outside.
 
---hosts: how often a host of a run on two hosts is lost, and comes back (network namespaces; Linux, as root).
+--hosts: how often a host of a run on two hosts is lost, and comes back (network namespaces; Linux, as root; with STEPS=240).
+--peer-copies: steps between two copies in memory, which are then all that the run can go on from; 0: it goes on from checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from .kills import lines, losses, spread, torture
-from .lost_hosts import lose_hosts
+from .lost_hosts import check_lost_work, lose_hosts
+from .run_script import EVERY
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m integration_tests.elastic", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--hosts", type=int, default=0)
+    parser.add_argument("--peer-copies", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    os.environ["PEER_COPIES"] = str(arguments.peer_copies)
     with tempfile.TemporaryDirectory() as parent:
         whole = Path(parent, "whole")
         whole.mkdir()
         torture(whole, 0, 0)
         worst = kill_runs(Path(parent), arguments.kills, arguments.seed, losses(whole))
         if arguments.hosts:
-            worst = max(worst, *lose(Path(parent), arguments.hosts, arguments.seed, losses(whole)))
+            worst = max(
+                worst,
+                *lose(Path(parent), arguments.hosts, arguments.seed, losses(whole), arguments.peer_copies),
+            )
     assert worst < 1e-4
 
 
@@ -45,16 +53,21 @@ def kill_runs(parent: Path, kills: int, seed: int, wanted: list[float]) -> float
     return worst
 
 
-def lose(parent: Path, count: int, seed: int, wanted: list[float]) -> Iterator[float]:
-    """Lose hosts so often, twice in a run; the largest relative distances of a loss."""
+def lose(parent: Path, count: int, seed: int, wanted: list[float], copies: int) -> Iterator[float]:
+    """Lose hosts so often, twice in a run; the largest relative distances of a loss.
+
+    Of a copy that is made at the end of a step the ranks know in the next one that it is complete.
+    """
     for number in range(0, count, 2):
         folder, start = parent / f"hosts-{number}", time.monotonic()
         folder.mkdir()
         told = lose_hosts(folder, min(2, count - number), seed + number)
         starts = [(line["first"], line["ranks"]) for line in lines(folder) if "first" in line]
+        again = check_lost_work(lines(folder), 2 * (copies or EVERY))
         yield distance(folder, wanted)
+        took = f"at most {again} steps done again, {time.monotonic() - start:.0f} s"
         print(
-            f"hosts {', '.join(told)}; starts at step, on ranks: {starts}; {time.monotonic() - start:.0f} s",
+            f"hosts {', '.join(told)}; starts at step, on ranks: {starts}; {took}",
             flush=True,
         )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .hosts import Hosts, hosts
 from .kills import SCRIPT, SECONDS, lines
@@ -28,15 +30,16 @@ time.sleep(100000)
 def lose_hosts(folder: Path, losses: int, seed: int) -> list[str]:
     """How each host was lost ("killed" or "cut off"). AssertionError where the run does not go on by itself.
 
-    The script is that of `kills`; torchrun of a lost host is started again by us, as a scheduler does.
+    The script is that of `kills`; torchrun of a lost host is started again by us, as a scheduler does. A host that was killed has
+    lost its memory (/dev/shm), one that was cut off comes back with what it had.
     """
     choose, told = random.Random(seed), []
-    with hosts(3) as made, _store(made):
+    with hosts(3) as made, _store(made), _memories(made):
         agents = {host: _agent(made, host, folder) for host in (0, 1)}
         try:
             for _ in range(losses):
                 _wait(folder, 4, agents)
-                _wait_for_steps(folder, choose.randrange(1, 4))
+                _wait_for_steps(folder, choose.randrange(1, 12))
                 lost, kind = choose.choice([0, 1]), choose.choice(["killed", "cut off"])
                 told.append(kind)
                 if kind == "cut off":
@@ -47,9 +50,14 @@ def lose_hosts(folder: Path, losses: int, seed: int) -> list[str]:
                 _wait(folder, 2, agents)
                 made.kill(lost)
                 agent.wait()
+                if kind == "killed":
+                    shutil.rmtree(_memory(made, lost))
+                    _memory(made, lost).mkdir()
                 made.mend(lost)
                 _wait_for_steps(folder, choose.randrange(1, 4))
                 agents[lost] = _agent(made, lost, folder)
+                # it is there again
+                _wait(folder, 4, agents)
             end = time.monotonic() + SECONDS
             while lines(folder)[-1] != {"done": True}:
                 assert time.monotonic() < end, _last(folder)
@@ -59,6 +67,34 @@ def lose_hosts(folder: Path, losses: int, seed: int) -> list[str]:
                 made.kill(host)
                 agent.wait()
     return told
+
+
+def check_lost_work(told: list[dict[str, Any]], most: int) -> int:
+    """The most steps that a start has done again. AssertionError: more than `most`, or the losses of a step were not told."""
+    worst, last = 0, -1
+    for line in told:
+        if "first" in line:
+            assert line["first"] <= last + 1, f"step {last + 1} was left out"
+            worst = max(worst, last + 1 - line["first"])
+        last = line.get("step", last)
+    assert worst <= most, f"{worst} steps were done again; {most} had no copy"
+    return worst
+
+
+def _memory(made: Hosts, host: int) -> Path:
+    """What a host sees as /dev/shm."""
+    return Path("/dev/shm", made.name(host))
+
+
+@contextmanager
+def _memories(made: Hosts) -> Iterator[None]:
+    try:
+        for host in (0, 1):
+            _memory(made, host).mkdir()
+        yield
+    finally:
+        for host in (0, 1):
+            shutil.rmtree(_memory(made, host), ignore_errors=True)
 
 
 @contextmanager
@@ -82,7 +118,9 @@ def _agent(made: Hosts, host: int, folder: Path) -> subprocess.Popen[bytes]:
     # see docs/elastic.md
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / f"output-{host}").open("ab") as output:
-        command = made.command(host, [*words, str(SCRIPT), str(folder)])
+        # `ip netns exec` gives the command mounts of its own
+        memory = ["sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(_memory(made, host))]
+        command = made.command(host, [*memory, *words, str(SCRIPT), str(folder)])
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
 
@@ -91,7 +129,9 @@ def _wait(folder: Path, ranks: int, agents: dict[int, subprocess.Popen[bytes]]) 
     end = time.monotonic() + SECONDS
     while [line["ranks"] for line in lines(folder) if "ranks" in line][-1:] != [ranks]:
         if lines(folder)[-1:] == [{"done": True}]:
-            raise AssertionError("the run was over before the last host was lost; give it more steps")
+            raise AssertionError(
+                "the run was over before the last host was back; give it more steps (STEPS=)"
+            )
         assert all(agent.poll() is None for agent in agents.values()), _last(folder)
         assert time.monotonic() < end, _last(folder)
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """A loop of `mw.elastic`, started by torchrun with the folder of the run; each start is on another plan.
 
 Writes lines to FOLDER/log: {"first": step, "ranks": number} when it begins, {"step", "loss"} after a step, {"done": true} when
-all steps are done.
+all steps are done. PEER_COPIES: steps between two copies in memory; 0: none.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule, PipelineRule
 
-EVERY, PAUSE = 2, 0.05
+PAUSE = 0.05
 STEPS = int(os.environ.get("STEPS", "40"))
+COPIES = int(os.environ.get("PEER_COPIES", "0"))
+EVERY = 10**6 if COPIES else 2
+"""Steps between two checkpoints. With copies in memory there is none before the end, so that nothing else can be gone on from."""
 PLANS: tuple[dict[str, Any], ...] = (
     {"degrees": {"dp": 2}},
     {
@@ -53,7 +56,12 @@ def main(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     run = mw.elastic(
-        folder / "run", model=model, optimizer=optimizer, state={"scheduler": scheduler}, interval=EVERY
+        folder / "run",
+        model=model,
+        optimizer=optimizer,
+        state={"scheduler": scheduler},
+        interval=EVERY,
+        peer_copies=COPIES or None,
     )
 
     def tell(**what: Any) -> None:

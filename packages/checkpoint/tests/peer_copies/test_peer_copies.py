@@ -1,0 +1,206 @@
+"""Which copies in memory a run goes on from, and which it never does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from models import Block, build
+
+from meshwright_checkpoint import CheckpointError
+from meshwright_checkpoint.peer_copies.copies import PeerCopies
+from meshwright_checkpoint.peer_copies.exchange import holders
+from meshwright_checkpoint.peer_copies.host_folder import LEFT_SECONDS, HostFolder
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+
+def begin(folder: Path, host: str = "memory") -> PeerCopies:
+    (folder / host).mkdir(parents=True, exist_ok=True)
+    return PeerCopies(folder / "run", 1, folder / host)
+
+
+def model_of(step: int) -> Block:
+    """A model whose values tell the step."""
+    model = Block()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(step)
+    return model
+
+
+def put(copies: PeerCopies, *steps: int, saved: int | None = None) -> None:
+    for step in steps:
+        copies.put(model_of(step), None, {"step": step, "more": torch.full((3,), float(step))}, step, saved)
+    copies.wait()
+
+
+def loaded(copies: PeerCopies, saved: int | None = None) -> tuple[int | None, list[str]]:
+    """The step that is loaded, and why newer copies are not used."""
+    held, reasons = copies.newest(saved)
+    if held is None:
+        return None, reasons
+    model = Block()
+    extra = copies.load(held, model, None)
+    step: int = extra["step"]
+    assert all(bool((parameter == step).all()) for parameter in model.parameters())
+    assert torch.equal(extra["more"], torch.full((3,), float(step)))
+    return step, reasons
+
+
+def files(folder: Path, step: int) -> list[Path]:
+    return sorted(folder.glob(f"memory/*/*/*-{step:012d}-*"))
+
+
+def test_the_newest_copy_is_loaded_and_no_more_than_two_are_held(tmp_path: Path) -> None:
+    copies = begin(tmp_path)
+    assert loaded(copies) == (None, [])
+    put(copies, 1, 2, 3)
+    assert not files(tmp_path, 1) and files(tmp_path, 2) and files(tmp_path, 3)
+    assert loaded(begin(tmp_path)) == (3, [])
+    # a checkpoint of a later step is newer
+    assert begin(tmp_path).newest(4) == (None, [])
+    copies.forget()
+    assert loaded(begin(tmp_path)) == (None, [])
+
+
+@pytest.mark.parametrize("at", ["header", "value", "note", "tail"])
+def test_a_flipped_bit_is_found_and_the_copy_before_it_is_used(tmp_path: Path, at: str) -> None:
+    put(begin(tmp_path), 1, 2)
+    (path,) = files(tmp_path, 2)
+    data = bytearray(path.read_bytes())
+    body = int.from_bytes(data[-16:-8], "little")
+    place = {"header": 20, "value": body - 5, "note": body + 10, "tail": len(data) - 12}[at]
+    data[place] ^= 1
+    path.write_bytes(data)
+    step, reasons = loaded(begin(tmp_path))
+    assert step == 1 and "the copy of step 2 is damaged" in reasons[0] and path.name in reasons[0]
+
+
+def test_torn_copies_are_not_used(tmp_path: Path) -> None:
+    put(begin(tmp_path), 1, 2)
+    (path,) = files(tmp_path, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert loaded(begin(tmp_path))[0] == 1
+    # a process was killed before it was complete
+    partial = path.with_name(path.name.replace("000002-", "000003-") + ".partial")
+    partial.write_bytes(whole)
+    assert loaded(begin(tmp_path)) == (1, []) and not partial.exists()
+
+
+def test_copies_of_another_run_are_not_used(tmp_path: Path) -> None:
+    put(begin(tmp_path), 1)
+    shutil.rmtree(tmp_path / "run")
+    # a new run in a folder of the same name
+    assert loaded(begin(tmp_path)) == (None, [])
+    # and what the old one has left is removed once it is old
+    old = next(path.parent for path in files(tmp_path, 1))
+    os.utime(old, (0, time.time() - LEFT_SECONDS - 60))
+    begin(tmp_path)
+    assert old.exists() == any(old.glob("lock-*"))
+
+
+def test_a_removed_checkpoint_takes_its_copies_with_it(tmp_path: Path) -> None:
+    put(begin(tmp_path), 7, saved=5)
+    step, reasons = loaded(begin(tmp_path), saved=2)
+    assert step is None and "with a checkpoint of step 5, which is not there" in reasons[0]
+    assert loaded(begin(tmp_path), saved=None)[0] is None
+    assert loaded(begin(tmp_path), saved=6) == (7, [])
+
+
+def test_a_later_start_is_newer_than_a_later_step(tmp_path: Path) -> None:
+    put(begin(tmp_path), 8)
+    (path,) = files(tmp_path, 8)
+    data = path.read_bytes()
+    path.unlink()
+    # the host that holds it is cut off, and the run goes on from an earlier step
+    put(begin(tmp_path), 3)
+    path.write_bytes(data)
+    assert loaded(begin(tmp_path)) == (3, []) and not path.exists()
+    # alone it would be used
+    begin(tmp_path).forget()
+    path.write_bytes(data)
+    assert loaded(begin(tmp_path)) == (8, [])
+
+
+def test_no_room_is_an_error_and_not_the_end_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = begin(tmp_path)
+    put(copies, 1)
+
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(CheckpointError, match=r"no room for .* MiB of a copy \(No space left"):
+            put(copies, 2)
+        assert not list(tmp_path.glob("memory/*/*/*.partial"))
+    assert loaded(begin(tmp_path)) == (1, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(HostFolder, "room", lambda folder: 1000)
+        with pytest.raises(CheckpointError, match=r"peer_copies needs 0\.\d MiB in .* room for 0\.0 MiB"):
+            begin(tmp_path).check_room(model_of(0), None)
+    begin(tmp_path).check_room(model_of(0), None)
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path)
+    next((tmp_path / "memory").iterdir()).chmod(0o777)
+    with pytest.raises(CheckpointError, match="is not a folder of this user alone"):
+        begin(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        PeerCopies(tmp_path / "run", 1, tmp_path / "nothing")
+    (tmp_path / "run" / ".elastic.json").write_text('{"run": "../../x", "starts": 1}')
+    with pytest.raises(CheckpointError, match="is damaged"):
+        begin(tmp_path)
+
+
+def test_each_file_has_a_holder_on_another_host() -> None:
+    assert holders(["a", "a"]) == [None, None]
+    assert holders(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    # of hosts with other numbers of ranks, and in any order
+    assert holders(["a", "b", "a", "c", "a"]) == [1, 3, 1, 0, 1]
+
+
+def damaged(rank: int, size: int, folder: str, step: int) -> Any:
+    """Copies of two hosts, of which one file of each is damaged; then what is loaded, and in which layout."""
+    path = Path(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(rank))
+        copies = begin(path, f"memory-{rank}")
+        if step:
+            put(copies, step)
+            return None
+        held, reasons = copies.newest(None)
+        if held is None:
+            return reasons
+        model: Any = build("fsdp", seed=3)
+        extra = copies.load(held, model, None)
+        return extra["step"], float(model.first.weight.full_tensor().mean())
+
+
+def test_the_copy_of_another_host_replaces_a_damaged_one(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(2, damaged, str(tmp_path), 4)
+    own, peer = (
+        next(tmp_path.glob(f"memory-0/*/*/*-{rank}-of-2.{whose}"))
+        for rank, whose in ((0, "own"), (1, "peer"))
+    )
+    own.write_bytes(own.read_bytes()[:-100])
+    peer.unlink()
+    assert rank_pool.run(2, damaged, str(tmp_path), 0) == [(4, 4.0)] * 2
+    for path in tmp_path.glob("memory-1/*/*/*-0-of-2.peer"):
+        path.unlink()
+    for reasons in rank_pool.run(2, damaged, str(tmp_path), 0):
+        assert "step 4 is damaged" in reasons[0]
+    for path in tmp_path.glob("memory-0/*/*/*.own"):
+        path.unlink()
+    for reasons in rank_pool.run(2, damaged, str(tmp_path), 0):
+        assert reasons == ["the copy of step 4 lacks the file of rank 0"]
