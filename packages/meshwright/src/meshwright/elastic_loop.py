@@ -238,11 +238,11 @@ class ElasticLoop:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
-            self._saved = _step_of(saving)
+            self._saved = saving.step
 
     def _copy(self, copies: PeerCopies) -> None:
         if self._saving is not None and self._saving.committed:
-            self._saved = _step_of(self._saving)
+            self._saved = self._saving.step
         copies.put(self._model, self._optimizer, self._extra(), self.step, self._saved)
 
     def _save(self) -> None:
@@ -261,10 +261,6 @@ class ElasticLoop:
         place = self._place if self._batches is None else self._batches.place()
         state = {name: owner.state_dict() for name, owner in self._state.items()}
         return {"step": self.step, "place": place, "state": state, "left_out": self.left_out}
-
-
-def _step_of(saving: SaveHandle) -> int:
-    return int(saving.path.rpartition("-")[2])
 
 
 class _Batches:

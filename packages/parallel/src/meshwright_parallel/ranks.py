@@ -24,6 +24,7 @@ from meshwright_dtensor.model.device import random_sums
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, compare_across_ranks, discover_on_all_ranks
 from meshwright_dtensor.utils.checksum import checksum
+from meshwright_dtensor.utils.names import listing
 
 _SAMPLES = 64
 _ROUNDINGS = 16
@@ -66,14 +67,22 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
         "the state of torch's random generator on the accelerator",
     ][: len(states)]
     if differing([zlib.crc32(plan.executed_json().encode())]):
-        text = "ranks were given different plans; load the same file, or plan on one rank and share the plan"
-        raise UsageError(text)
-    kinds = [f"{t.dtype} {is_deferred(t)}" for _, _, t in named]
+        rank, first, other = first_other(plan.executed_json())
+        lines = ParallelPlan.from_json(first).diff(ParallelPlan.from_json(other))
+        raise UsageError(
+            f"ranks were given different plans: from rank 0 to rank {rank}, {listing(lines, 4)}; load the same file, or plan "
+            "on one rank and share the plan"
+        )
+    kinds = [f"{t.dtype}{' (deferred)' * is_deferred(t)}" for _, _, t in named]
     structure = zlib.crc32("\n".join([*labels, *kinds]).encode())
     if differing([structure, len(labels)]):
+        rows = [f"{label}, {kind}" for label, kind in zip(labels, kinds, strict=False)]
+        rank, first, other = first_other("\n".join(rows))
+        pairs = zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing")
+        mine, its = next(pair for pair in pairs if pair[0] != pair[1])
         raise UsageError(
-            "ranks hold different models (names, shapes or dtypes of parameters or buffers, or deferred ones on some ranks only); "
-            "build the same model from the same configuration on every rank"
+            f"ranks hold different models: rank 0 has {mine} where rank {rank} has {its}; build the same model from the same "
+            "configuration on every rank, deferred on all or on none"
         )
     different = differing(sums) if values else []
     alike = not different or different[-1] < len(named)
@@ -87,9 +96,12 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
                 stacklevel=2,
             )
             continue
+        rank, first, other = first_other(f"{sums[index]} {torch.initial_seed()}")
+        seeds = [text.split()[1] for text in (first, other)]
+        seeded = f", with seed {seeds[1]} and not {seeds[0]}" if seeds[0] != seeds[1] else ""
         raise UsageError(
-            f"{labels[index]} differs between ranks, but all ranks must start with the same model; "
-            "seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
+            f"{labels[index]} differs between ranks (rank {rank} has another than rank 0{seeded}), but all ranks must start with "
+            "the same model; seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
         )
 
 
@@ -202,11 +214,17 @@ def _compare_batches(text: str, random_states: list[int]) -> bool:
     """Whether ranks have different random numbers. Raises UsageError: they have different batches."""
     different = differing([zlib.crc32(text.encode()), *random_states])
     if 0 in different:
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
-        rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
-        raise UsageError(difference(f"rank {rank}", texts[0], texts[rank]))
+        rank, first, other = first_other(text)
+        raise UsageError(difference(f"rank {rank}", first, other))
     return bool(different)
+
+
+def first_other(text: str) -> tuple[int, str, str]:
+    """The first rank that has another text than rank 0, and the texts of both (a collective call, of ranks that differ)."""
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
+    return rank, texts[0], texts[rank]
 
 
 def differing(values: Iterable[int]) -> list[int]:

@@ -171,12 +171,12 @@ def unlike(rank: int, world_size: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("weights", "parameter 'embed.weight'.*seed every rank alike"),
+        ("weights", "parameter 'embed.weight'.*rank 1 has another than rank 0.*seed every rank alike"),
         ("one", "parameter 'blocks.1.up.bias'"),
         ("buffer", "buffer 'order'"),
-        ("generator", "random generator"),
-        ("shape", "different models"),
-        ("plan", "different plans"),
+        ("generator", "random generator differs.*rank 1 .*with seed 1 and not 0"),
+        ("shape", r"'unused.weight' of shape \(3, 3\), .* where rank 1 has .* of shape \(3, 4\)"),
+        ("plan", "different plans: from rank 0 to rank 1, sequence_parallel: false -> true"),
     ],
 )
 def test_differing_ranks_raise(rank_pool: RankPool, what: str, message: str) -> None:

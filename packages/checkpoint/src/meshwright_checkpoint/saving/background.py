@@ -67,12 +67,14 @@ class SaveHandle:
 
     Attributes:
         path: where the checkpoint will be.
+        step: of training; None without one, and in other formats.
         error_raised: whether `wait` has raised the error of the save.
     """
 
     def __init__(self, path: str, job: Job | None) -> None:
         """`job`: None if the save is already committed."""
         self.path = path
+        self.step = None if job is None else job.step
         self._error: BaseException | None = None
         self.error_raised = False
         self._done = threading.Event()

@@ -115,6 +115,7 @@ class Checkpoints(Table):
     interval: Count = 500
     keep_last: Count = 2
     keep_every: Count | None = None
+    peer_copies: Count | None = None
 
 
 class Metrics(Table):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshwright as mw
+from meshwright.last_state import last_state
 from meshwright.ranks import first_rank_first, signals
 from meshwright.recipes.schema import Recipe
 from meshwright.sources import loss_of
@@ -38,10 +39,9 @@ from meshwright.training.log import Log, memory
 from meshwright.training.model_and_optimizer import export, make_model, make_optimizer, set_rate
 from meshwright.training.tokens import tokenizer_of
 from meshwright.training.utilisation import model_flops
-from meshwright_checkpoint.plugin import DEFAULT
+from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.state.collect import config_of
-from meshwright_checkpoint.storage.backend import storage_of
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 
@@ -51,7 +51,7 @@ Batch = dict[str, torch.Tensor]
 @dataclass
 class Run:
     """What a loop needs: batches without end, those of the evaluation, `done`, which checkpoints keep, and operations of a step
-    (None if unknown)."""
+    (None if unknown); the copies in memory, if any, and the step of the last checkpoint (None without one)."""
 
     recipe: Recipe
     device: torch.device
@@ -61,6 +61,8 @@ class Run:
     held_out: Iterable[Batch]
     done: dict[str, Any]
     flops: float | None = None
+    copies: PeerCopies | None = None
+    saved: int | None = None
 
 
 def train(recipe: Recipe, log: Log) -> int:
@@ -89,13 +91,20 @@ def train(recipe: Recipe, log: Log) -> int:
             received, used = (most for _, most in extremes([arrived(), memory(run.device)], None))
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
             if last or received or step % recipe.checkpoints.interval == 0:
-                keep = recipe.checkpoints.model_dump(exclude={"interval"})
+                keep = recipe.checkpoints.model_dump(exclude={"interval", "peer_copies"})
                 where = Path(recipe.out) / "checkpoints" / f"step-{step}"
                 saving = mw.save(where, model=run.model, optimizer=run.optimizer, extra=dict(done), **keep)
+            if run.copies is not None and step % run.copies.every == 0:
+                if saving is not None and saving.committed:
+                    run.saved = saving.step
+                run.copies.put(run.model, run.optimizer, dict(done), step, run.saved)
             if recipe.evaluation and not received and (last or step % recipe.evaluation.interval == 0):
                 log.evaluated(step, evaluate(run))
         if saving is not None:
             saving.wait()
+            if run.copies is not None and saving.step == done["step"]:
+                # the checkpoint has all that they have
+                run.copies.forget()
     if recipe.export and not received:
         export(recipe, recipe.export, run.model, first=log.active)
     log.end(done["step"], received)
@@ -116,8 +125,12 @@ def set_up(recipe: Recipe) -> Run:
     with mw.deferred_init():
         model = make_model(recipe, tokenizer)
     done, same = {"step": 0, "rows_seen": 0}, identity(rows, recipe, tokenizer)
-    if path := mw.latest(Path(recipe.out) / "checkpoints"):
-        saved = storage_of(path, DEFAULT).manifest()
+    folder, copies = Path(recipe.out) / "checkpoints", None
+    if recipe.checkpoints.peer_copies is not None:
+        copies = PeerCopies(folder, recipe.checkpoints.peer_copies)
+    state = last_state(folder, copies)
+    if state is not None:
+        saved = state.manifest
         check_same(
             saved.extra | settings_of(saved.model.config), same | settings_of(config_of(model)), recipe.out
         )
@@ -134,18 +147,21 @@ def set_up(recipe: Recipe) -> Run:
     def batches(rows: Any, order: Iterable[list[int]], workers: int) -> Iterable[Batch]:
         return mw.shard_loader(loader_of(rows, order, workers), model=model)
 
-    if path:
-        mw.load(path, model=model, optimizer=optimizer)
+    if state is not None:
+        state.load(model, optimizer)
         for group in optimizer.param_groups:
             # the recipe's settings, not those that were saved
             group.update(optimizer.defaults)
     elif isinstance(recipe.model, str) and Path(recipe.model).is_dir():
         mw.load(recipe.model, model=model, cast=True)
+    if copies is not None:
+        copies.check_room(model, optimizer)
     order = Order(len(rows), size, recipe.seed, first=done["rows_seen"])
     endless = iter(batches(rows, order, recipe.data.workers))
     evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
     flops = None if flops is None else flops * recipe.accumulate
-    return Run(recipe, device, model, optimizer, endless, evaluated, {**done, **same}, flops)
+    last = None if state is None else state.saved
+    return Run(recipe, device, model, optimizer, endless, evaluated, {**done, **same}, flops, copies, last)
 
 
 def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:

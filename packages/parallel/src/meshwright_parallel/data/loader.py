@@ -18,14 +18,17 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
-from meshwright_dtensor.model.batch_text import describe
+from meshwright_dtensor.model.batch_text import describe, difference
 from meshwright_dtensor.sharding.boxes import chunk_box
 from meshwright_dtensor.sharding.states import States
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.data.local_rows import LocalRows, check_leaves, joined
 from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
 from meshwright_parallel.placement.inputs import ModelPlacement, only_live_placement, placement_of, size_of
-from meshwright_parallel.ranks import differing
+from meshwright_parallel.ranks import differing, first_other
+
+MAX_TEXT = 120
+"""Characters of a rank's rows in an error."""
 
 
 def shard_loader(
@@ -104,8 +107,10 @@ def _reads_rows(loader: Iterable[Any]) -> bool:
 def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
     for batch in loader:
         args, kwargs = call_arguments(batch)
-        told = [zlib.crc32(describe(args, kwargs, values=True).encode())]
-        _check_ranks_agree(told, placed, "batches differ between ranks; seed them alike")
+        text = describe(args, kwargs, values=True)
+        if differing([zlib.crc32(text.encode())]):
+            rank, first, other = first_other(text)
+            raise UsageError(difference(f"rank {rank}", first, other))
         yield joined(batch, *placed.place(args, kwargs))
 
 
@@ -114,8 +119,8 @@ class _LocalLoader:
 
     def __init__(self, loader: Any, placed: ModelPlacement) -> None:
         self.placed = placed
-        # per batch that is being loaded: number of rows, and a checksum of its indices
-        self.pending: deque[tuple[int, int]] = deque()
+        # the indices of each batch that is being loaded
+        self.pending: deque[list[Any]] = deque()
         same = "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator persistent_workers"
         options: dict[str, Any] = {name: getattr(loader, name) for name in same.split()}
         if loader.num_workers:
@@ -136,15 +141,15 @@ class _LocalLoader:
     def __iter__(self) -> Iterator[Any]:
         self.pending.clear()
         for batch in self._loader:
-            count, indices = self.pending.popleft()
-            yield self._global_batch(batch, count, indices)
+            yield self._global_batch(batch, self.pending.popleft())
 
-    def _global_batch(self, batch: Any, count: int, indices: int) -> Any:
-        """The global batch of `count` rows of which `batch` is this rank's part."""
+    def _global_batch(self, batch: Any, indices: list[Any]) -> Any:
+        """The global batch of the rows `indices`, of which `batch` is this rank's part."""
+        count = len(indices)
         _, length = self.rows(count)
         by_row = self.states("rows", (count,), count)
         mesh = self.placed.mesh
-        descriptions = [f"{count} {indices}"]
+        descriptions: list[str] = []
         args, kwargs = call_arguments(batch)
         tokens = size_of(args, kwargs).tokens
 
@@ -167,12 +172,7 @@ class _LocalLoader:
         map_tensors(check, args, kwargs)
         if length != count:
             check_leaves(batch)
-        _check_ranks_agree(
-            [zlib.crc32(descriptions[0].encode()), zlib.crc32("\n".join(descriptions).encode())],
-            self.placed,
-            "ranks read different rows, or collated them to different shapes; seed the sampler alike on every rank, and "
-            "pad to a length that does not depend on the rows (or loop over the plain loader)",
-        )
+        _check_ranks_agree(indices, "; ".join(descriptions))
         return joined(batch, *map_tensors(as_global, args, kwargs))
 
 
@@ -186,7 +186,7 @@ class _RankRows:
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in self.batches:
             indices = list(batch)
-            self.owner.pending.append((len(indices), zlib.crc32(repr(indices).encode())))
+            self.owner.pending.append(indices)
             offset, length = self.owner.rows(len(indices))
             yield indices[offset : offset + length]
 
@@ -194,6 +194,19 @@ class _RankRows:
         return len(self.batches)  # type: ignore[arg-type]
 
 
-def _check_ranks_agree(values: list[int], placed: ModelPlacement, message: str) -> None:
-    if differing(values):
-        raise UsageError(message)
+def _check_ranks_agree(indices: list[Any], collated: str) -> None:
+    """Raise UsageError, on every rank, where ranks read other rows, or collate them to other shapes."""
+    rows = f"{len(indices)} rows: {indices}"
+    different = differing([zlib.crc32(rows.encode()), zlib.crc32(collated.encode())])
+    if not different:
+        return
+    if 0 in different:
+        rank, *texts = first_other(rows)
+        what, fix = "order of rows", "seed the sampler alike on every rank"
+    else:
+        rank, *texts = first_other(collated)
+        what, fix = "shape of rows", "pad to a length that does not depend on the rows"
+    first, other = (text if len(text) < MAX_TEXT else text[:MAX_TEXT] + "..." for text in texts)
+    raise UsageError(
+        f"rank {rank} has another {what} than rank 0 ({other} against {first}); {fix}, or loop over the plain loader"
+    )
