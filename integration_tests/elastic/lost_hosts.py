@@ -31,7 +31,7 @@ def lose_hosts(folder: Path, losses: int, seed: int) -> list[str]:
     """How each host was lost ("killed" or "cut off"). AssertionError where the run does not go on by itself.
 
     The script is that of `kills`; torchrun of a lost host is started again by us, as a scheduler does. A host that was killed has
-    lost its memory (/dev/shm), one that was cut off comes back with what it had.
+    lost its memory (/dev/shm), one that was cut off comes back with its memory.
     """
     choose, told = random.Random(seed), []
     with hosts(3) as made, _store(made), _memories(made):

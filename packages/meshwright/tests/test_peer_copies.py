@@ -74,7 +74,7 @@ def trained(
 
 
 def held(folder: Path) -> set[int]:
-    """The steps of which there are files in memory."""
+    """The steps with files in memory."""
     return {int(path.name.split("-")[1]) for path in folder.glob("memory-*/*/*/*.own")}
 
 

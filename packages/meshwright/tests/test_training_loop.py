@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+import meshwright as mw
 from meshwright.recipes.recipe_input import read_recipe
 from meshwright.recipes.schema import Recipe
 from meshwright.training import loop
 from meshwright.training.loop import Run, evaluate, train
+from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_dtensor.errors import UsageError
 
 
@@ -75,3 +78,33 @@ def test_a_run_ends_with_the_checkpoint_that_is_being_written(
     with pytest.raises(UsageError, match="step 2: the loss is nan"):
         train(recipe.model_copy(update={"checkpoints": often}), MagicMock())
     handle.wait.assert_called_once_with()
+
+
+def test_a_run_that_is_killed_goes_on_from_its_copies_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("to be, or not to be, that is the question: " * 40)
+    monkeypatch.setattr(loop, "PeerCopies", partial(PeerCopies, memory=tmp_path))
+    tiny = "model={model_type='gpt2', n_embd=8, n_layer=1, n_head=1}"
+    words = [tiny, "steps=6", "data=text.txt", "sequence_length=8", "checkpoints.peer_copies=2", "plan.dp=1"]
+
+    def losses(out: str, killed: int = -1) -> dict[int, float]:
+        log, told = MagicMock(), dict[int, float]()
+
+        def step(number: int, loss: float, *_: Any) -> None:
+            if number == killed:
+                raise KeyboardInterrupt
+            told[number] = loss
+
+        log.step.side_effect = step
+        train(read_recipe([*words, f"out={out}"]), log)
+        return told
+
+    whole = losses("whole")
+    with pytest.raises(KeyboardInterrupt):
+        losses("killed", 6)
+    assert mw.latest("killed/checkpoints") is None
+    # the copy of step 4 has all but two steps, and the checkpoint of the end has all
+    assert losses("killed") == pytest.approx({step: whole[step] for step in (5, 6)})
+    assert losses("killed") == {} and mw.latest("killed/checkpoints") is not None

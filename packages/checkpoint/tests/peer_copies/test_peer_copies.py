@@ -189,12 +189,12 @@ def damaged(rank: int, size: int, folder: str, step: int) -> Any:
 
 def test_the_copy_of_another_host_replaces_a_damaged_one(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(2, damaged, str(tmp_path), 4)
-    own, peer = (
+    damaged_file, lost_file = (
         next(tmp_path.glob(f"memory-0/*/*/*-{rank}-of-2.{whose}"))
         for rank, whose in ((0, "own"), (1, "peer"))
     )
-    own.write_bytes(own.read_bytes()[:-100])
-    peer.unlink()
+    damaged_file.write_bytes(damaged_file.read_bytes()[:-100])
+    lost_file.unlink()
     assert rank_pool.run(2, damaged, str(tmp_path), 0) == [(4, 4.0)] * 2
     for path in tmp_path.glob("memory-1/*/*/*-0-of-2.peer"):
         path.unlink()

@@ -139,7 +139,7 @@ class ElasticLoop:
                         ((_, self.received),) = extremes([self.received], self._ranks.group)
                     if self.received or self.step == total or self.step % self._interval == 0:
                         self._save()
-                    if self._copies is not None and self.step % self._copies.every == 0:
+                    if self._copies is not None and self.step % self._copies.interval == 0:
                         self._copy(self._copies)
             self._wait()
             if self._copies is not None and self._saved == self.step:
@@ -217,11 +217,11 @@ class ElasticLoop:
 
     def _load(self, copies: PeerCopies | None) -> bool:
         """Load the last state. Whether there is one."""
-        found = last_state(self._folder, copies)
-        if found is None:
+        state = last_state(self._folder, copies)
+        if state is None:
             return False
-        self._saved = found.saved
-        path, extra = found.where, found.load(self._model, self._optimizer)
+        self._saved = state.saved
+        path, extra = state.where, state.load(self._model, self._optimizer)
         if not isinstance(extra, dict) or not _KEYS - {"left_out"} <= extra.keys() <= _KEYS:
             raise UsageError(f"{path} was not written by mw.elastic; give another folder, or use mw.load")
         missing = sorted(extra["state"].keys() ^ self._state.keys())

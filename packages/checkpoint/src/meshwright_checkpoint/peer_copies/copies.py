@@ -51,11 +51,11 @@ class PeerCopies:
     """The copies of a run.
 
     Attributes:
-        every: steps between two copies.
+        interval: steps between two copies.
         hosts: how many hosts there are: the nodes of torchrun.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every: int, memory: Path = MEMORY) -> None:
+    def __init__(self, folder: str | os.PathLike[str], interval: int, memory: Path = MEMORY) -> None:
         """Begin (a collective call).
 
         Args:
@@ -63,12 +63,12 @@ class PeerCopies:
             memory: the file system in memory of this host.
 
         Raises:
-            UsageError: `every` is no number of steps.
+            UsageError: `interval` is no number of steps.
             CheckpointError: a host has no file system in memory, or the record of the run is damaged.
         """
-        if type(every) is not int or every < 1:
-            raise UsageError(f"peer_copies={every!r} is not a number of steps; pass at least 1, or None")
-        self.every, self._ranks = every, Ranks()
+        if type(interval) is not int or interval < 1:
+            raise UsageError(f"peer_copies={interval!r} is not a number of steps; pass at least 1, or None")
+        self.interval, self._ranks = interval, Ranks()
         first = self._ranks.rank == 0
         # torchrun counts its nodes
         host = os.environ.get("GROUP_RANK") or socket.gethostname()
@@ -187,13 +187,13 @@ class PeerCopies:
         """Raise CheckpointError, on all ranks, where a host has no room for the files. `sizes`: of each rank's file."""
         if sizes == self._sizes:
             return
-        own = sum(sizes[rank] for rank in self._local)
+        here = sum(sizes[rank] for rank in self._local)
         other = sum(sizes[rank] for rank, holder in enumerate(self._holders) if holder in self._local)
 
         def check() -> None:
-            room, needed = self._folder.room(), GENERATIONS * (own + other)
+            room, needed = self._folder.room(), GENERATIONS * (here + other)
             if needed > room:
-                parts = f"{_mib(own)} of its own ranks and {_mib(other)} of ranks of another host"
+                parts = f"{_mib(here)} of its own ranks and {_mib(other)} of ranks of another host"
                 raise CheckpointError(
                     f"peer_copies needs {_mib(needed)} in {self._memory} of {socket.gethostname()} ({GENERATIONS} copies, each of "
                     f"{parts}), and there is room for {_mib(room)}: make it larger (docker: --shm-size; Kubernetes: an emptyDir of "

@@ -75,10 +75,12 @@ class Copying:
         try:
             files, parts = self._files, self._parts
             self._files, self._parts = {}, []
-            own = files.pop(self._rank)
-            own.finish(self._body.nbytes, self._note([block_sums(bytes_of_tensor(part)) for part in parts]))
-            own.publish()
-            exchange(own.memory, holder, {rank: file.memory for rank, file in files.items()}, group)
+            file_of_rank = files.pop(self._rank)
+            file_of_rank.finish(
+                self._body.nbytes, self._note([block_sums(bytes_of_tensor(part)) for part in parts])
+            )
+            file_of_rank.publish()
+            exchange(file_of_rank.memory, holder, {rank: file.memory for rank, file in files.items()}, group)
             for file in files.values():
                 file.publish()
         except (RuntimeError, OSError, ValueError, MemoryError) as error:

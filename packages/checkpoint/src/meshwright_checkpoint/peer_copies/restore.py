@@ -52,16 +52,16 @@ def newest(
             made when the run had a later checkpoint: somebody has removed that to go back.
     """
     names = folder.files()
-    found: dict[Generation, set[int]] = {}
+    present: dict[Generation, set[int]] = {}
     for on_rank in ranks.gather([[*vars(generation).values(), rank] for generation, rank in names.values()]):
         for start, step, save_id, size, rank in on_rank:
-            found.setdefault(Generation(start, step, save_id, size), set()).add(rank)
+            present.setdefault(Generation(start, step, save_id, size), set()).add(rank)
     reasons: list[str] = []
-    for generation in sorted(found, reverse=True):
+    for generation in sorted(present, reverse=True):
         if saved is not None and generation.step < saved:
             continue
         what = f"the copy of step {generation.step}"
-        missing = sorted(set(range(generation.ranks)) - found[generation])
+        missing = sorted(set(range(generation.ranks)) - present[generation])
         if missing:
             reasons.append(f"{what} lacks the file of rank {', '.join(map(str, missing[:8]))}")
             continue

@@ -225,7 +225,7 @@ def _commit(job: Job) -> None:
 
 
 def about_save(save_id: str, step: int | None, ranks: int) -> dict[str, Any]:
-    """Fields of a manifest that say when and by what it was written."""
+    """Fields of a manifest that say when it was written, and by which versions."""
     versions = {"torch": str(torch.__version__)}
     for name in ("meshwright-checkpoint", "meshwright-dtensor"):
         with suppress(importlib.metadata.PackageNotFoundError):

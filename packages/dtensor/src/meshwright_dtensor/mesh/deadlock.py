@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,6 +61,12 @@ def _stop(thread: threading.Thread, over: threading.Event) -> None:
 
 
 def _watch(seconds: float, over: threading.Event) -> None:
+    # where the store has ended, or does not answer, nobody can tell
+    with suppress(RuntimeError):
+        _watch_store(seconds, over)
+
+
+def _watch_store(seconds: float, over: threading.Event) -> None:
     lost = LostRanks.of_job()
     store, main = lost.store, threading.main_thread().ident or 0
     lost.announce()

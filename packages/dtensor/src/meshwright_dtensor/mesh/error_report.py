@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from torch import nn
 
 from meshwright_dtensor._torch.core import MODULE_CALL
 from meshwright_dtensor.errors import StageError
+from meshwright_dtensor.mesh.bounded_store import SilentStoreError
 from meshwright_dtensor.mesh.lost_ranks import LostRanks, in_words, kill_here
 from meshwright_dtensor.mesh.users_line import is_users
 
@@ -91,8 +91,7 @@ def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> tuple[list[str]
     """Because of which ranks this one had to end, in words, and (host, process) of those that do not answer."""
     # the error of the rank that left is to be the first, and torchrun counts whole seconds
     end = time.monotonic() + 1.0
-    # a store that has ended tells nothing
-    with suppress(RuntimeError):
+    try:
         here = next((": ".join(_line(*place)) for place in reversed(list(_places(trace, last=False)))), "")
         lost.say_waited(here)
         told = lost.ended()
@@ -102,7 +101,11 @@ def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> tuple[list[str]
         texts += [in_words(rank, process) for rank, process in silent.items()]
         elsewhere = [f"rank {r} was in {place}" for r, place in lost.waited().items() if place != here]
         return texts or elsewhere[:4], list(silent.values())
-    return [], []
+    except SilentStoreError as error_of_store:
+        return [str(error_of_store)], []
+    except RuntimeError:
+        # it has ended, and tells nothing
+        return [], []
 
 
 def _record(error: Exception, trace: TracebackType | None, causes: list[str]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright_dtensor._torch.groups import default_store
+from meshwright_dtensor.mesh.bounded_store import BoundedStore
 from meshwright_dtensor.mesh.users_line import users_line
 
 ANSWER_SECONDS = 4.0
@@ -35,6 +36,8 @@ _QUESTION, _ANSWER, _ENDED, _PROCESS, _WAITED, _NOTE = (
 class LostRanks:
     """The ranks of this job, as one of them sees them. For one thread.
 
+    What asks the store raises RuntimeError where it has ended or does not answer.
+
     Attributes:
         places: rank -> the line of the user's code in which it was when it answered last, of those that were asked.
     """
@@ -47,7 +50,8 @@ class LostRanks:
     @staticmethod
     def of_job() -> LostRanks:
         """Those of the default process group, over a connection of its own."""
-        return LostRanks(default_store().clone(), dist.get_rank(), dist.get_world_size())
+        store = BoundedStore(lambda: default_store().clone())
+        return LostRanks(store, dist.get_rank(), dist.get_world_size())
 
     def announce(self) -> None:
         """Say that this rank will answer."""

@@ -94,7 +94,7 @@ def train(recipe: Recipe, log: Log) -> int:
                 keep = recipe.checkpoints.model_dump(exclude={"interval", "peer_copies"})
                 where = Path(recipe.out) / "checkpoints" / f"step-{step}"
                 saving = mw.save(where, model=run.model, optimizer=run.optimizer, extra=dict(done), **keep)
-            if run.copies is not None and step % run.copies.every == 0:
+            if run.copies is not None and step % run.copies.interval == 0:
                 if saving is not None and saving.committed:
                     run.saved = saving.step
                 run.copies.put(run.model, run.optimizer, dict(done), step, run.saved)
