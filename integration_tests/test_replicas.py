@@ -16,6 +16,7 @@ from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.stages.optimizers import own_state
 from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_dtensor.utils.checksum import checksum
 
 ROWS, WIDTH = 8, 12
 
@@ -152,6 +153,36 @@ def test_a_watch_finds_it_within_its_steps(rank_pool: RankPool) -> None:
     for done, error in rank_pool.run(2, watched):
         assert done == [0, 1]
         assert LINEAR in error and "rank 0 and rank 1" in error
+
+
+def counted(rank: int, ranks: int) -> tuple[int, int, int, int]:
+    """Bytes that a check reads and sends, and those of the gradients and of all that AdamW reads and writes in a step."""
+    model, optimizer, _ = trained({"dp": 2})
+    read, sent, send = [], [], torch.distributed.all_to_all_single
+
+    def checksum_of(tensor: torch.Tensor) -> int:
+        read.append(tensor.nbytes)
+        return checksum(tensor)
+
+    def sending(output: torch.Tensor, given: torch.Tensor, *more: Any, **keywords: Any) -> Any:
+        sent.append(given.nbytes)
+        return send(output, given, *more, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright_checkpoint.state.replicas.checksum", checksum_of)
+        patch.setattr(torch.distributed, "all_to_all_single", sending)
+        mw.check_replicas(model, optimizer)
+    gradients = sum(parameter.grad.to_local().nbytes for parameter in model.parameters())
+    # parameters, gradients and two states are read, all but the gradients written
+    return sum(read), sum(sent), gradients, 7 * gradients
+
+
+def test_a_check_every_100_steps_costs_less_than_a_hundredth_of_the_optimizer(rank_pool: RankPool) -> None:
+    for read, sent, gradients, moved in rank_pool.run(2, counted):
+        # each value once
+        assert 4 * gradients <= read < 4.1 * gradients and read < 0.01 * 100 * moved
+        # two numbers for each, where every step sends the gradients
+        assert 0 < sent < 0.01 * 100 * gradients
 
 
 def refused(rank: int, ranks: int) -> list[str]:

@@ -94,6 +94,9 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(rank_pool: RankPool, tmp_pat
         losses = rank_pool.run(size, trained, str(folder), plan, lost)[0]
         assert list(losses) == list(range(len(parts), lost))
         parts |= losses
+        for memory in folder.glob("memory-*/*/*"):
+            # two copies, each of two ranks of the host and two of another one
+            assert len([path for path in memory.iterdir() if path.suffix in (".own", ".peer")]) <= 8
     assert parts == pytest.approx(whole, rel=1e-5)
     # the last checkpoint has it all
     assert held(folder) == set() and mw.latest(folder / "run") is not None

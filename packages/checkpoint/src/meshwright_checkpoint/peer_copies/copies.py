@@ -129,9 +129,6 @@ class PeerCopies:
             return {"rng": rng.digests(), "id": uuid.uuid4().hex}
 
         gathered = ranks.gather_checked(begin)
-        # now the copies before are complete on all hosts
-        if self._newest is not None:
-            self._folder.keep(self._newest)
         generation = Generation(self._start, step, gathered[0]["id"], ranks.size)
         shared = rng.shared([rank["rng"] for rank in gathered])
         collected, types, body = self._plans.collect(model, optimizer, extra, ranks, shared, generation.id)
@@ -154,17 +151,30 @@ class PeerCopies:
         self._check_sizes(sizes)
 
         def take() -> None:
-            names = {ranks.rank: OWN}
-            names |= {rank: PEERS for rank, holder in enumerate(self._holders) if holder == ranks.rank}
+            # the copy before is complete on all hosts, so older ones are not needed
+            spare = self._folder.spare(
+                self._newest, {rank: self._files_of(rank) for rank in self._local}, ranks.rank
+            )
             files = {
-                rank: NewFile(self._folder.path / generation.file_name(rank, whose), sizes[rank])
-                for rank, whose in names.items()
+                rank: NewFile(
+                    self._folder.path / generation.file_name(rank, whose),
+                    sizes[rank],
+                    spare.get((rank, whose)),
+                )
+                for rank, whose in self._files_of(ranks.rank)
             }
             copying.take(files, partial(copy_file, body=body, shards=collected.shards))
 
         ranks.run_checked(take)
         self._newest, self._copying = generation, copying
         copying.begin(self._holders[ranks.rank], self._group)
+
+    def _files_of(self, rank: int) -> list[tuple[int, str]]:
+        """The files that a rank writes: its own, and the copies of those of other ranks. Rank and whose."""
+        return [
+            (rank, OWN),
+            *((other, PEERS) for other, holder in enumerate(self._holders) if holder == rank),
+        ]
 
     def wait(self) -> None:
         """Wait until this rank's part of the last copy is complete. Raises CheckpointError: it failed."""

@@ -69,14 +69,19 @@ class NewFile:
         memory: its bytes.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        """Raises CheckpointError: there is no room for it."""
+    def __init__(self, path: Path, nbytes: int, spare: Path | None = None) -> None:
+        """`spare`: a file that is not needed any more, whose memory is used. Raises CheckpointError: there is no room for it."""
         self._path, self._partial = path, path.with_name(path.name + PARTIAL)
-        fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if spare is not None:
+            os.rename(spare, self._partial)
+        fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            os.ftruncate(fd, nbytes)
             # all pages now: without them a write to the mapping would end the process with SIGBUS
             os.posix_fallocate(fd, 0, nbytes)
-            self.memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+            # with all pages in the page table: a fault for each costs more than the copy
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self.memory = torch.frombuffer(mmap.mmap(fd, nbytes, flags), dtype=torch.uint8)
         except OSError as error:
             with suppress(OSError):
                 self._partial.unlink()

@@ -7,6 +7,7 @@ import shutil
 import stat
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,6 +75,26 @@ class HostFolder:
             if generation not in generations:
                 # another rank of the host does the same
                 (self.path / name).unlink(missing_ok=True)
+
+    def spare(
+        self, newest: Generation | None, files: Mapping[int, Sequence[tuple[int, str]]], writer: int
+    ) -> dict[tuple[int, str], Path]:
+        """By rank and whose, the older files whose memory `writer` uses for new ones; those that nobody uses are removed.
+
+        files: of each rank of this host, the files that it writes.
+        """
+        used = {file for of_rank in files.values() for file in of_rank}
+        spare: dict[tuple[int, str], Path] = {}
+        for name, (generation, rank) in self.files().items():
+            file = (rank, name.rpartition(".")[2])
+            if generation == newest or (file in used and file not in files[writer]):
+                continue
+            if file in used and file not in spare:
+                spare[file] = self.path / name
+            else:
+                # another rank of the host does the same
+                (self.path / name).unlink(missing_ok=True)
+        return spare
 
     def room(self) -> int:
         """Bytes that files of this run may take: what is free, and what they take now."""
