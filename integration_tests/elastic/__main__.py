@@ -30,7 +30,7 @@ def main() -> None:
         whole = Path(parent, "whole")
         whole.mkdir()
         torture(whole, 0, 0)
-        worst = kill_runs(Path(parent), arguments.kills, arguments.seed, losses(whole))
+        worst = kill_runs(Path(parent), arguments.kills, arguments.seed, losses(whole), arguments.peer_copies)
         if arguments.hosts:
             worst = max(
                 worst,
@@ -39,17 +39,19 @@ def main() -> None:
     assert worst < 1e-4
 
 
-def kill_runs(parent: Path, kills: int, seed: int, wanted: list[float]) -> float:
+def kill_runs(parent: Path, kills: int, seed: int, wanted: list[float], copies: int) -> float:
     """Kill runs so often; the largest relative distance of a loss."""
-    start, done, runs, worst = time.monotonic(), 0, 0, 0.0
+    start, done, runs, worst, again = time.monotonic(), 0, 0, 0.0, 0
     while done < kills:
         folder = parent / str(runs)
         folder.mkdir()
         done += torture(folder, min(25, kills - done), seed + runs)
         runs += 1
         worst = max(worst, distance(folder, wanted))
+        again = max(again, check_lost_work(lines(folder), 2 * (copies or EVERY)))
         took = f"{time.monotonic() - start:.0f} s"
-        print(f"{done} kills, {runs} runs, largest distance of a loss {worst:.1e}, {took}", flush=True)
+        figures = f"largest distance of a loss {worst:.1e}, at most {again} steps done again"
+        print(f"{done} kills, {runs} runs, {figures}, {took}", flush=True)
     return worst
 
 
@@ -64,8 +66,9 @@ def lose(parent: Path, count: int, seed: int, wanted: list[float], copies: int) 
         told = lose_hosts(folder, min(2, count - number), seed + number)
         starts = [(line["first"], line["ranks"]) for line in lines(folder) if "first" in line]
         again = check_lost_work(lines(folder), 2 * (copies or EVERY))
-        yield distance(folder, wanted)
-        took = f"at most {again} steps done again, {time.monotonic() - start:.0f} s"
+        far = distance(folder, wanted)
+        yield far
+        took = f"at most {again} steps done again, largest distance of a loss {far:.1e}, {time.monotonic() - start:.0f} s"
         print(
             f"hosts {', '.join(told)}; starts at step, on ranks: {starts}; {took}",
             flush=True,

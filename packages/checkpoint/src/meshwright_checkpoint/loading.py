@@ -26,13 +26,14 @@ from meshwright_checkpoint.read.wanted import Source, Store, Wanted
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.state.optimizer import GroupTargets, OptimizerTargets
+from meshwright_checkpoint.state.saved_streams import streams_of, warn_of_streams
 from meshwright_checkpoint.storage.backend import ForeignStorage, any_storage_of, local_path
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import slice_of, whole_box
 from meshwright_dtensor.stages.optimizers import own_state
 from meshwright_dtensor.tensor.compute_copy import touch
-from meshwright_dtensor.utils.names import count_of, listing
+from meshwright_dtensor.utils.names import listing
 
 MODEL_EXTRA = "model_extra_state/"
 """Keys of tensors in the extra states of modules."""
@@ -111,7 +112,9 @@ def load_from(
     collect.check_call("load", model)
     ranks, inner, options = Ranks(), unwrapped(model), _Options(None, True, False, True)
     with own_state(inner, optimizer):
-        fit, wanted = _fit(checkpoint, inner, optimizer, options, optimizer is not None, ranks)
+        fit, wanted = _fit(
+            checkpoint, inner, optimizer, options, any(ranks.gather(optimizer is not None)), ranks
+        )
         return ranks.run_checked(lambda: _fill(inner, fit, wanted, bring, ranks))
 
 
@@ -350,7 +353,7 @@ def _fill(
     values: dict[str, torch.Tensor] = {}
     if checkpoint is not None:
         if whole and fit.options.random:
-            streams = _random_streams(checkpoint, ranks)
+            streams = streams_of(checkpoint, ranks)
         sections = (collect.EXTRA, MODEL_EXTRA) if whole else (collect.EXTRA,)
         keys = [key for key in checkpoint.tensors if key.startswith(sections)] + [*streams.values()]
         values = {key: _empty(checkpoint.tensors[key]) for key in keys}
@@ -369,7 +372,7 @@ def _fill(
                 if name in stored:
                     modules[name.rpartition(".")[0]].set_extra_state(decode(stored[name], get))
         if fit.options.random:
-            _warn_of_streams(checkpoint, ranks)
+            warn_of_streams(checkpoint, ranks)
         rng.restore({stream: values[key] for stream, key in streams.items()})
     return decode(checkpoint.manifest.extra, get)
 
@@ -381,28 +384,3 @@ def _empty(source: Source) -> torch.Tensor:
 def _getter(checkpoint: Checkpoint, values: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
     """Key -> tensor, for `decode`: of `values`, others are read when they are needed."""
     return lambda key: values[key] if key in values else read_tensors(checkpoint, [key])[key]
-
-
-def _random_streams(checkpoint: Checkpoint, ranks: Ranks) -> dict[str, str]:
-    """Stream -> key of the state that this rank takes; not those that were saved per rank, on another number of ranks."""
-    info = checkpoint.manifest.rng
-    keys = {}
-    for stream, count in info.streams.items() if info is not None else ():
-        key = f"rng/{0 if count == 1 else ranks.rank}/{stream}"
-        if count in (1, ranks.size) and key in checkpoint.tensors:
-            keys[stream] = key
-    return keys
-
-
-def _warn_of_streams(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Warn of streams that are not restored, at the user's call of `load`."""
-    info = checkpoint.manifest.rng
-    streams = info.streams if info is not None else {}
-    per_rank = [stream for stream, count in streams.items() if count not in (1, ranks.size)]
-    if any(stream.startswith("torch") for stream in per_rank) and ranks.rank == 0:
-        warnings.warn(
-            f"the random streams {', '.join(per_rank)} of {checkpoint.where} were saved per rank, on "
-            f"{count_of(streams[per_rank[0]], 'rank')}, and "
-            f"this run has {ranks.size}: they are not restored. Seed them yourself, or pass random=False.",
-            stacklevel=8,
-        )

@@ -66,7 +66,16 @@ def test_the_newest_copy_is_loaded_and_no_more_than_two_are_held(tmp_path: Path)
     # a checkpoint of a later step is newer
     assert begin(tmp_path).newest(4) == (None, [])
     copies.forget()
-    assert loaded(begin(tmp_path)) == (None, [])
+    last = begin(tmp_path)
+    assert loaded(last) == (None, [])
+    # the folder goes with the last process that uses it
+    used = last._folder.path / "lock-of-another"
+    used.touch()
+    last._folder.close()
+    assert used.exists()
+    used.unlink()
+    last._folder.close()
+    assert not last._folder.path.exists()
 
 
 @pytest.mark.parametrize("at", ["header", "value", "note", "tail"])
@@ -146,7 +155,7 @@ def test_no_room_is_an_error_and_not_the_end_of_the_process(
     assert loaded(begin(tmp_path)) == (1, [])
     with monkeypatch.context() as patch:
         patch.setattr(HostFolder, "room", lambda folder: 1000)
-        with pytest.raises(CheckpointError, match=r"peer_copies needs 0\.\d MiB in .* room for 0\.0 MiB"):
+        with pytest.raises(CheckpointError, match=r"peer_copies needs 2.0 MiB in .* room for 0\.0 MiB"):
             begin(tmp_path).check_room(model_of(0), None)
     begin(tmp_path).check_room(model_of(0), None)
 

@@ -44,6 +44,7 @@ from meshwright_dtensor.stages.optimizers import own_state
 GENERATIONS = 2
 """Copies that are in memory at the same time: the last complete one, and one that is being made."""
 
+MIB = 1 << 20
 _log = logging.getLogger("meshwright")
 
 
@@ -78,7 +79,7 @@ class PeerCopies:
         self._local = [rank for rank, other in enumerate(hosts) if other == host]
         self.hosts = len(set(hosts))
         self._holders = holders(hosts)
-        self._memory = memory
+        self._memory, self._tag = memory, int(run[:7], 16)
         self._folder = self._ranks.run_checked(lambda: HostFolder(run, memory))
         self._ranks.run_checked(self._folder.clean)
         self._group = host_group("meshwright copies") if self.hosts > 1 else None
@@ -167,7 +168,7 @@ class PeerCopies:
 
         ranks.run_checked(take)
         self._newest, self._copying = generation, copying
-        copying.begin(self._holders[ranks.rank], self._group)
+        copying.begin(self._holders[ranks.rank], self._group, self._tag)
 
     def _files_of(self, rank: int) -> list[tuple[int, str]]:
         """The files that a rank writes: its own, and the copies of those of other ranks. Rank and whose."""
@@ -195,6 +196,8 @@ class PeerCopies:
 
     def _check_sizes(self, sizes: list[int]) -> None:
         """Raise CheckpointError, on all ranks, where a host has no room for the files. `sizes`: of each rank's file."""
+        # `extra` grows and shrinks by a few bytes
+        sizes = [-(-size // MIB) * MIB for size in sizes]
         if sizes == self._sizes:
             return
         here = sum(sizes[rank] for rank in self._local)
@@ -245,4 +248,4 @@ class PeerCopies:
 
 
 def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes / MIB:.1f} MiB"

@@ -51,11 +51,11 @@ class Copying:
         self._files = files
         self._parts = copy(files[self._rank].memory[: self._body.nbytes])
 
-    def begin(self, holder: int | None, group: dist.ProcessGroup | None) -> None:
-        """Complete the files in a thread: send this rank's to `holder`, receive the others."""
+    def begin(self, holder: int | None, group: dist.ProcessGroup | None, tag: int) -> None:
+        """Complete the files in a thread: send this rank's to `holder`, receive the others. `group`, `tag`: see `exchange`."""
         # a daemon: it waits for other ranks, which may be gone
         self._thread = threading.Thread(
-            target=self._run, args=(holder, group), name="meshwright-copy", daemon=True
+            target=self._run, args=(holder, group, tag), name="meshwright-copy", daemon=True
         )
         atexit.register(self._join, EXIT_SECONDS)
         self._thread.start()
@@ -71,7 +71,7 @@ class Copying:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _run(self, holder: int | None, group: dist.ProcessGroup | None) -> None:
+    def _run(self, holder: int | None, group: dist.ProcessGroup | None, tag: int) -> None:
         try:
             files, parts = self._files, self._parts
             self._files, self._parts = {}, []
@@ -80,7 +80,9 @@ class Copying:
                 self._body.nbytes, self._note([block_sums(bytes_of_tensor(part)) for part in parts])
             )
             file_of_rank.publish()
-            exchange(file_of_rank.memory, holder, {rank: file.memory for rank, file in files.items()}, group)
+            exchange(
+                file_of_rank.memory, holder, {rank: file.memory for rank, file in files.items()}, group, tag
+            )
             for file in files.values():
                 file.publish()
         except (RuntimeError, OSError, ValueError, MemoryError) as error:

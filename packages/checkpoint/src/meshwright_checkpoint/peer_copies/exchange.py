@@ -32,16 +32,17 @@ def exchange(
     holder: int | None,
     received: Mapping[int, torch.Tensor],
     group: dist.ProcessGroup | None,
+    tag: int = 0,
 ) -> None:
     """Send the bytes of this rank's file to its holder, and receive those of other ranks.
 
-    group: in which nothing else is sent meanwhile. Raises RuntimeError: a rank has ended, or did not send in time.
+    group: in which nothing else is sent meanwhile with that tag. Raises RuntimeError: a rank has ended, or did not send in time.
     """
     works = []
     if holder is not None:
-        works.append(dist.isend(sent, group=group, group_dst=holder))
+        works.append(dist.isend(sent, group=group, group_dst=holder, tag=tag))
     for source, memory in received.items():
-        works.append(dist.irecv(memory, group=group, group_src=source))
+        works.append(dist.irecv(memory, group=group, group_src=source, tag=tag))
     for work in works:
         if work is not None:
             work.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import stat
@@ -49,6 +50,13 @@ class HostFolder:
             self._lock.take()
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be made: {error}") from error
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the use of the folder by this process; the last one removes it, if it is empty."""
+        self._lock.release()
+        with suppress(OSError):
+            self.path.rmdir()
 
     def clean(self) -> None:
         """Remove what killed processes of this run have left, and folders of other runs that have ended."""
