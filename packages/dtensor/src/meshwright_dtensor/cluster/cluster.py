@@ -384,9 +384,10 @@ class Cluster:
             held = members(level, axes, self.ranks)
             if held >= degree or level is self.links[-1]:
                 bandwidth = level.bandwidth_Bps
-                if inside is not None:
-                    bandwidth = min(inside.bandwidth_Bps, bandwidth * within)
                 inner, count = (inside, within) if inside is not None and within > 1 else (None, 1)
+                # with one member in each inner group, nothing crosses the inner links
+                if inner is not None:
+                    bandwidth = min(inner.bandwidth_Bps, bandwidth * count)
                 measured = self._collectives() if level is self.links[0] else ()
                 latency, outer = level.latency_s, level.bandwidth_Bps
                 return Link(level.name, latency, bandwidth, inner, count, outer, measured)
