@@ -62,6 +62,8 @@ class StrategyCost:
     Args:
         exposed_seconds: communication time added to the step.
         overlapped_seconds: communication time that overlaps with compute (not added to the step).
+        slack_seconds: of the seconds by which collectives slow this compute (StepContext.interference), those that it would
+            otherwise wait for communication.
         parameters, gradients, optimizer, activations: factors on one rank's memory of that kind (1.0: unchanged).
         collectives: the communication.
         fields: fields of the plan that describe the option that was costed, such as {"context": {...}}.
@@ -87,6 +89,7 @@ class StrategyCost:
 
     exposed_seconds: float = 0.0
     overlapped_seconds: float = 0.0
+    slack_seconds: float = 0.0
     parameters: float = 1.0
     gradients: float = 1.0
     optimizer: float = 1.0

@@ -152,6 +152,7 @@ class StepContext:
         accelerated: ranks compute on accelerators, not on the cores of the host.
         call_seconds: host time of launching one operation that compute does not hide; 0 if the host runs before the device.
         byte_seconds: time to move one byte between memory and cores.
+        interference: fraction of a rank's compute that a concurrent collective takes.
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -164,6 +165,7 @@ class StepContext:
     accelerated: bool = True
     call_seconds: float = 0.0
     byte_seconds: float = 0.0
+    interference: float = 0.0
 
 
 @dataclass(frozen=True)

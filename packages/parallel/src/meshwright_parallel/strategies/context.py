@@ -86,7 +86,7 @@ class Context(Strategy):
 
     @staticmethod
     def _cost_of(form: str, balance: str, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        exposed, hidden, times = 0.0, 0.0, request.step.microbatches
+        exposed, hidden, slack, times = 0.0, 0.0, 0.0, request.step.microbatches
         collectives: list[CollectiveUse] = []
         for use in request.sizes.attention:
             uneven = use.causal and balance == "none" and form != "all_to_all"
@@ -97,11 +97,13 @@ class Context(Strategy):
             left = max(0.0, seconds - compute * (degree - 1) / degree) if form == "ring" else seconds
             exposed += use.count * (left + compute - use.seconds)
             hidden += use.count * (seconds - left)
+            slack += use.count * min(left, request.step.interference * (seconds - left))
             collectives += [replace(c, count=c.count * use.count) for c in call]
         return StrategyCost(
             exposed_seconds=exposed,
             stall=Stall(exposed / times, hidden / times, times),
             overlapped_seconds=hidden,
+            slack_seconds=slack,
             collectives=tuple(collectives),
             fields={"context": {"attention": form, "balance": balance}},
         )

@@ -70,6 +70,9 @@ class Data(RowStrategy):
         return StrategyCost(
             exposed_seconds=exposed,
             overlapped_seconds=max(0.0, total - exposed),
+            slack_seconds=min(
+                exposed - bucket_seconds, request.step.interference * max(0.0, total - exposed)
+            ),
             collectives=(use,),
             persistent_gradients=min(1.0, reused / request.sizes.gradient_bytes),
             bucket_bytes=BUCKET_BYTES,

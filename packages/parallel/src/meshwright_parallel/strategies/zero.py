@@ -81,6 +81,7 @@ class Zero(RowStrategy):
             stall=exposure.stall,
             # the total may be smaller in the last bit, since it is summed in another order
             overlapped_seconds=max(0.0, exposure.total - exposure.exposed),
+            slack_seconds=exposure.slack,
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
@@ -139,6 +140,7 @@ class _Exposure:
     link: Link
     exposed: float = 0.0
     total: float = 0.0
+    slack: float = 0.0
     stall: Stall = field(default_factory=Stall)
 
     def add_phase(self, phase: Phase, compute: float) -> None:
@@ -156,7 +158,14 @@ class _Exposure:
                 self._add_pipelined(gathered, root, block, compute)
         elif seconds:
             unhidden = root + block if phase == "forward" else self._last_reduction()
-            self.exposed += max(unhidden, sum(seconds) - compute)
+            self._expose(sum(seconds), unhidden, compute)
+
+    def _expose(self, seconds: float, unhidden: float, compute: float, times: int = 1) -> None:
+        """Add `times` passes, each with so many seconds of communication, of which at least `unhidden` are exposed."""
+        exposed = min(seconds, max(unhidden, seconds - compute))
+        self.exposed += exposed * times
+        slower = self.request.step.interference * (seconds - exposed)
+        self.slack += min(max(0.0, exposed - unhidden), slower) * times
 
     def _last_reduction(self) -> float:
         """The last reduce-scatter and the all-reduce of whole gradients have no compute left to overlap with."""
@@ -173,7 +182,7 @@ class _Exposure:
         times = self.request.step.microbatches if self.request.step.zero_stage == 3 else 1
         each, first_blocks = gathered / times, block * self.request.step.stages
         hidden = compute / self.request.step.microbatches
-        self.exposed += min(each, max(root + first_blocks, each - hidden)) * times
+        self._expose(each, root + first_blocks, hidden, times)
         # the parameters outside of blocks are on the first or the last stage: other stages do not wait for them
         stalled = min(each - root, max(first_blocks, each - root - hidden))
         overlapped = each - root - stalled

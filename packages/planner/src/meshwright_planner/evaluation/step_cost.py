@@ -115,6 +115,7 @@ class _Step:
                 byte_seconds=1 / cluster.streams,
                 recompute=bool(placed.recompute),
                 accelerated=cluster.accelerated,
+                interference=cluster.interference,
             ),
             pipeline=PipelineQuery(estimate=rough, cutoff_seconds=beyond),
         )
@@ -232,8 +233,9 @@ class _Step:
         uses: list[tuple[str, CollectiveUse]] = []
         for entry in costs:
             axes, seconds = entry.axes, entry.cost
-            # during a collective compute is slower, as if a part of the collective were exposed
-            slowdown = seconds.overlapped_seconds * self.setting.cluster.interference
+            # during a collective compute is slower, as if a part of the collective were exposed, unless it waits afterwards
+            slower = seconds.overlapped_seconds * self.setting.cluster.interference
+            slowdown = max(0.0, slower - seconds.slack_seconds)
             exposed[axes] = exposed.get(axes, 0.0) + seconds.exposed_seconds + slowdown
             hidden[axes] = hidden.get(axes, 0.0) + seconds.overlapped_seconds - slowdown
             uses += ((axes, use) for use in seconds.collectives)
