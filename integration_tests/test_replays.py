@@ -15,7 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
+from meshwright_planner.reports.explain import explain
+from meshwright_planner.simulation.events import run
 from meshwright_planner.simulation.replay import simulate
+from meshwright_planner.simulation.workload import Faults, Workload
 
 SAME = 1e-3
 """By what part both may differ where ranks share nothing: messages meet collectives inside of stages a little differently."""
@@ -118,3 +121,31 @@ def test_one_microbatch_hides_no_sums() -> None:
     whole = sum(c.count * link.seconds("all_reduce", c.nbytes, 32) for c in sums)
     assert plan.predicted.split.exposed["dp"] == pytest.approx(whole)
     assert "dp" not in plan.predicted.split.hidden
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"dp": 32, "tp": 2, "pp": 1, "zero": 3},
+        {"dp": 4, "tp": 8, "pp": 2, "zero": 2, "schedule": "interleaved", "microbatches": 4},
+        {"dp": 4, "tp": 4, "pp": 4, "zero": 0, "schedule": "1f1b", "microbatches": 8},
+    ],
+)
+def test_better_links_gain_at_most_the_exposed_time_that_a_plan_shows(pins: dict[str, Any]) -> None:
+    """The replay alone says so of planned steps, without the bound that `explain` puts on it."""
+    plan = planned(64, **pins)
+    cluster = DGX_H100.running(64)
+    (view,) = explain(plan, cluster=cluster).plans
+    assert view.upgrades and plan.predicted is not None
+    for upgrade in view.upgrades:
+        assert upgrade.today == pytest.approx(plan.predicted.step_seconds)
+        name = upgrade.what.split()[0]
+        over = sum(s for axes, s in view.seconds.items() if name in view.links.get(axes, ()))
+        if name == "devices":
+            continue
+        fast = Workload(plan, cluster, Faults(everywhere=frozenset({(name, 2.0)})))
+        gain = simulate(plan, cluster).seconds - run(fast.programs()).seconds
+        assert 0 <= gain <= over + 1e-9 and upgrade.today - upgrade.seconds == pytest.approx(
+            gain, rel=0.05, abs=1e-6
+        )

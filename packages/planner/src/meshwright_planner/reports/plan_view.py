@@ -21,7 +21,7 @@ from meshwright_planner.simulation.events import run
 from meshwright_planner.simulation.workload import Faults, Workload, elsewhere
 
 SHOWN = 0.002
-"""Part of a step from which a replay differs visibly from the prediction: three digits are shown."""
+"""Part of a step from which today's step differs visibly from the prediction: three digits are shown."""
 
 TWICE = 2.0
 FULL = 0.9
@@ -81,9 +81,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Upgrade:
-    """One change of the cluster, in words, and the replayed step of the same plan on it.
+    """One change of the cluster, in words, and the step of the same plan on it.
 
-    saved: the part of today's step that it saves; today: seconds of a step on the cluster as it is, also replayed.
+    saved: the part of today's step that it saves, as replayed; today: seconds of a step on the cluster as it is, those of the
+    split on the plan's own cluster and replayed ones on any other.
     """
 
     what: str
@@ -199,21 +200,29 @@ def view_of(
 def upgrades(plan: ParallelPlan, cluster: Cluster, host: PluginHost | None = None) -> list[Upgrade]:
     """The step of the plan on clusters that are twice as good in one respect, the largest gain first.
 
-    The plan stays the same; another plan may profit more from the change.
+    The plan stays the same; another plan may profit more from the change. A replay says which part of the step a change saves.
+    A better link saves no more than the split of the plan has of exposed communication over it.
 
     Raises UsageError: the plan has no predicted split of its step.
     """
-    today = run(Workload(plan, cluster, host=host).programs()).seconds
-    if not today:
+    replayed = run(Workload(plan, cluster, host=host).programs()).seconds
+    predicted = plan.predicted
+    assert predicted is not None and predicted.split is not None
+    at_home = elsewhere(plan, cluster) is None
+    today = math.fsum(seconds_of(plan).values()) if at_home else replayed
+    if not today or not replayed:
         return []
-    better = {"devices twice as fast": Faults(compute=1.0 / TWICE)}
+    better = {"devices twice as fast": (Faults(compute=1.0 / TWICE), today)}
+    exposed = predicted.split.exposed if at_home else {}
     for level in cluster.links:
-        everywhere = frozenset({(level.name, TWICE)})
-        better[f"{level.name} of twice the bandwidth"] = Faults(everywhere=everywhere)
+        over = [s for axes, s in exposed.items() if level.name in crossed(plan, axes, cluster)]
+        faults = Faults(everywhere=frozenset({(level.name, TWICE)}))
+        better[f"{level.name} of twice the bandwidth"] = faults, math.fsum(over) if at_home else today
     changes = []
-    for what, faults in better.items():
-        seconds = run(Workload(plan, cluster, faults, host).programs()).seconds
-        changes.append(Upgrade(what, seconds, 1.0 - seconds / today, today))
+    for what, (faults, most) in better.items():
+        part = 1.0 - run(Workload(plan, cluster, faults, host).programs()).seconds / replayed
+        saved = min(part, most / today)
+        changes.append(Upgrade(what, today * (1.0 - saved), saved, today))
     return sorted(changes, key=lambda u: (u.seconds, u.what))
 
 

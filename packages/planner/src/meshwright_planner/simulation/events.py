@@ -2,6 +2,9 @@
 
 Every actor has a fixed list of operations. Nothing is random, and no operation depends on times. So times follow from one pass
 over the dependencies: an operation starts when its actor is free and everything that it waits for has happened.
+
+So the end of each operation is the length of the longest chain of operations before it, and a chain has each operation once. If
+an operation takes longer, no other ends earlier, and none ends later by more than that.
 """
 
 from __future__ import annotations
@@ -67,15 +70,11 @@ Joins: TypeAlias = list[tuple[float, Join]]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until all collectives that the actor has joined on this stream have ended.
-
-    `slowdown`: seconds that the actor's compute takes longer per second that a collective overlapped with it.
-    """
+    """Wait until all collectives that the actor has joined on this stream have ended."""
 
     group: frozenset[Actor]
     stream: str
     what: str
-    slowdown: float = 0.0
 
 
 Operation: TypeAlias = Work | Send | Receive | Join | Wait
@@ -144,7 +143,6 @@ class _EventLoop:
         self.outcome = Outcome()
         self.clock: dict[Actor, float] = dict.fromkeys(programs, 0.0)
         self.next: dict[Actor, int] = dict.fromkeys(programs, 0)
-        self.busy_until: dict[Actor, float] = dict.fromkeys(programs, 0.0)
         # sent, arrived, sender
         self.messages: dict[Hashable, tuple[float, float, Actor]] = {}
         self.collectives: dict[Stream, _Collectives] = defaultdict(_Collectives)
@@ -177,7 +175,7 @@ class _EventLoop:
         now = self.clock[actor]
         match op:
             case Work():
-                self.clock[actor] = self.busy_until[actor] = now + op.seconds
+                self.clock[actor] = now + op.seconds
                 if op.seconds:
                     self.outcome.spans[actor].append(Span(now, self.clock[actor], op.what, op.kind))
             case Send():
@@ -215,15 +213,9 @@ class _EventLoop:
         number, done = self.joined[actor, stream], self.collectives[stream].done
         if len(done) < number:
             return stream
-        overlap = 0.0
         for transfer in done[self.awaited[actor, stream] : number]:
-            overlap += max(0.0, min(transfer[1], self.busy_until[actor]) - transfer[0])
             self._wait(actor, transfer, op.what)
         self.awaited[actor, stream] = number
-        if op.slowdown * overlap:
-            start, self.clock[actor] = self.clock[actor], self.clock[actor] + op.slowdown * overlap
-            span = Span(start, self.clock[actor], f"slower during {op.what}", "communication")
-            self.outcome.spans[actor].append(span)
         return None
 
     def _wait(self, actor: Actor, transfer: tuple[float, float, Actor], what: str) -> None:

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster, CollectiveKind
 from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.utils.names import suggestion
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose compute takes `slowdown` times as long as that of the others."""
+    """A rank whose compute takes `slowdown` times as long as that of the others. Raises UsageError: less than 1."""
 
     rank: int
     slowdown: float
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.slowdown < math.inf:
+            raise UsageError(
+                f"Straggler(rank={self.rank}, slowdown={self.slowdown!r}): it is how many times as long the rank computes; give 1 "
+                "or more"
+            )
+
 
 @dataclass(frozen=True)
 class LinkFault:
-    """A rank whose link of one level has only `share` of its bandwidth; 0: the link is gone."""
+    """A rank whose link of one level has only `share` of its bandwidth; 0: the link is gone.
+
+    Raises UsageError: the share is not 0 to 1.
+    """
 
     rank: int
     level: str
     share: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise UsageError(
+                f"LinkFault(rank={self.rank}, level={self.level!r}, share={self.share!r}): it is the part of the bandwidth that is "
+                "left; give 0 to 1"
+            )
 
 
 _WHERE = r"\s*(?:(?:rank)?\s*(?P<rank>\d+)|node\s*(?P<node>\d+))\s*"
@@ -72,11 +91,40 @@ def _ranks(match: re.Match[str], cluster: Cluster, world_size: int, option: str)
     return range(bounds[number], bounds[number + 1])
 
 
+def collective_seconds(
+    cluster: Cluster,
+    kind: CollectiveKind,
+    nbytes: float,
+    spans: Sequence[tuple[int, int]],
+    faults: frozenset[tuple[str, float]],
+) -> float:
+    """Seconds of a collective over axes, (stride, degree) each, that crosses links with these faults, (level, share).
+
+    A link that is too slow is avoided as one that is gone, so no share is slower than a link that is gone. Measured times
+    grow as those of the model do.
+
+    Raises InfeasibleError: a link is gone and there is no outer level.
+    """
+    size = math.prod(degree for _, degree in spans)
+    sound = cluster.link_over(spans)
+    seconds = sound.seconds(kind, nbytes, size)
+    if not faults or not seconds:
+        return seconds
+
+    def modelled(machine: Cluster) -> float:
+        return replace(machine.link_over(spans), measured=()).seconds(kind, nbytes, size)
+
+    outer = cluster.links[-1].name
+    gone = frozenset((level, share if share >= 1 or level == outer else 0.0) for level, share in faults)
+    crossing = min(modelled(degraded(cluster, some)) for some in {faults, gone})
+    return seconds * crossing / modelled(cluster) if sound.measured else crossing
+
+
 def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:
     """The cluster for a collective that crosses links with these faults, (level, share).
 
     Every member sends the same amount, so the worst link sets the pace. The traffic of a link that is gone takes the next
-    outer level.
+    outer level, and becomes no faster there.
 
     Raises InfeasibleError: there is no outer level.
     """
@@ -95,6 +143,7 @@ def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:
         bandwidth, latency = levels[index].bandwidth_Bps * share, levels[index].latency_s
         if share == 0:
             outside = levels[index + 1]
-            bandwidth, latency = min(levels[index].bandwidth_Bps, outside.bandwidth_Bps), outside.latency_s
+            bandwidth = min(levels[index].bandwidth_Bps, outside.bandwidth_Bps)
+            latency = max(latency, outside.latency_s)
         levels[index] = replace(levels[index], bandwidth_Bps=bandwidth, latency_s=latency)
     return replace(cluster, links=tuple(levels))

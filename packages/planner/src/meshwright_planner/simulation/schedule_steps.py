@@ -136,11 +136,24 @@ def _share(joins: Sequence[Join], steps: Sequence[int], index: int) -> Sequence[
     return joins[place * len(joins) // count : (place + 1) * len(joins) // count]
 
 
-def wait_for(join: Join, slowdown: float) -> Wait:
-    """Wait for a collective and those before it on its stream; `slowdown`: see Wait."""
+def wait_for(join: Join) -> Wait:
+    """Wait for a collective and those before it on its stream."""
+    return Wait(join.group, join.stream, _named(join))
+
+
+def _named(join: Join) -> str:
     axis, _, kind = join.stream.partition(":")
-    what = f"the parameters that {axis} shares" if kind == "gather" else f"the sum of gradients over {axis}"
-    return Wait(join.group, join.stream, what, slowdown)
+    return f"the parameters that {axis} shares" if kind == "gather" else f"the sum of gradients over {axis}"
+
+
+def _begun(join: Join, slowdown: float) -> list[Operation]:
+    """Join a collective that overlaps with compute, which then takes longer by `slowdown` seconds for each of its seconds.
+
+    The actor loses that time directly after it has joined, while the collective runs. So a collective costs its seconds where
+    no compute overlaps with it, and `slowdown` times them where compute does.
+    """
+    lost = slowdown * join.seconds
+    return [join, *([Work(lost, f"slower during {_named(join)}", "communication")] if lost else [])]
 
 
 def compute_pass(
@@ -155,7 +168,7 @@ def compute_pass(
         gathers: see Gathers.of.
         sums: each with the fraction of the pass after which it is joined.
         overlaps: collectives overlap with compute. Without it a rank waits for each.
-        slowdown: see Wait.
+        slowdown: part of a rank's compute that a collective takes meanwhile.
     """
     total, joins = sum(weight for weight, _ in gathers) or 1.0, [join for _, join in gathers]
     program: list[Operation] = list(joins[:1]) if overlaps else []
@@ -168,12 +181,13 @@ def compute_pass(
             done = fraction
 
     def add_sum(join: Join) -> None:
-        program.extend([join] if overlaps else [join, wait_for(join, slowdown)])
+        program.extend(_begun(join, slowdown) if overlaps else [join, wait_for(join)])
 
     for place, (weight, join) in enumerate(gathers):
         program += [] if overlaps else [join]
-        program.append(wait_for(join, slowdown))
-        program += joins[place + 1 : place + 2] if overlaps else []
+        program.append(wait_for(join))
+        for following in joins[place + 1 : place + 2] if overlaps else ():
+            program += _begun(following, slowdown)
         end += weight / total
         while remaining and remaining[0][0] <= end:
             compute_until(remaining[0][0])

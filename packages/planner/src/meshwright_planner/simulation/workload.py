@@ -16,7 +16,7 @@ from meshwright_dtensor.utils.memo import Memo
 from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.context import SHARED
 from meshwright_planner.simulation.events import Actor, Join, Joins, Operation, Receive, Send, Wait, Work
-from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
+from meshwright_planner.simulation.faults import LinkFault, Straggler, collective_seconds
 from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
 from meshwright_planner.simulation.schedule_steps import Gathers, Step, compute_pass, steps_of, wait_for
 
@@ -54,6 +54,25 @@ class Faults:
         return self.compute * max([1.0, *(s.slowdown for s in self.stragglers if s.rank in ranks)])
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """The communication of a tight axis in one step of one rank, next to the compute that it overlaps with.
+
+    Args:
+        compute: seconds of the axis that no link takes.
+        hideable: seconds of communication that compute can overlap with.
+        loss: seconds of compute lost per second of communication, all of which may overlap.
+    """
+
+    compute: float
+    hideable: float
+    loss: float
+
+    def exposed(self, seconds: float) -> float:
+        """What is exposed of so many seconds of communication: no more than they are."""
+        return max(self.loss * seconds, seconds - self.hideable)
+
+
 def elsewhere(plan: ParallelPlan, cluster: Cluster) -> str | None:
     """A note on a simulation on a cluster that the plan was not made for: a plan does not hold compute times there."""
     made_for = plan.provenance.cluster
@@ -82,13 +101,14 @@ class Workload:
                 "the plan has no predicted.split, and a simulation needs the times of its stages; make the plan with "
                 "`meshwright plan`"
             )
-        self._clusters = Memo()
+        self._collectives = Memo()
         self.predicted, self.split = plan.predicted, plan.predicted.split
         inside = {c.axis for c in plan.collectives if c.phase == "forward" and c.axis != SHARED}
         loose = [axis for axis in plan.degrees if axis != "pp" and axis not in inside]
         self.mesh = Mesh(dict(plan.degrees), tuple(loose))
         self.replicas = Replicas.by_faults(self.mesh, sorted({self.mesh.place(r) for r in self.faults.ranks}))
         self.steps = steps_of(plan, self.host)
+        self._owners = {step.stage: rank for rank, steps in enumerate(self.steps) for step in steps}
         self.stages = self._stages()
         self.pipelined = plan.pipeline is not None
         more = self.predicted.compute_seconds - self._computed()
@@ -140,8 +160,7 @@ class Workload:
                 program.append(Work(tied, TIED, "communication"))
             program += [join for _, join in sums]
         streams = {(join.group, join.stream): join for _, join in sums}.values()
-        slowdown = self.cluster.interference
-        program += [wait_for(join, slowdown) for join in sorted(streams, key=lambda j: j.after is not None)]
+        program += [wait_for(join) for join in sorted(streams, key=lambda j: j.after is not None)]
         if self.split.optimizer_seconds:
             program.append(Work(slow * self.split.optimizer_seconds, "optimizer", "optimizer"))
         return program
@@ -149,7 +168,7 @@ class Workload:
     def _passes(self, actor: tuple[Place, int], slow: float, sums: Joins) -> list[Operation]:
         """The forwards and backwards of an actor; `sums`: of gradients, in its last backward."""
         (place, rank), ranks = actor, self.ranks(actor)
-        steps, exposed = self.steps[rank], self._exposed(ranks)
+        steps, inside = self.steps[rank], self._inside(ranks)
         overlaps, slowdown = self.cluster.hides_communication, self.cluster.interference
         # of the rank with most work, which the split is of; for one microbatch
         times = [(t.forward_seconds + t.backward_seconds) for t in self.stages]
@@ -175,13 +194,12 @@ class Workload:
                 program.append(Receive((place, *step.needs), f"{PASSES[phase]} for stage {step.stage}"))
             last = sums if index == last_backward else []
             program += compute_pass(step, seconds, gathers.of(index), last, overlaps, slowdown)
-            program += [
-                Work(step.part * part * by_phase[phase], f"{axis} of {step}", "communication")
-                for axis, by_phase in exposed.items()
-                if by_phase[phase]
-            ]
+            for axis, costs in inside.items():
+                done, sent = (step.part * part * seconds for seconds in costs[phase])
+                program += [Work(slow * done, f"{axis} of {step}")] if done else []
+                program += [Work(sent, f"{axis} of {step}", "communication")] if sent else []
             if step.gives is not None:
-                program.append(Send((place, *step.gives), self._message(step, ranks)))
+                program.append(Send((place, *step.gives), self._message(step, place, rank)))
         return program
 
     # ---- communication
@@ -218,45 +236,57 @@ class Workload:
 
     def _seconds(self, collective: PlannedCollective, axes: Sequence[str], ranks: set[int] | None) -> float:
         """Of one collective in which these ranks take part; `ranks` None: without faults."""
-        spans, cluster = self.mesh.spans(axes), self.cluster
+        spans, levels = self.mesh.spans(axes), frozenset[tuple[str, float]]()
         if ranks is not None:
-            links = {(f.level, f.share) for f in self.faults.links if f.rank in ranks}
-            faults = self.faults.everywhere | links
-            cluster = self._clusters.once(faults, lambda: degraded(self.cluster, faults))
-        size = math.prod(degree for _, degree in spans)
-        return cluster.link_over(spans).seconds(collective.kind, collective.nbytes, size)
+            levels = self.faults.everywhere | {
+                (f.level, f.share) for f in self.faults.links if f.rank in ranks
+            }
+        key = (collective.kind, collective.nbytes, spans, levels)
+        return self._collectives.once(key, lambda: collective_seconds(self.cluster, *key))
 
-    def _exposed(self, ranks: Sequence[int]) -> dict[str, dict[str, float]]:
-        """Axis -> phase -> seconds per step of exposed communication of these ranks on each tight axis.
+    def _inside(self, ranks: Sequence[int]) -> dict[str, dict[str, tuple[float, float]]]:
+        """Tight axis -> phase -> seconds per step of these ranks: compute for the axis, and exposed communication.
 
-        Communication that overlaps with compute without faults goes on doing so. The time that a faulty link adds is exposed
-        as far as there is no compute left to overlap with.
+        The compute is what the split counts as exposed and no collective takes, such as attention to the other chunks of
+        a sequence.
         """
-        seconds: dict[str, dict[str, float]] = {}
-        exposed, hidden, loose = self.split.exposed, self.split.hidden, set(self.mesh.loose)
-        for axis in {**exposed, **hidden}:
-            if axis == "pp" or not loose.isdisjoint(axis.split("+")):
+        seconds: dict[str, dict[str, tuple[float, float]]] = {}
+        for axis in {**self.split.exposed, **self.split.hidden}:
+            if axis == "pp" or not set(self.mesh.loose).isdisjoint(axis.split("+")):
                 continue
-            sound, bad = self._totals(axis, None), self._totals(axis, set(ranks))
-            before, after = sum(sound.values()), sum(bad.values())
-            if axis in exposed:
-                shares = {phase: sound[phase] / before if before else 0.5 for phase in PASSES}
-                # a gain on communication that overlaps with compute anyway saves nothing
-                now = max(0.0, exposed[axis] + after - before)
-                seconds[axis] = {p: share * now for p, share in shares.items()}
-            else:
-                left = max(0.0, after - max(hidden[axis], self.predicted.compute_seconds))
-                seconds[axis] = dict.fromkeys(PASSES, left / 2)
+            sound, now = self._totals(axis, None), self._totals(axis, set(ranks))
+            parts = self._overlap(axis, sum(sound.values()))
+            compute, exposed = parts.compute, parts.exposed(sum(now.values()))
+            before = sum(sound.values())
+            shares = {phase: sound[phase] / before if before else 0.5 for phase in PASSES}
+            seconds[axis] = {p: (share * compute, share * exposed) for p, share in shares.items()}
         return seconds
 
+    def _overlap(self, axis: str, total: float) -> Overlap:
+        """How the collectives of a tight axis, which take `total` seconds without faults, overlap with compute."""
+        split, interference = self.split, self.cluster.interference
+        exposed, hidden = split.exposed.get(axis, 0.0), split.hidden.get(axis, 0.0)
+        sent = min(exposed, max(0.0, total - hidden))
+        if not exposed:
+            return Overlap(0.0, max(total, self.predicted.compute_seconds), 0.0)
+        loss = min(interference, sent / total) if total else 0.0
+        # where more than the loss is exposed, compute is too short to overlap with all
+        bound = sent > loss * total * (1 + NOTHING)
+        return Overlap(exposed - sent, total - sent if bound else max(total - sent, exposed - sent), loss)
+
     def _totals(self, axis: str, ranks: set[int] | None) -> dict[str, float]:
-        """Phase -> seconds of the collectives of one rank on an axis."""
+        """Phase -> seconds of the collectives of one rank on a tight axis."""
         axes = [a for a in axis.split("+") if a in self.mesh.degrees]
         collectives = [c for c in self.plan.collectives if c.axis == axis]
-        times = [(c.phase, c.count * self._seconds(c, axes, ranks)) for c in collectives]
-        # a plan counts the collectives of all stages, and a rank has those of its own
-        stages = len(self.steps)
-        return {phase: sum(seconds for p, seconds in times if p == phase) / stages for phase in PASSES}
+
+        def total(phase: str, members: set[int] | None) -> float:
+            return sum(c.count * self._seconds(c, axes, members) for c in collectives if c.phase == phase)
+
+        # a plan counts the collectives that placements need on all stages, and those of strategies on one rank, where they
+        # take no longer than the axis is predicted to take
+        predicted = self.split.exposed.get(axis, 0.0) + self.split.hidden.get(axis, 0.0)
+        of_one_rank = sum(total(phase, None) for phase in PASSES) <= predicted * (1 + NOTHING)
+        return {phase: total(phase, ranks) / (1 if of_one_rank else len(self.steps)) for phase in PASSES}
 
     def _computed(self) -> float:
         """Compute seconds of the rank with most work, in all its forwards and backwards and between them."""
@@ -268,9 +298,9 @@ class Workload:
             totals.append(math.fsum(times) + (self.split.between_seconds if last else 0.0))
         return max(totals)
 
-    def _message(self, step: Step, ranks: Sequence[int]) -> float:
+    def _message(self, step: Step, place: Place, rank: int) -> float:
         """Seconds of the message of a step to the next stage; 0 to a stage of the same rank."""
-        if step.local:
+        if step.local or step.gives is None:
             return 0.0
         phase = "forward" if step.kind == "F" else "backward"
         cut = step.stage if step.kind == "F" else step.stage - 1
@@ -280,4 +310,6 @@ class Workload:
         if not candidates:
             return 0.0
         largest = max(candidates, key=lambda c: c.nbytes)
-        return self._seconds(largest, ["pp"], set(ranks))
+        # it crosses the links of both ends
+        ends = {rank, self._owners[step.gives[1]]}
+        return self._seconds(largest, ["pp"], {r for end in ends for r in self.mesh.ranks(place, end)})
