@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
 
+from meshwright_dtensor._torch.axis_groups import groups_of_this_rank
 from meshwright_dtensor._torch.one_rank import OneRank
 
 
@@ -77,7 +78,7 @@ def new_group(ranks: Sequence[int], backend: str | None = None, description: str
 
 def new_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """A mesh of all ranks, in the order of their numbers."""
-    with _timeout_of_world():
+    with _timeout_of_world(), groups_of_this_rank():
         mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
     for name in names:
         with_timeout(mesh.get_group(name))
@@ -87,8 +88,13 @@ def new_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceM
 def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The process group over the product of several mesh axes; made on first use, so every rank must call this."""
     # the mesh keeps it
-    with _timeout_of_world():
+    with _timeout_of_world(), groups_of_this_rank():
         return with_timeout(mesh[axes]._flatten().get_group())
+
+
+def message_device_type(group: dist.ProcessGroup | None) -> str:
+    """The type of device on which small messages between the ranks of a group are: "cpu" where its backends allow."""
+    return str(dist.distributed_c10d._get_object_coll_device(group))
 
 
 def set_default_group(group: dist.ProcessGroup) -> None:
