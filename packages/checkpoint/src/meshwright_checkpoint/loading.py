@@ -334,7 +334,7 @@ def _warn(where: str, missing: list[str], unexpected: list[str]) -> None:
     ]
     text = f"{where} is loaded in part. {'; '.join(parts)}"
     try:
-        warnings.warn(text, stacklevel=11)
+        warnings.warn(text, stacklevel=9)
     except Warning as error:
         raise CheckpointError(text) from error
 

@@ -100,7 +100,7 @@ class PeerCopies:
         An optimizer without states yet counts nothing; the first `put` sees them.
         """
         with own_state(unwrapped(model), optimizer):
-            shared = rng.shared(self._ranks.gather_checked(rng.digests))
+            shared = rng.shared(rng.digests(), self._ranks)
             save_id = uuid.uuid4().hex
             _, _, body = self._plans.collect(model, optimizer, None, self._ranks, shared, save_id)
             self._check_sizes(self._ranks.gather(body.nbytes))
@@ -125,15 +125,11 @@ class PeerCopies:
     def _put(self, model: nn.Module, optimizer: Any, extra: Any, step: int, saved: int | None) -> None:
         ranks = self._ranks
 
-        def begin() -> Any:
-            self.wait()
-            return {"rng": rng.digests(), "id": uuid.uuid4().hex}
-
-        gathered = ranks.gather_checked(begin)
-        generation = Generation(self._start, step, gathered[0]["id"], ranks.size)
-        shared = rng.shared([rank["rng"] for rank in gathered])
+        ranks.run_checked(self.wait)
+        generation = Generation(self._start, step, ranks.first(uuid.uuid4().hex), ranks.size)
+        shared = rng.shared(rng.digests(), ranks)
         collected, types, body = self._plans.collect(model, optimizer, extra, ranks, shared, generation.id)
-        metadata = collected.metadata
+        metadata, described = collected.metadata, collect.describe_shards(collected.shards)
         # no rank writes a piece of them
         empty = {} if ranks.rank else {key: kind for key, kind in types.items() if not prod(kind[0])}
         copying = Copying(
@@ -142,7 +138,7 @@ class PeerCopies:
             {
                 "optimizer": metadata.pop("optimizer"),
                 "streams": metadata.pop("rng")["streams"],
-                "types": {piece.key: types[piece.key] for piece, _ in body.pieces} | empty,
+                "types": {piece.key: described[piece.key][:2] for piece, _ in body.pieces} | empty,
                 "saved": saved,
                 # equal on all ranks but for `extra`, which rank 0 has
                 "about": metadata if ranks.rank == 0 else {},

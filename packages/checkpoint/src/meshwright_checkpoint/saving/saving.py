@@ -82,7 +82,7 @@ def save(
             text = f"backend {backend!r} stores no step; leave out step={step}, or save it in extra"
             raise UsageError(text)
         ranks = Ranks()
-        _check_arguments(ranks.gather_checked(lambda: _arguments(storage, model, optimizer, extra)))
+        _check_arguments(ranks.run_checked(lambda: _arguments(storage, model, optimizer, extra)), ranks)
         with own_state(unwrapped(model), optimizer):
             storage.write(model, optimizer, extra, ranks)
         return SaveHandle(storage.where, None)
@@ -122,14 +122,15 @@ class WritePlans:
     """The write plans of the last layouts: which rank writes what."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[str, tuple[list[list[Piece]], dict[str, Any]]] = OrderedDict()
+        # pieces that this rank writes, and on rank 0 the shape and dtype of each tensor
+        self._plans: OrderedDict[str, tuple[list[Piece], dict[str, Any]]] = OrderedDict()
 
     def collect(
         self, model: nn.Module, optimizer: Any, extra: Any, ranks: Ranks, shared: set[str], save_id: str
     ) -> tuple[collect.CollectedState, dict[str, Any], FileLayout]:
-        """State and file of this rank, and shape and dtype of each tensor (a collective call).
+        """State and file of this rank, and on rank 0 shape and dtype of each tensor (a collective call).
 
-        The write plan is computed again only if a layout has changed.
+        The write plan is computed again only if a layout has changed, by rank 0 for all.
         """
         collected, catalog = collect.CollectedState(), {}
 
@@ -139,19 +140,19 @@ class WritePlans:
             catalog = collect.describe_shards(collected.shards)
             return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
 
-        key = hashlib.sha256("".join(ranks.gather_checked(catalog_digest)).encode()).hexdigest()
+        key = ranks.digest(ranks.run_checked(catalog_digest))
         # a rank may have made it in another world, or have made others since
-        if not all(ranks.gather(key in self._plans)):
-            catalogs = ranks.gather(catalog)
-            types, tensors = ranks.run_checked(lambda: _merge_catalogs(catalogs))
-            write_plan = ranks.run_checked(lambda: plan_writes(tensors, ranks.size))
+        if ranks.most([key not in self._plans]) != [0]:
+            catalogs = ranks.to_first(catalog)
+            types, write_plan = ranks.run_checked(lambda: _plan_for_all(catalogs))
+            pieces = ranks.from_first(write_plan)
             while len(self._plans) >= MAX_PLANS:
                 self._plans.popitem(last=False)
-            self._plans[key] = write_plan, types
-        write_plan, types = self._plans[key]
+            self._plans[key] = [Piece(name, tuple(map(tuple, box))) for name, box in pieces], types
+        pieces, types = self._plans[key]
         metadata = {"format": "pt", "checkpoint": save_id, "file": str(ranks.rank)}
         shapes = {key: (part.shape, part.dtype) for key, part in collected.shards.items()}
-        return collected, types, lay_out_file(write_plan[ranks.rank], shapes, metadata)
+        return collected, types, lay_out_file(pieces, shapes, metadata)
 
 
 class Saver:
@@ -177,13 +178,11 @@ class Saver:
 
         def local_arguments() -> dict[str, Any]:
             self._finish_previous()
-            arguments = _arguments(storage, model, optimizer, extra)
-            return {**arguments, "rng": rng.digests(), "id": uuid.uuid4().hex}
+            return _arguments(storage, model, optimizer, extra)
 
-        gathered = ranks.gather_checked(local_arguments)
-        _check_arguments(gathered)
-        save_id = gathered[0]["id"]
-        shared = rng.shared([arguments["rng"] for arguments in gathered])
+        _check_arguments(ranks.run_checked(local_arguments), ranks)
+        save_id = ranks.first(uuid.uuid4().hex)
+        shared = rng.shared(rng.digests(), ranks)
         collected, types, body = self._plans.collect(model, optimizer, extra, ranks, shared, save_id)
         about = collected.metadata
         job = Job(storage, save_id, ranks.rank, ranks.size, step, retention, about, types, body, asynchronous)
@@ -219,11 +218,8 @@ class Saver:
         """See `prepare_save`."""
         ranks = Ranks()
 
-        def digests() -> Any:
-            self._finish_previous()
-            return rng.digests()
-
-        shared = rng.shared(ranks.gather_checked(digests))
+        ranks.run_checked(self._finish_previous)
+        shared = rng.shared(rng.digests(), ranks)
         collected, _, body = self._plans.collect(model, optimizer, None, ranks, shared, uuid.uuid4().hex)
         self.buffer.prepare(body.nbytes, collected.shards)
 
@@ -236,8 +232,18 @@ def _arguments(
     return {"path": storage.where, "optimizer": stepped, "extra": extra is not None}
 
 
-def _check_arguments(gathered: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UsageError, on every rank, if ranks call `save` with different arguments."""
+def _check_arguments(here: Mapping[str, Any], ranks: Ranks) -> None:
+    """Raise UsageError, on every rank, if ranks call `save` with different arguments (a collective call)."""
+    alike = ranks.same(here["path"])
+    extra_on_first = ranks.first(here["extra"])
+    flags = (bool(here["optimizer"]), here["optimizer"] is False, here["extra"] and not extra_on_first)
+    given, missing, only_here = ranks.most(flags)
+    if not alike or (given and missing) or only_here:
+        _refuse_arguments(ranks.gather(here))
+
+
+def _refuse_arguments(gathered: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UsageError for arguments of all ranks that differ."""
     paths = sorted({arguments["path"] for arguments in gathered})
     if len(paths) > 1:
         text = f"ranks save to different paths ({', '.join(paths)}); pass the same path on every rank"
@@ -259,6 +265,14 @@ def _check_arguments(gathered: Sequence[Mapping[str, Any]]) -> None:
 def _saver() -> Saver:
     """The Saver of this process."""
     return Saver()
+
+
+def _plan_for_all(catalogs: list[dict[str, Any]] | None) -> tuple[dict[str, Any], list[Any] | None]:
+    """key -> (shape, dtype), and the pieces of each rank as JSON; nothing for None. Raises as `plan_writes`."""
+    if catalogs is None:
+        return {}, None
+    types, tensors = _merge_catalogs(catalogs)
+    return types, [[(p.key, p.box) for p in pieces] for pieces in plan_writes(tensors, len(catalogs))]
 
 
 def _merge_catalogs(catalogs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, TensorLayout]]:

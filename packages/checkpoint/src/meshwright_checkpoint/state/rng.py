@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from meshwright_checkpoint.errors import CorruptError
+from meshwright_checkpoint.rank_messages import Ranks
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -37,10 +38,11 @@ def digests() -> dict[str, str]:
     return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in state().items()}
 
 
-def shared(digests_of_ranks: Sequence[Mapping[str, str]]) -> set[str]:
-    """The streams that are equal on all ranks."""
-    first, *others = digests_of_ranks
-    return {name for name, value in first.items() if all(other.get(name) == value for other in others)}
+def shared(digests: Mapping[str, str], ranks: Ranks) -> set[str]:
+    """The streams that are equal on all ranks (a collective call)."""
+    first: dict[str, str] = ranks.first(digests)
+    different = ranks.most([digests.get(name) != value for name, value in first.items()])
+    return {name for name, differs in zip(first, different, strict=True) if not differs}
 
 
 def restore(streams: Mapping[str, torch.Tensor]) -> None:

@@ -30,5 +30,5 @@ def warn_of_streams(checkpoint: Checkpoint, ranks: Ranks) -> None:
             f"the random streams {', '.join(per_rank)} of {checkpoint.where} were saved per rank, on "
             f"{count_of(streams[per_rank[0]], 'rank')}, and "
             f"this run has {ranks.size}: they are not restored. Seed them yourself, or pass random=False.",
-            stacklevel=8,
+            stacklevel=6,
         )

@@ -1,0 +1,80 @@
+"""Messages between ranks, and which of them a save sends: only where ranks differ do all of them get what each has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from meshwright_checkpoint import save
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+
+def messages(rank: int, size: int) -> dict[str, Any]:
+    """Each kind of message once, over all ranks and over all but the first."""
+    others = dist.new_group(list(range(1, size)))
+    ranks, without = Ranks(), None if rank == 0 else Ranks(others)
+    long = "x" * (3000 * rank)
+    results = {
+        "most": ranks.most([rank, -rank]),
+        "same": [ranks.same(["a", 1]), ranks.same(rank)],
+        "digest": [ranks.digest("a"), ranks.digest("a"), ranks.digest(f"a{rank // (size - 1)}")],
+        "first": ranks.first({"of": rank}),
+        "to first": ranks.to_first([rank, long]),
+        "from first": ranks.from_first([[i, "y" * i] for i in range(size)] if rank == 0 else None),
+    }
+    if without is not None:
+        results["of others"] = [without.first(rank), without.to_first(rank), without.most([rank])]
+        results["of others"].append(without.from_first([7, 8] if rank == 1 else None))
+    return results
+
+
+def test_messages_of_three_ranks(rank_pool: RankPool) -> None:
+    results = rank_pool.run(3, messages)
+    for rank, result in enumerate(results):
+        assert result["most"] == [2, 0] and result["same"] == [True, False] and result["first"] == {"of": 0}
+        first, again, other = result["digest"]
+        assert first == again != other and result["digest"] == results[0]["digest"]
+        assert result["from first"] == [rank, "y" * rank]
+    assert [result["to first"] for result in results] == [[[r, "x" * 3000 * r] for r in range(3)], None, None]
+    assert [result["of others"] for result in results[1:]] == [[1, [1, 2], [2], 7], [1, None, [2], 8]]
+
+
+def failing(rank: int, size: int) -> str:
+    """Work that fails on rank 1 alone."""
+
+    def work() -> None:
+        if rank == 1:
+            raise UsageError("no work")
+
+    with pytest.raises(UsageError) as raised:
+        Ranks().run_checked(work)
+    return str(raised.value)
+
+
+def test_work_that_fails_on_a_rank_fails_on_all(rank_pool: RankPool) -> None:
+    told = "rank 1 failed: UsageError: no work"
+    assert rank_pool.run(3, failing) == [told, "no work", told]
+
+
+def gathers(rank: int, size: int, folder: Path, differ: bool) -> int:
+    """How often a save makes all ranks get what each of them has."""
+    model = nn.Linear(2, 2)
+    with patch.object(Ranks, "gather", autospec=True, side_effect=Ranks.gather) as gather:
+        if differ:
+            with pytest.raises(UsageError, match="different paths"):
+                save(folder / str(rank), model=model)
+        else:
+            save(folder / "same", model=model, extra={"step": 1} if rank == 0 else None).wait()
+        return gather.call_count
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_save_gathers_only_what_differs(rank_pool: RankPool, tmp_path: Path, differ: bool) -> None:
+    assert rank_pool.run(2, gathers, tmp_path, differ) == [int(differ)] * 2
