@@ -139,7 +139,7 @@ def measure(world: int, clock: Callable[[], float] = time.process_time) -> dict[
 
 
 def plan_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """All that a rank does before it writes; here it writes what it holds, since no rank 0 is there to tell it its share."""
+    """All that a rank does before it writes; here it writes all that it holds, since no rank 0 is there to send its share."""
     held: list[Any] = []
 
     def to_first(ranks: Ranks, catalog: Any) -> None:
@@ -190,7 +190,7 @@ def report(results: dict[int, dict[str, float]]) -> str:
 `python benchmarks/scale.py`, {versions}, {platform.machine()}. Processor time and memory of one rank; medians of {RUNS} processes
 for each size. The degrees are dp x zero 4 x cp 1 x tp 8, and dp grows. "init" is torch's `init_process_group`, which notes every
 rank; a real group also waits for the others. "save planning" is that of every rank but the first, which divides the work. "peak"
-is of the whole process, most of it imports; "memory" is what it grows by from the model on.
+is of the whole process, most of it imports; "memory" is its growth from the model on.
 
 {table(results)}
 """

@@ -16,16 +16,18 @@ from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
 AXES = ("dp", "zero", "cp", "tp")
 
 
-def made(world: int, own: bool = True) -> tuple[int, list[tuple[str, list[int]]]]:
+def made(world: int, by_torch: bool = False) -> tuple[int, list[tuple[str, list[int]]]]:
     """How many groups a rank asks torch for, and the names and ranks of those that it is in."""
     sizes = (world // 16, 4, 1, 4)
     with fake_group(world, world // 2 + 1), patch.object(dist, "new_group", wraps=dist.new_group) as new:
         with patch("torch.distributed.device_mesh.new_group", new):
             mesh = (
-                new_mesh("cpu", sizes, AXES) if own else init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+                new_mesh("cpu", sizes, AXES)
+                if not by_torch
+                else init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
             )
             groups = [mesh.get_group(axis) for axis in AXES]
-            if own:
+            if not by_torch:
                 groups += [group_over(mesh, axes) for axes in (("dp", "zero"), ("dp", "tp"))]
         return new.call_count, [(g.group_name, dist.get_process_group_ranks(g)) for g in groups]
 
@@ -38,7 +40,7 @@ def test_as_many_groups_are_made_in_a_world_of_thousands() -> None:
 def test_groups_have_the_names_and_ranks_that_torch_gives_them() -> None:
     """The negative control: torch asks for a group of every row of ranks along an axis."""
     _, groups = made(64)
-    torch_count, torch_groups = made(64, own=False)
+    torch_count, torch_groups = made(64, by_torch=True)
     assert groups[: len(AXES)] == torch_groups and torch_count == 64 + 3 * 16
     assert sorted(len(ranks) for _, ranks in groups) == [1, 4, 4, 4, 16, 16]
 

@@ -127,6 +127,21 @@ def test_stage_3_keeps_two_blocks_unsharded() -> None:
     assert Zero().cost(request, 4, LINK).parameters == pytest.approx(1 / 4 + held / whole)
 
 
+@pytest.mark.parametrize(("bound", "part"), [(0.5, 1.0), (0.999, None), (50.0, 0.0)])
+def test_compute_that_waits_for_collectives_loses_nothing_to_them(bound: float, part: float | None) -> None:
+    """`bound`: the backward pass relative to the communication; `part`: of the loss that it would have waited anyway."""
+    total = 40 * LINK.seconds("all_reduce", BUCKET_BYTES, 4)
+    step = StepContext(backward_seconds=bound * total, interference=0.2)
+    cost = Data().cost(
+        SearchRequest(8, 8, sizes=ModelSizes(gradient_bytes=40 * BUCKET_BYTES), step=step), 4, LINK
+    )
+    loss = 0.2 * cost.overlapped_seconds
+    if part is None:
+        assert 0 < cost.slack_seconds < loss
+    else:
+        assert cost.slack_seconds == pytest.approx(part * loss)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_overlapped_seconds_are_never_negative(stage: int) -> None:
     """Without compute all communication is exposed, to the last bit."""

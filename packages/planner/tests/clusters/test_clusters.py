@@ -301,3 +301,12 @@ def test_measured_links_are_not_slowed_twice(tmp_path: Path) -> None:
 def test_wrong_slow_nodes_are_rejected_without_a_file(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         replace(DGX_H100, slow_nodes=(SlowNode(**wrong),))
+
+
+def test_an_axis_with_one_rank_in_a_node_does_not_cross_its_links() -> None:
+    slow = replace(
+        DGX_H100, links=(replace(DGX_H100.links[0], bandwidth_Bps=1e9), *DGX_H100.links[1:])
+    ).running(64)
+    between, within = slow.link(8, 8), slow.link(1, 64)
+    assert between.levels == ("infiniband",) and between.bandwidth_Bps == DGX_H100.links[1].bandwidth_Bps
+    assert within.levels == ("nvlink", "infiniband") and within.bandwidth_Bps == 1e9
