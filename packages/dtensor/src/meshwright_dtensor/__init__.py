@@ -23,6 +23,7 @@ __all__, __getattr__, __dir__ = load_on_first_use(
         ".hints": "mark_sharding",
         ".mesh.layout": "Layout",
         ".mesh.mesh": "build_mesh, init",
+        ".mesh.ragged_shard": "RaggedShard",
         ".mesh.run_shard": "RunShard",
         ".parameter": "MeshParameter",
         ".sharding.intervals": "IntervalShard",

@@ -36,9 +36,14 @@ def meshwright_strategies() -> Iterable[StrategySpec]:
 
 @hookimpl
 def meshwright_placements() -> Iterable[PlacementSpec]:
-    """The placement of fused parameters, zig-zag sequences and experts of one owner."""
+    """Placements by intervals: of fused parameters, zig-zag sequences and experts of one owner; of rows, blocks, whole tensors."""
     yield PlacementSpec(
         name="run",
         target="meshwright_dtensor.mesh.run_shard:RunShard",
         summary="each rank owns an ordered list of intervals of a dim: parts of a fused q|k|v, a zig-zag sequence, one owner",
+    )
+    yield PlacementSpec(
+        name="ragged",
+        target="meshwright_dtensor.mesh.ragged_shard:RaggedShard",
+        summary="each rank owns consecutive elements of a dim, cut at the borders of rows, blocks or whole tensors",
     )

@@ -7,11 +7,21 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+)
 from pydantic_core import PydanticCustomError, ValidationError
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.intervals import parse_interval_shard
+from meshwright_dtensor.utils.names import did_you_mean
 from meshwright_dtensor.utils.schema_errors import problem_of
 
 if TYPE_CHECKING:
@@ -104,6 +114,16 @@ def _nearest_state(text: str, symbols: tuple[str, ...]) -> str:
     return "P" if shown.startswith("p") and "P" in symbols else "I"
 
 
+def shard_unit(value: Any) -> Any:
+    """`value`, if it says what shards do not cut: a number of elements, or a word."""
+    if value is None or (isinstance(value, str) and value in ("row", "tensor")):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        near = did_you_mean(value, ("row", "tensor")) if isinstance(value, str) else None
+        raise _illegal('a unit is a number of elements from 1 on, "row" or "tensor"', near)
+    return within(value, 1)
+
+
 def plan_error(model: type[BaseModel], error: ValidationError) -> PlanError:
     """The first pydantic error as a PlanError. Unknown fields come first: they usually cause the others."""
     errors = error.errors(include_url=False)
@@ -135,6 +155,7 @@ Text = Annotated[StrictStr, AfterValidator(text)]
 Word = Annotated[Text, AfterValidator(not_empty)]
 Count = Annotated[StrictInt, AfterValidator(partial(within, least=0))]
 Positive = Annotated[StrictInt, AfterValidator(partial(within, least=1))]
+ShardUnit = Annotated[int | str | None, BeforeValidator(shard_unit)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Axis = Annotated[StrictStr, AfterValidator(axis_name)]

@@ -20,6 +20,7 @@ from meshwright_dtensor.plan.field_types import (
     ParameterState,
     Positive,
     Seconds,
+    ShardUnit,
     Share,
     States,
     Text,
@@ -72,9 +73,13 @@ class ZeroRule(Model):
 
     stage: 1 shards optimizer states, 2 gradients too, 3 parameters too (unsharded for compute, one block at a time). The
         first-party strategies shard gradients at stage 1 as well, since that costs nothing.
+    unit: what no border of shards cuts. A number: a block of so many elements of a parameter, in their order, as optimizers
+        quantize their states in; "row": what one index of its first dim names; "tensor": all of a parameter. None: shards are
+        the equal chunks of one dim.
     """
 
     stage: Literal[1, 2, 3]
+    unit: ShardUnit = None
 
 
 class PrecisionRule(Model):

@@ -32,7 +32,7 @@ def plan_html(plan: PlanFields) -> str:
             f"{count_of(len(plan.pipeline.stages), 'stage')}, {microbatches}, {plan.pipeline.schedule}"
         )
     if plan.zero is not None:
-        facts["ZeRO"] = f"stage {plan.zero.stage}"
+        facts["ZeRO"] = f"stage {plan.zero.stage}{_unit(plan)}"
     if predicted is not None:
         facts["predicted step"] = human_seconds(predicted.step_seconds)
         facts["predicted memory"] = f"{human_bytes(predicted.total_bytes)} on the fullest rank"
@@ -42,6 +42,14 @@ def plan_html(plan: PlanFields) -> str:
 
 
 Part = Iterator[str | Table]
+
+
+def _unit(plan: PlanFields) -> str:
+    """What shards along zero do not cut, in words, with a comma before them; nothing for equal chunks."""
+    unit = None if plan.zero is None else plan.zero.unit
+    if unit is None:
+        return ""
+    return f", in whole {f'blocks of {unit} elements' if isinstance(unit, int) else f'{unit}s'}"
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Part:
@@ -63,7 +71,7 @@ def _head(plan: PlanFields) -> Part:
         yield f"  context: attention by {plan.context.attention}, sequence {order}"
     if plan.zero is not None:
         shared = ", ".join(("optimizer states", "gradients", "parameters")[: plan.zero.stage])
-        yield f"  zero stage {plan.zero.stage}: ranks along zero share {shared}"
+        yield f"  zero stage {plan.zero.stage}: ranks along zero share {shared}{_unit(plan)}"
     if plan.precision is not None:
         computed, reduced = plan.precision.parameters, plan.precision.reduce
         yield f"  precision: computed in {computed}, gradients added up in {reduced}"

@@ -1,6 +1,6 @@
 """Geometry of a parameter that is sharded along one dim into the rows of a flat buffer, one row per rank.
 
-    whole [.., L, ..]  <->  rows [n, size]      size = elements of the largest shard (torch.chunk sizes)
+    whole [.., L, ..]  <->  rows [n, size]      size = elements of the largest shard
 
 Copies follow the parameter's own memory order, so a transposed parameter is copied as fast.
 """
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from meshwright_dtensor.sharding.boxes import dense_strides
+from meshwright_dtensor.sharding.boxes import Interval, dense_strides
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, SUMMED_ALONE_BYTES
 
 
@@ -28,38 +29,44 @@ def single_bytes(device: torch.device, sharded: bool = True) -> int:
 
 @dataclass(frozen=True)
 class Shards:
-    """How a tensor of local shape `shape` (whole on the axis) is sharded along `dim` over `count` ranks.
+    """How a tensor of local shape `shape` (whole on the axis) is sharded along `dim` over the ranks of an axis.
 
     Attributes:
-        order: dims from the outermost in memory to the innermost.
+        spans: per rank the part of the dim that it has: (first, length).
         rank: this rank's coordinate on the axis.
+        order: dims from the outermost in memory to the innermost.
     """
 
     shape: tuple[int, ...]
     dim: int
-    count: int
+    spans: tuple[Interval, ...]
     rank: int
     order: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of ranks."""
+        return len(self.spans)
 
     @property
     def strides(self) -> tuple[int, ...]:
         """Strides of the whole: dense, in the parameter's memory order."""
         return dense_strides(self.shape, self.order)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Length of the sharded dim in the largest shard."""
-        return -(-self.shape[self.dim] // self.count)
+        return max(length for _, length in self.spans)
 
     @property
     def size(self) -> int:
         """Elements of a row: those of the largest shard."""
         return math.prod(self.shape) // self.shape[self.dim] * self.chunk
 
-    @property
+    @cached_property
     def even(self) -> bool:
-        """Whether all shards are equal."""
-        return self.chunk * self.count == self.shape[self.dim]
+        """Whether all shards are equal, in the order of the ranks."""
+        return all(span == (rank * self.chunk, self.chunk) for rank, span in enumerate(self.spans))
 
     @property
     def in_rows(self) -> bool:
@@ -68,16 +75,11 @@ class Shards:
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of a rank's shard."""
-        start = min(rank * self.chunk, self.shape[self.dim])
-        length = min(self.chunk, self.shape[self.dim] - start)
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], self.spans[rank][1], *self.shape[self.dim + 1 :])
 
     def part(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The view of `whole` that is the shard of a rank (this one by default)."""
-        rank = self.rank if rank is None else rank
-        # the last shards may be empty
-        start = min(rank * self.chunk, self.shape[self.dim])
-        return whole.narrow(self.dim, start, self.shard_shape(rank)[self.dim])
+        return whole.narrow(self.dim, *self.spans[self.rank if rank is None else rank])
 
     def in_row(self, row: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The view of the first elements of a 1-D `row` that is the shard of a rank (this one by default)."""

@@ -28,6 +28,7 @@ from meshwright_dtensor.model.blocks import parameter_units
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.sharding.ragged import spans_along
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.tensor.staged import check_copied
@@ -262,8 +263,11 @@ def _unsharded(parameter: MeshParameter, axis: str, dtype: torch.dtype | None) -
     # from the strides of the global value: ranks must agree, and their shards may differ in length
     stride = parameter.stride()
     order = tuple(sorted(range(parameter.dim()), key=lambda d: (-stride[d], stored.shape[d] == 1)))
-    count, rank = stored.context.sizes[mesh_dim], stored.context.coords[mesh_dim]
-    shards = Shards(tuple(layout.local_shape), int(shard_dim), count, rank, order)
+    context = stored.context
+    spans = spans_along(tuple(stored.shape), context.sizes, context.coords, stored.states, mesh_dim)
+    # the plan was checked
+    assert spans is not None
+    shards = Shards(tuple(layout.local_shape), int(shard_dim), spans, context.coords[mesh_dim], order)
     return UnshardedParameter(parameter, layout, axis, shards)
 
 

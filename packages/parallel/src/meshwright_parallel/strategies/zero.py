@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.cluster import CollectiveKind
+from meshwright_dtensor.sharding.intervals import IntervalShard
+from meshwright_dtensor.sharding.ragged import ragged_shard, rows_of_blocks, unit_lengths
 from meshwright_dtensor.strategy import CollectiveUse, Stall, StrategyCost, planned_state
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, RowStrategy
 
@@ -48,13 +50,19 @@ class Zero(RowStrategy):
         """The plan's placement; else the first dim that the degree divides and no other axis shards.
 
         An outer dim gives longer contiguous copies. Where no dim divides, a large parameter is sharded unevenly along its
-        largest dim and a small one stays whole (state X).
+        largest dim and a small one stays whole (state X). With a unit in the plan, rows (dim 0) are sharded, cut at borders of
+        units; where another axis cuts through units, as without one.
         """
         planned = planned_state(plan, fqn, self.axis)
         if isinstance(planned, int):
             return planned
         if degree <= 1 or plan.zero is None:
             return "X"
+        if plan.zero.unit is not None:
+            rows = rows_of_unit(shape, plan.zero.unit)
+            state = _state_in_units(fqn, tuple(shape), rows, plan, others)
+            if state is not None:
+                return state
         return _state(tuple(shape), {int(s) for s in others.values() if isinstance(s, int)}, degree)
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
@@ -285,3 +293,36 @@ def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:
     # the longest dim of which torch.chunk leaves every rank a row, else the dim with the least padding
     full = [dim for dim in free if -(-shape[dim] // -(-shape[dim] // degree)) == degree]
     return max(full, key=lambda dim: (shape[dim], -dim)) if full else min(free, key=padding)
+
+
+def rows_of_unit(shape: Sequence[int], unit: int | str) -> int:
+    """The fewest rows (of dim 0) of a parameter that are whole units: see `plan.ZeroRule.unit`."""
+    if isinstance(unit, int):
+        return rows_of_blocks(shape, unit)
+    return max(1, shape[0]) if unit == "tensor" and shape else 1
+
+
+def _state_in_units(
+    fqn: str, shape: tuple[int, ...], unit: int, plan: ParallelPlan, others: Mapping[str, State]
+) -> State | None:
+    """Shards of rows that end at multiples of `unit` rows; None where another axis cuts through units.
+
+    Rows that an inner axis shards too are shared by the ranks of `zero` part by part. A small parameter that cannot be shared
+    evenly stays whole.
+    """
+    numel = math.prod(shape)
+    if not shape or not numel:
+        return "X"
+    axes = plan.axes
+    of_rows = [axis for axis, s in others.items() if plan.degree(axis) > 1 and isinstance(s, int) and s == 0]
+    parts = math.prod(map(plan.degree, of_rows))
+    rows = shape[0] // parts
+    if any(isinstance(others[axis], IntervalShard) for axis in of_rows) or shape[0] % parts:
+        return None
+    if parts > 1 and rows % unit:
+        return None
+    lengths = unit_lengths(rows, plan.degree("zero"), unit, fqn)
+    if numel < UNEVEN and len(set(lengths)) > 1:
+        return "X"
+    inner = [axis for axis in of_rows if axes.index(axis) > axes.index("zero")]
+    return ragged_shard(0, lengths, math.prod(map(plan.degree, inner)))

@@ -21,6 +21,7 @@ from meshwright_dtensor.model.tied_parameters import all_names, with_ties
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.intervals import IntervalShard
+from meshwright_dtensor.sharding.ragged import can_gather
 from meshwright_dtensor.sharding.states import States, format_state
 from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.strategy.resolve import parameter_states, resolve_strategies
@@ -246,19 +247,21 @@ def _check_shape(
                     f"has {local[state]} rows on {degree} ranks"
                 )
                 raise PlanError(f"{where}.{axis}", format_state(state), text, f"S({int(state)})")
-            if axis in gathered:
-                # the shards of a parameter are put one after the other into the value that is computed with
-                text = (
-                    f"shards of {shown} along {axis} are gathered for use, as chunks of equal length in order"
-                )
-                raise PlanError(f"{where}.{axis}", format_state(state), text, f"S({int(state)})")
-            local[state] = state.lengths[0]
+            local[state] = max(state.lengths)
             continue
         step = -(-local[state] // degree)
         if degree > 1 and axis not in gathered and -(-local[state] // step) != degree:
             text = f"dim {state} of {shown} has {local[state]} rows, which leaves some of the {degree} ranks empty"
             raise PlanError(f"{where}.{axis}", format_state(state), text, "I")
         local[state] = step
+    for place, axis in enumerate(plan.degrees):
+        ragged = axis in gathered and isinstance(states[place], IntervalShard)
+        if ragged and not can_gather(shape, tuple(plan.degrees.values()), states, place):
+            text = (
+                f"shards of {shown} along {axis} are gathered into the value that a rank computes with, so each rank has one "
+                "interval of that value"
+            )
+            raise PlanError(f"{where}.{axis}", format_state(states[place]), text, f"S({int(states[place])})")
 
 
 def _check_fingerprint(model: nn.Module, plan: ParallelPlan) -> None:

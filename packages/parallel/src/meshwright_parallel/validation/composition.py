@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.sharding.ragged import can_gather
 from meshwright_dtensor.sharding.states import State, States, format_state, parse_state
 
 if TYPE_CHECKING:
@@ -59,14 +60,19 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
     if here.plan.degree("zero") == 1:
         return None
     zero = here.plan.axes.index("zero")
+    sizes, shapes = tuple(here.plan.degrees.values()), _shapes(here.model)
     for name, states in here.states.items():
         sharded = states[zero]
-        if not isinstance(sharded, int):
+        if not isinstance(sharded, int) or can_gather(shapes[name], sizes, states, zero):
             continue
         for axis, state in zip(here.plan.axes, states, strict=True):
             if axis not in ("zero", "dp") and _shards(state, int(sharded)) and here.plan.degree(axis) > 1:
                 return f"parameters ({name}).zero", format_state(sharded)
     return None
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _unequal_nesting(here: Situation) -> Found | None:
