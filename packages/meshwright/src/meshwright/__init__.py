@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from meshwright_parallel import get_total_norm as get_total_norm
     from meshwright_parallel import parallelize as parallelize
     from meshwright_parallel import shard_loader as shard_loader
+    from meshwright_parallel import step_whole_blocks as step_whole_blocks
     from meshwright_parallel import step_whole_matrices as step_whole_matrices
     from meshwright_parallel import verify as verify
     from meshwright_planner import explain as explain
@@ -60,7 +61,7 @@ __all__, __getattr__, __dir__ = load_on_first_use(
         "meshwright_dtensor.mesh.mesh": "init",
         "meshwright_dtensor.plan": "ParallelPlan",
         "meshwright_parallel": "GradScaler, auto_parallelize, clip_grad_norm_, distribute_module, get_total_norm, "
-        "parallelize, shard_loader, step_whole_matrices, verify",
+        "parallelize, shard_loader, step_whole_blocks, step_whole_matrices, verify",
         "meshwright_planner": "explain, plan, profile_model as profile",
     },
 )

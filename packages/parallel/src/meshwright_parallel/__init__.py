@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright_parallel.optim.clip_grad import clip_grad_norm_ as clip_grad_norm_
     from meshwright_parallel.optim.clip_grad import get_total_norm as get_total_norm
     from meshwright_parallel.optim.grad_scaler import GradScaler as GradScaler
+    from meshwright_parallel.optim.whole_blocks import step_whole_blocks as step_whole_blocks
     from meshwright_parallel.optim.whole_matrices import step_whole_matrices as step_whole_matrices
     from meshwright_parallel.verification.report import VerificationReport as VerificationReport
     from meshwright_parallel.verification.verify import verify as verify
@@ -31,6 +32,7 @@ __all__, __getattr__, __dir__ = load_on_first_use(
         ".data.loader": "shard_loader",
         ".optim.clip_grad": "clip_grad_norm_, get_total_norm",
         ".optim.grad_scaler": "GradScaler",
+        ".optim.whole_blocks": "step_whole_blocks",
         ".optim.whole_matrices": "step_whole_matrices",
         ".verification.report": "VerificationReport",
         ".verification.verify": "verify",

@@ -19,7 +19,7 @@ from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import Layout, states_of, stock_layout, stored_placement
-from meshwright_dtensor.sharding.boxes import read_region
+from meshwright_dtensor.sharding.boxes import dense_strides, read_region
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.elementwise import on_local_parts
@@ -58,13 +58,20 @@ class PermutedDTensor(WholeMemory, DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole value in true order on every rank (a collective call)."""
-        return convert(dtensor_local(self), self._layout, self._layout.context.replicated)
+        return convert(_in_numbers(dtensor_local(self)), self._layout, self._layout.context.replicated)
 
     def redistribute(  # type: ignore[override]
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
         """A stock DTensor in true order with these placements (a collective call)."""
         return redistributed(self, self._layout, placements, device_mesh, options)
+
+
+def _in_numbers(local: Tensor) -> Tensor:
+    """A local tensor, of codes and scales of blocks the numbers that they stand for: other parts have other blocks."""
+    # Tensor itself has dequantize()
+    quantized = hasattr(local, "__tensor_flatten__") and hasattr(local, "dequantize")
+    return local.dequantize() if quantized else local
 
 
 def with_order_of(first: Any, result: DTensor) -> DTensor:
@@ -88,6 +95,16 @@ def as_permuted(dtensor: DTensor, layout: Layout) -> DTensor:
     dtensor._layout = layout  # type: ignore[attr-defined]
     dtensor._order = layout.states  # type: ignore[attr-defined]
     return dtensor
+
+
+def placed_dtensor(local: Tensor, layout: Layout) -> DTensor:
+    """A DTensor over this rank's part that carries its layout, which may be another than that of a parameter of its shape."""
+    dtensor: Any = stock_dtensor(
+        local, layout, layout.shape, dense_strides(tuple(layout.shape), tuple(range(layout.ndim)))
+    )
+    dtensor.__class__ = PermutedDTensor
+    dtensor._layout, dtensor._order = layout, layout.states
+    return dtensor  # type: ignore[no-any-return]
 
 
 def permuted_layout(x: Any) -> Layout | None:
@@ -166,7 +183,7 @@ def _converted(x: DTensor, layout: Layout, states: States) -> DTensor:
     """In these states, with an interval shard as a plain shard."""
     target = layout.with_states(tuple(int(s) if isinstance(s, int) else s for s in states))
     with torch.no_grad():
-        local = convert(dtensor_local(x).detach(), layout, target.states, _SITE)
+        local = convert(_in_numbers(dtensor_local(x).detach()), layout, target.states, _SITE)
     return stock_dtensor(local, target, layout.shape, dtensor_spec(x).stride)
 
 

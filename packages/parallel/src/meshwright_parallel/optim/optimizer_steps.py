@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import follow_call
-from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter, state_like
 from meshwright_dtensor.stages.optimizers import show_states, states_changed, steps_each_parameter
 from meshwright_dtensor.stages.stage_tensor import StageTensor, value_of
@@ -33,7 +32,8 @@ from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, 
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.muon import MuonGroups
-from meshwright_parallel.optim.quantized_states import quantize, quantize_as_one_device, quantizes_states
+from meshwright_parallel.optim.quantized_states import blocks_of
+from meshwright_parallel.optim.whole_blocks import BlockGroups, block_copy, refuse_stages_of_blocks
 from meshwright_parallel.optim.whole_matrices import OwnedGroups, keep_changes, refuse_stages, whole_copy
 from meshwright_parallel.ranks import check_options
 
@@ -55,7 +55,7 @@ def watch_optimizer_steps() -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    if isinstance(optimizer.param_groups, OwnedGroups):
+    if isinstance(optimizer.param_groups, (OwnedGroups, BlockGroups)):
         # of a copy, whose step calls that of its base class
         return None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -66,12 +66,17 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     model = whole_model_among(parameters)
     if model is not None:
         refuse_stages(optimizer)
+        refuse_stages_of_blocks(optimizer)
     # torch calls the step of what is given in its place
     may_replace = bool(args) and args[0] is optimizer
     with nullcontext() if model is None else model.entered():
-        _distribute_states(optimizer)
+        blocks = blocks_of(optimizer)
+        if blocks is None:
+            _distribute_states(optimizer)
         # of local tensors alone, so that the hooks and the closure of the user may see all stages
-        local_copy = local_optimizer(optimizer) if may_replace else None
+        local_copy = None
+        if may_replace:
+            local_copy = local_optimizer(optimizer) if blocks is None else block_copy(optimizer, blocks)
     if local_copy is not None:
         return (local_copy, *args[1:]), kwargs
     if model is not None and not steps_each_parameter(optimizer):
@@ -108,7 +113,7 @@ def _outside(model: WholeModel, closure: Any) -> Any:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer.param_groups, OwnedGroups):
+    if isinstance(optimizer.param_groups, (OwnedGroups, BlockGroups)):
         return
     model = whole_model_among([p for group in optimizer.param_groups for p in group["params"]])
     replaced = args and args[0] is not optimizer and type(args[0]) is type(optimizer)
@@ -117,9 +122,12 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         states_changed(optimizer, model)
     if replaced:
         keep_changes(optimizer, args[0])
-    if replaced and _steps_parts(optimizer):
+    if replaced:
         with nullcontext() if model is None else model.entered():
-            copy_states_back(optimizer, args[0])
+            if isinstance(args[0].param_groups, BlockGroups):
+                args[0].param_groups.keep()
+            elif type(optimizer) in ELEMENTWISE:
+                copy_states_back(optimizer, args[0])
 
 
 def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
@@ -161,15 +169,11 @@ def _refuse(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """A copy of the optimizer over local tensors, for one step; None where the step needs DTensors."""
-    if not _steps_parts(optimizer) or optimizer.defaults.get("differentiable"):
+    if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
         return None
     groups: list[dict[str, Any]] = []
     states: dict[Any, dict[str, Any]] = {}
     local_copy = _copy_with_state(optimizer, states)
-    layouts: dict[torch.Tensor, Layout] = {}
-    quantized = quantizes_states(optimizer)
-    if quantized:
-        quantize_as_one_device(local_copy, layouts)
     for group in optimizer.param_groups:
         locals_ = []
         for parameter in _here(group):
@@ -178,23 +182,15 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
                 return None
             local = local_of(parameter) if mine else parameter
             locals_.append(local)
-            if quantized and isinstance(parameter, MeshParameter):
-                layouts[local] = parameter.global_layout
             if parameter in optimizer.state:
                 entries = _local_entries(parameter, optimizer.state[parameter])
                 if entries is None:
                     return None
-                if quantized:
-                    quantize(local_copy, local, entries)
                 states[local] = entries
         groups.append({**group, "params": locals_})
     local_copy.state.update(states)
     local_copy.param_groups = groups
     return local_copy
-
-
-def _steps_parts(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer) in ELEMENTWISE or quantizes_states(optimizer)
 
 
 def _here(group: Mapping[str, Any]) -> list[torch.Tensor]:

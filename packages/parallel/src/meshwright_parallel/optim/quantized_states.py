@@ -1,20 +1,18 @@
-"""Optimizers of torchao, whose states are quantized in blocks of elements that follow each other, and steps run compiled.
+"""Optimizers of torchao, whose states are quantized in blocks, and steps run compiled: how they are stepped in whole blocks.
 
-A part that begins and ends at borders of blocks of the whole value has the blocks of one device: under ZeRO, shards of rows of most
-matrices. Of any other part torchao makes blocks of its own. They step local tensors, as torch's elementwise optimizers do:
-torch.compile gets no tensors over a mesh. A checkpoint has the dequantized values, so that any layout loads them; the first step
-after a load quantizes them again.
+A checkpoint has the dequantized values, so that any layout loads them; the first step after a load quantizes them again, to the
+same codes and scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from meshwright_dtensor.mesh.layout import Layout
-from meshwright_dtensor.sharding.boxes import single_box
+from meshwright_parallel.optim.whole_blocks import Blocks, marked_blocks
 
 _MODULE = "torchao.optim.adam"
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
@@ -23,51 +21,36 @@ _SMALLEST = 4096
 """Elements from which torchao quantizes the state of a parameter."""
 
 
-def quantizes_states(optimizer: Any) -> bool:
-    """Whether the optimizer is torchao's Adam or AdamW with states of 8 or 4 bits."""
-    return any(cls.__module__ == _MODULE for cls in type(optimizer).__mro__)
+def blocks_of(optimizer: Any) -> Blocks | None:
+    """How the optimizer quantizes its states in blocks: torchao's Adam and AdamW of 8 or 4 bits, and marked ones; else None."""
+    if any(cls.__module__ == _MODULE for cls in type(optimizer).__mro__):
+        size = optimizer.block_size
+        return Blocks(size, (), partial(_is_quantized, size), partial(_make_as_one_device, size), _quantize)
+    return marked_blocks(optimizer)
 
 
-def quantize_as_one_device(local_copy: Any, layouts: Mapping[torch.Tensor, Layout]) -> None:
-    """Let a copy of the optimizer make states of local parameters with the blocks of whole ones, where parts end at borders.
-
-    torchao decides by the size of its argument whether to quantize, which would be the size of this rank's part.
-    """
-    make = local_copy._new_buffer
-
-    def new_buffer(p: torch.Tensor, signed: bool) -> Any:
-        layout = layouts.get(p)
-        if layout is None:
-            return make(p, signed)
-        if not _is_quantized(layout.shape.numel(), local_copy.block_size):
-            return torch.zeros_like(p)
-        if p.numel() and _has_whole_blocks(layout, local_copy.block_size):
-            return local_copy._subclass_zeros(p, signed, local_copy.block_size)
-        return make(p, signed)
-
-    local_copy._new_buffer = new_buffer
-
-
-def _is_quantized(numel: int, block: int) -> bool:
+def _is_quantized(block: int, numel: int) -> bool:
     """Whether torchao quantizes the state of a parameter of one device with so many elements."""
     return numel >= _SMALLEST and numel % block == 0
 
 
-def _has_whole_blocks(layout: Layout, block: int) -> bool:
-    """Whether this rank's part is rows of the value, from a border of blocks to another one."""
-    box = single_box(layout.region)
-    if box is None or any((0, size) != held for size, held in zip(layout.shape[1:], box[1:], strict=True)):
-        return False
-    row = layout.shape[1:].numel()
-    return all(rows * row % block == 0 for rows in box[0])
+def _make_as_one_device(block: int, copied: Any, numel_of: Callable[[torch.Tensor], int | None]) -> None:
+    """Let a copy of the optimizer decide by whole parameters: torchao goes by the size of its argument, here this rank's part."""
+
+    def new_buffer(p: torch.Tensor, signed: bool) -> Any:
+        numel = numel_of(p)
+        quantized = _is_quantized(block, p.numel() if numel is None else numel)
+        return copied._subclass_zeros(p, signed, block) if quantized and p.numel() else torch.zeros_like(p)
+
+    copied._new_buffer = new_buffer
 
 
-def quantize(optimizer: Any, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
-    """Quantize states of this rank's part of a parameter that were loaded as plain numbers, as the optimizer makes them."""
+def _quantize(copied: Any, local: torch.Tensor, entries: dict[str, Any]) -> None:
+    """Quantize states that were loaded as plain numbers, as the optimizer makes them."""
     for key, signed in _MOMENTS.items():
         value = entries.get(key)
         if type(value) is torch.Tensor:
-            made = optimizer._new_buffer(parameter, signed)
+            made = copied._new_buffer(local, signed)
             if type(made) is not torch.Tensor:
                 made.copy_(value)
                 entries[key] = made
