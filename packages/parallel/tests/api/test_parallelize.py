@@ -254,15 +254,6 @@ def refused(rank: int, world_size: int) -> None:
     both = r"'head.weight' \(tied to 'embed.weight'\) has shape"
     refuse(PlanError, both, **place("head.weight", "S(2)"))
     refuse(PlanError, "leaves some of the 2 ranks empty", model=nn.Linear(5, 1), **place("weight", "S(0)"))
-    for intervals in ("S(0; 2:2 | 0:2)", "S(0; 0:3 | 3:1)"):
-        refuse(
-            PlanError,
-            r"shards of 'weight' along zero are gathered for use.*nearest legal: S\(0\)",
-            model=nn.Linear(5, 4),
-            degrees={"zero": 2},
-            zero={"stage": 1},
-            parameters=(ParameterRule(pattern="weight", placement={"zero": intervals}),),
-        )
     refuse(
         PlanError,
         "one tied parameter",
