@@ -107,25 +107,25 @@ def same(values: dict[str, Tensor], exact: dict[str, Tensor]) -> bool:
 
 def test_any_layout_loads_them(rank_pool: RankPool, tmp_path: Path) -> None:
     """Two ranks ragged, to chunks on three, to ragged on two, and to one device: bit for bit those of one device."""
-    one = rank_pool.run(1, saved, None, tmp_path / "one")[0]
-    assert all(same(run, one) for run in rank_pool.run(2, saved, RAGGED, tmp_path / "two"))
+    start = rank_pool.run(1, saved, None, tmp_path / "one")[0]
+    assert all(same(run, start) for run in rank_pool.run(2, saved, RAGGED, tmp_path / "two"))
     exact, later, *_ = rank_pool.run(1, resumed, {}, tmp_path / "one", tmp_path / "later")[0]
-    assert same(exact, one)
-    assert not same(later, one)
+    assert same(exact, start)
+    assert not same(later, start)
     chain = ((3, CHUNKS, "two"), (2, RAGGED, "one"), (3, RAGGED, "two"))
     for place, (ranks, plan, source) in enumerate(chain):
         runs = rank_pool.run(ranks, resumed, plan, tmp_path / source, tmp_path / f"after-{place}")
         for loaded, stepped, again, whole in runs:
-            assert same(loaded, one)
+            assert same(loaded, start)
             assert same(stepped, later)
-            assert same(again, one)
-            assert all(torch.equal(x, one[f"{name}/"]) for name, x in whole.items())
+            assert same(again, start)
+            assert all(torch.equal(x, start[f"{name}/"]) for name, x in whole.items())
 
 
 def test_a_live_model_is_resharded(rank_pool: RankPool, tmp_path: Path) -> None:
-    one = rank_pool.run(1, saved, None, tmp_path / "one")[0]
+    start = rank_pool.run(1, saved, None, tmp_path / "one")[0]
     later = rank_pool.run(1, resumed, {}, tmp_path / "one", tmp_path / "later")[0][1]
     for before, after, stepped in rank_pool.run(2, moved):
-        assert same(before, one)
-        assert same(after, one)
+        assert same(before, start)
+        assert same(after, start)
         assert same(stepped, later)

@@ -97,7 +97,7 @@ def test_local_parts_are_whole_blocks(rank_pool: RankPool) -> None:
 
 
 def test_layouts_of_whole_blocks() -> None:
-    """Axes are given up only where a block is on several ranks, those that leave a rank least first."""
+    """Shards along an axis are gathered only where a block is on several ranks, those that leave a rank least first."""
     # zero cuts rows at blocks; tp cuts columns, and each row is one block
     assert whole_block_states((8, 64), (2, 2), (0, 1), 64) == ((0, "I"), (0, "I"))
     assert whole_block_states((8, 64), (2,), (0,), 64)[0] == (0,)

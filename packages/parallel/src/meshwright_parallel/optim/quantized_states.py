@@ -1,7 +1,7 @@
-"""Optimizers of torchao, whose states are quantized in blocks, and steps run compiled: how they are stepped in whole blocks.
+"""Optimizers of torchao and bitsandbytes, whose states are quantized in blocks: how they are stepped in whole blocks.
 
-A checkpoint has the dequantized values, so that any layout loads them; the first step after a load quantizes them again, to the
-same codes and scales.
+torchao's steps run compiled. A checkpoint has the dequantized values of its states, so that any layout loads them; the first step
+after a load quantizes them again, to the same codes and scales. bitsandbytes has codes and scales as states of their own.
 """
 
 from __future__ import annotations
@@ -22,11 +22,52 @@ _SMALLEST = 4096
 
 
 def blocks_of(optimizer: Any) -> Blocks | None:
-    """How the optimizer quantizes its states in blocks: torchao's Adam and AdamW of 8 or 4 bits, and marked ones; else None."""
+    """How the optimizer quantizes its states in blocks: those of torchao and bitsandbytes, and marked ones; None for any other."""
     if any(cls.__module__ == _MODULE for cls in type(optimizer).__mro__):
         size = optimizer.block_size
         return Blocks(size, (), partial(_is_quantized, size), partial(_make_as_one_device, size), _quantize)
+    if _steps_elements(optimizer):
+        smallest = optimizer.args.min_8bit_size
+        eight = optimizer.args.optim_bits == 8
+        return Blocks(
+            256, ("absmax1", "absmax2"), lambda numel: eight and numel >= smallest, _decide_by_whole
+        )
     return marked_blocks(optimizer)
+
+
+def _steps_elements(optimizer: Any) -> bool:
+    """Whether the optimizer is bitsandbytes' own of a kind that computes elementwise but for blocks, with equal options for all.
+
+    LARS and LAMB (`max_unorm`) need norms of whole parameters. Options of single parameters are kept by number and identity.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith("bitsandbytes.optim."):
+        return False
+    states = {cls.__name__ for cls in kind.__mro__}
+    if not states & {"Optimizer1State", "Optimizer2State"} or any("AdEMAMix" in name for name in states):
+        return False
+    options = optimizer.mng
+    single = options.pid2config or options.index2config or options.module_weight_config_triple
+    return not (optimizer.args.max_unorm or optimizer.is_paged or single)
+
+
+def _decide_by_whole(copied: Any, numel_of: Callable[[torch.Tensor], int | None]) -> None:
+    """Let a copy of bitsandbytes' optimizer decide by whole parameters which states are of 8 bits; skip a rank's empty parts."""
+    get_config, update_step = copied.get_config, copied.update_step
+
+    def config_of(group_index: int, index: int, group: dict[str, Any]) -> Any:
+        config = get_config(group_index, index, group)
+        local = group["params"][index]
+        large = (numel_of(local) or 0) >= config["min_8bit_size"]
+        return {**config, "min_8bit_size": 0 if large else local.numel() + 1}
+
+    def update(group: dict[str, Any], local: torch.Tensor, group_index: int, index: int) -> None:
+        if local.numel():
+            update_step(group, local, group_index, index)
+        else:
+            copied.state[local]["step"] += 1
+
+    copied.get_config, copied.update_step = config_of, update
 
 
 def _is_quantized(block: int, numel: int) -> bool:

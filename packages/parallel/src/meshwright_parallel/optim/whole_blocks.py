@@ -106,6 +106,7 @@ class _Part:
         stored: layout of the parameter, complete.
         stepped: layout of `local`.
         blocks: layout of a state with one entry for each block; None for a parameter that is not over a mesh.
+        copied: whether `local` is not the stored part itself.
     """
 
     parameter: Tensor
@@ -113,11 +114,7 @@ class _Part:
     stored: Layout | None = None
     stepped: Layout | None = None
     blocks: Layout | None = None
-
-    @property
-    def gathered(self) -> bool:
-        """Whether `local` is not the stored part itself."""
-        return self.stored is not self.stepped
+    copied: bool = False
 
 
 @dataclass
@@ -172,7 +169,7 @@ class BlockGroups:
             group.update((key, value) for key, value in lent.items() if key != "params")
             for part in parts:
                 if part.local.grad is not None and isinstance(part.parameter, MeshParameter):
-                    if part.gathered:
+                    if part.copied:
                         assert part.stored is not None and part.stepped is not None
                         stepped = convert(part.local.detach(), part.stepped, part.stored.states, _SITE)
                         local_of(part.parameter).copy_(stepped)
@@ -205,17 +202,21 @@ def _part(parameter: Tensor, blocks: Blocks) -> _Part:
         return _Part(parameter, parameter)
     given = parameter.global_layout
     stored = given.with_states(complete(given.states))
-    local = local_of(parameter)
-    if not given.shape.numel() or not blocks.quantizes(given.shape.numel()):
-        return _Part(parameter, local, stored, stored)
-    stepped, of_blocks = given.context.cached(_layouts, stored, blocks.size)
-    # one that has no gradient is not stepped
-    if stepped is not stored and parameter.grad is not None:
-        gradient = local.grad
-        local = convert(local.detach(), stored, stepped.states, _SITE)
+    part = _Part(parameter, local_of(parameter), stored, stored)
+    if given.shape.numel() and blocks.quantizes(given.shape.numel()):
+        part.stepped, part.blocks = given.context.cached(_layouts, stored, blocks.size)
+    # one that has no gradient is not stepped; blocks are those of contiguous tensors
+    part.copied = parameter.grad is not None and (
+        part.stepped is not stored or not part.local.is_contiguous()
+    )
+    if part.copied:
+        gradient, states = part.local.grad, part.stepped.states
+        part.local = convert(part.local.detach(), stored, states, _SITE).clone(
+            memory_format=torch.contiguous_format
+        )
         if gradient is not None:
-            local.grad = convert(gradient.detach(), stored, stepped.states, _SITE)
-    return _Part(parameter, local, stored, stepped, of_blocks)
+            part.local.grad = convert(gradient.detach(), stored, states, _SITE).contiguous()
+    return part
 
 
 def _layouts(context: MeshContext, stored: Layout, block: int) -> tuple[Layout, Layout]:
