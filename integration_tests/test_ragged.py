@@ -89,6 +89,13 @@ def resumed(rank: int, size: int, plan: dict[str, Any], folder: Path, then: Path
     return loaded, later, values(model, optimizer), whole
 
 
+def planned(rank: int, size: int) -> list[int]:
+    """Rows of the first matrix on each rank, of a plan that was made with the unit."""
+    model: Any = nn.Sequential(nn.Linear(100, 65), nn.ReLU(), nn.Linear(65, 129))
+    mw.auto_parallelize(model, torch.zeros(4, 100), dp=size, zero=2, zero_unit=256)
+    return [len(model[0].weight.detach().to_local())]
+
+
 def moved(rank: int, size: int) -> Any:
     """Values before and after a reshard in memory, to even chunks and back, and after two more steps."""
     model, optimizer = make(RAGGED, size)
@@ -120,6 +127,10 @@ def test_any_layout_loads_them(rank_pool: RankPool, tmp_path: Path) -> None:
             assert same(stepped, later)
             assert same(again, start)
             assert all(torch.equal(x, start[f"{name}/"]) for name, x in whole.items())
+
+
+def test_a_plan_is_made_with_a_unit(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, planned) == [[64], [1]]
 
 
 def test_a_live_model_is_resharded(rank_pool: RankPool, tmp_path: Path) -> None:

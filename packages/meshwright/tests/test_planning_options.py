@@ -119,6 +119,10 @@ PINS: dict[str, tuple[list[str], Callable[[ParallelPlan], object]]] = {
     "tp": (["--tp", "2"], lambda p: p.degree("tp") == 2),
     "degree": (["--degree", "tp=4"], lambda p: p.degree("tp") == 4),
     "zero": (["--zero", "3", "--dp", "4"], lambda p: p.zero is not None and p.zero.stage == 3),
+    "zero unit": (
+        ["--zero", "3", "--zero-unit", "256", "--dp", "4"],
+        lambda p: p.zero.unit == 256 and "blocks of 256 elements" in p.explain(200),
+    ),
     "no zero": (["--zero", "0"], lambda p: p.zero is None),
     "schedule": (
         ["--pp", "2", "--schedule", "gpipe"],
@@ -174,6 +178,15 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "zero": (["--zero", "5"], ["zero=5", "1, 2 or 3", "nearest is 3"]),
+    "zero unit": (
+        ["--zero-unit", "rows"],
+        ["zero_unit='rows'", "did you mean 'row'", "or a number of elements"],
+    ),
+    "zero unit of nothing": (["--zero", "0", "--zero-unit", "-4"], ["zero_unit=-4 is less than 1"]),
+    "zero unit without zero": (
+        ["--zero", "0", "--zero-unit", "64"],
+        ["zero_unit=64 with zero=0", "leave one of them out"],
+    ),
     "recompute": (["--recompute", "ful"], ["recompute='ful'", "did you mean 'full'"]),
     "recomputed module": (["--recompute", "block.0"], ["recompute='block.0'", "did you mean 'blocks.0'"]),
     "precision": (["--precision", "bf-16"], ["'bf-16'", "did you mean 'bf16'"]),
@@ -333,6 +346,7 @@ def test_a_pinned_degree_is_named_and_what_would_be_without_it(run: Run, file: s
 GIVES_WAY: dict[str, tuple[list[str], str, dict[str, object]]] = {
     "schedule": (["--pp", "2", "--schedule", "gpipe", "--microbatches", "4"], "pp=1", {"schedule": "gpipe", "microbatches": 4}),
     "zero degree": (["--dp", "4", "--zero-degree", "2"], "zero=0", {"zero_degree": 2}),
+    "zero unit": (["--dp", "4", "--zero-unit", "64"], "zero=0", {"zero_unit": 64}),
     "zero": (["--zero", "0", "--dp", "4"], "zero_degree=2", {"zero": 0}),
 }  # fmt: skip
 

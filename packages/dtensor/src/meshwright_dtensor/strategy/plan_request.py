@@ -28,6 +28,7 @@ KEYWORDS: Mapping[str, str] = MappingProxyType({**{axis: axis for axis in DEGREE
 """Axis -> the keyword that pins its degree, for axes that have one."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 RANDOM_NUMBERS = ("exact", "fast")
+UNITS = ("row", "tensor")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "context_attention": ("all_gather", "ring", "all_to_all"),
@@ -60,6 +61,7 @@ class PlanKeywords(TypedDict, total=False):
     context_balance: str | None
     zero: int | None
     zero_degree: int | None
+    zero_unit: int | str | None
     sequence_parallel: bool | None
     microbatches: int | None
     schedule: str | None
@@ -95,6 +97,8 @@ class PlanRequest:
         context_balance: "none" or "zigzag"; None takes zig-zag for causal models whose sequence it divides.
         zero: ZeRO stage, 1 to 3, or 0 for none; None is searched, with `dp` given only if nothing else fits.
         zero_degree: data ranks that share one copy of the training state; all of them by default.
+        zero_unit: what no border of their shards cuts: a number of elements of a parameter (a block that an optimizer quantizes
+            states in), "row" or "tensor"; None shards in equal chunks. Costs are those of chunks.
         sequence_parallel: True shards the sequence over tp between blocks (norms, dropout, residual), False forbids it, None
             takes what is cheaper.
         microbatches: equal parts that a pipeline (pp) cuts the batch into; None is searched.
@@ -128,6 +132,7 @@ class PlanRequest:
     context_balance: str | None = None
     zero: int | None = None
     zero_degree: int | None = None
+    zero_unit: int | str | None = None
     sequence_parallel: bool | None = None
     microbatches: int | None = None
     schedule: str | None = None
@@ -280,6 +285,15 @@ def _values(request: PlanRequest, axes: Collection[str]) -> Iterator[str | None]
     if zero is not None and (isinstance(zero, bool) or zero not in (0, 1, 2, 3)):
         nearest = f"; the nearest is {3 if zero > 0 else 0}" if _is_number(zero) else ""
         yield f"zero={zero!r} is no stage; give 1, 2 or 3, or 0 for none{nearest}"
+    yield _unit_error(request.zero_unit)
+
+
+def _unit_error(unit: object) -> str | None:
+    if unit is None or unit in UNITS:
+        return None
+    if isinstance(unit, str):
+        return f"{unknown('zero_unit', unit, UNITS)}; or a number of elements"
+    return _count_error("zero_unit", unit)
 
 
 def _plugin_degree(axis: str, degree: object, axes: Collection[str]) -> str | None:
@@ -301,6 +315,8 @@ def _data_and_context(request: PlanRequest) -> Iterator[str]:
     degree, several = request.zero_degree, (request.world_size or 1) > 1
     if degree is not None and request.zero == 0 and degree > 1:
         yield f"zero_degree={degree} with zero=0: nothing is shared; leave one of them out"
+    if request.zero_unit is not None and request.zero == 0:
+        yield f"zero_unit={request.zero_unit!r} with zero=0: nothing is sharded; leave one of them out"
     if degree is not None and request.dp is not None and request.dp % degree:
         yield f"zero_degree={degree} does not divide dp={request.dp}, the data ranks; give a divisor"
     if request.zero and request.dp == 1 and several:

@@ -166,6 +166,13 @@ SHARING: tuple[Option, ...] = (
     ),
 )
 
+UNIT = click.option(
+    "--zero-unit",
+    metavar="UNIT",
+    callback=lambda context, option, value: int(value) if value and value.lstrip("-").isdigit() else value,
+    help="What no shard of zero cuts: so many elements, row or tensor. [default: equal chunks]",
+)
+
 PLANNING: tuple[Option, ...] = (
     click.option("--cluster", help="Cluster by name, or a file of one. [default: this machine]"),
     click.option("--planner", help="Planner by name. [default: eager]"),
@@ -178,6 +185,7 @@ PLANNING: tuple[Option, ...] = (
     DEGREE,
     *(number(f"--{axis}", help=f"As --degree {axis}=N.") for axis in DEGREES),
     *SHARING,
+    UNIT,
     click.option("--schedule", help="Schedule of the pipeline by name. [default: the best]"),
     number("--microbatches", help="Equal parts that a pipeline cuts the batch into. [default: the best]"),
     click.option(

@@ -62,7 +62,7 @@ def step_whole_blocks(
 
     For optimizers that compute elementwise but for blocks of `block` elements, which follow each other in a contiguous parameter
     (states of 8 bits with a scale for each block). The last block of a parameter may have fewer elements. Plan with
-    `zero={"stage": ..., "unit": block}`, so that shards end at borders of blocks: otherwise parameters and gradients are gathered
+    `zero_unit=block`, so that shards end at borders of blocks: otherwise parameters and gradients are gathered
     for the step. torchao's and bitsandbytes' optimizers need no such call.
 
     Args:

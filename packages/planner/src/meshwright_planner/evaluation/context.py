@@ -63,6 +63,7 @@ class Setting:
         options: keywords that strategies know by name.
         data: data ranks (the product of the axes dp and zero), pinned by the user.
         stage: ZeRO stage, pinned by the user; 0 where it is searched.
+        unit: what shards along zero do not cut, as in the plan; costs are those of equal chunks.
         precision: a name of plan.PrecisionRule in which the model is computed; None is its own.
         recompute: a policy or a pattern (see plan), pinned by the user; None is searched.
         compiled: modules whose calls run compiled; costs are those of calls that do not.
@@ -86,6 +87,7 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     data: int | None = None
     stage: int = 0
+    unit: int | str | None = None
     precision: str | None = None
     sequence_parallel: bool | None = None
     recompute: str | None = None

@@ -61,7 +61,7 @@ def plan_of(
         world_size=setting.world_size,
         degrees=dict(candidate.degrees),
         strategies={axis: setting.strategies[axis].name for axis in candidate.degrees},
-        zero=ZeroRule(stage=candidate.stage) if candidate.stage else None,  # type: ignore[arg-type]
+        zero=ZeroRule(stage=candidate.stage, unit=setting.unit) if candidate.stage else None,  # type: ignore[arg-type]
         precision=PrecisionRule(parameters=setting.precision) if setting.dtype is not None else None,  # type: ignore[arg-type]
         sequence_parallel=sequence,
         parameters=tuple(parameters),

@@ -135,6 +135,7 @@ class EagerPlanner(Planner):
             stored=marked(model, axes) if request.keep_user_sharding else {},
             options=request.options,
             stage=request.zero or 0,
+            unit=request.zero_unit,
             precision=request.precision,
             recompute=request.recompute,
             compiled=compile_rules(model, request.compile),

@@ -204,6 +204,8 @@ def _contradicted(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, An
             names.add(axis)
     if pins.get("zero") == 0 or _indivisible(pins.get("dp"), request.zero_degree):
         names.add("zero_degree")
+    if pins.get("zero") == 0:
+        names.add("zero_unit")
     if _indivisible(request.dp, pins.get("zero_degree")):
         names.add("dp")
     values = {name: getattr(request, name) for name in sorted(names) if _asks(name, getattr(request, name))}
