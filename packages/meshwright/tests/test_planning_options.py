@@ -346,7 +346,7 @@ def test_a_pinned_degree_is_named_and_what_would_be_without_it(run: Run, file: s
 GIVES_WAY: dict[str, tuple[list[str], str, dict[str, object]]] = {
     "schedule": (["--pp", "2", "--schedule", "gpipe", "--microbatches", "4"], "pp=1", {"schedule": "gpipe", "microbatches": 4}),
     "zero degree": (["--dp", "4", "--zero-degree", "2"], "zero=0", {"zero_degree": 2}),
-    "zero unit": (["--dp", "4", "--zero-unit", "64"], "zero=0", {"zero_unit": 64}),
+    "zero unit": (["--dp", "4", "--zero", "2", "--zero-unit", "64"], "zero=0", {"zero_unit": 64}),
     "zero": (["--zero", "0", "--dp", "4"], "zero_degree=2", {"zero": 0}),
 }  # fmt: skip
 
