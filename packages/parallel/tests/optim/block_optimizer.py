@@ -13,7 +13,7 @@ from meshwright_dtensor.plan import ParameterRule
 
 
 class BlockMomentum(torch.optim.Optimizer):
-    """Momentum as int8 codes with a scale for each block of elements that follow each other; `numels`: of what it stepped."""
+    """Momentum as int8 codes with a scale for each block of elements that follow each other; `numels`: of those."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01, block: int = 64) -> None:
         super().__init__(params, {"lr": lr})

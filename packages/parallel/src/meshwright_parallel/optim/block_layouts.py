@@ -67,8 +67,8 @@ def _states_of_blocks(
             of_blocks[i] = 0
     blocks = (-(-math.prod(shape) // block),)
     for coords in itertools.product(*(range(n if i in axes else 1) for i, n in enumerate(sizes))):
-        held = _in_blocks(region_of(shape, sizes, coords, states)[0], row, block, shape[0])
-        if held is None or region_of(blocks, sizes, coords, of_blocks)[0] != held:
+        mine = _in_blocks(region_of(shape, sizes, coords, states)[0], row, block, shape[0])
+        if mine is None or region_of(blocks, sizes, coords, of_blocks)[0] != mine:
             return None
     return tuple(of_blocks)
 

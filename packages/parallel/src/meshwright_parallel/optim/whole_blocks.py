@@ -202,21 +202,19 @@ def _part(parameter: Tensor, blocks: Blocks) -> _Part:
         return _Part(parameter, parameter)
     given = parameter.global_layout
     stored = given.with_states(complete(given.states))
-    part = _Part(parameter, local_of(parameter), stored, stored)
+    local, stepped, of_blocks = local_of(parameter), stored, None
     if given.shape.numel() and blocks.quantizes(given.shape.numel()):
-        part.stepped, part.blocks = given.context.cached(_layouts, stored, blocks.size)
+        stepped, of_blocks = given.context.cached(_layouts, stored, blocks.size)
     # one that has no gradient is not stepped; blocks are those of contiguous tensors
-    part.copied = parameter.grad is not None and (
-        part.stepped is not stored or not part.local.is_contiguous()
-    )
-    if part.copied:
-        gradient, states = part.local.grad, part.stepped.states
-        part.local = convert(part.local.detach(), stored, states, _SITE).clone(
+    copied = parameter.grad is not None and (stepped is not stored or not local.is_contiguous())
+    if copied:
+        gradient = local.grad
+        local = convert(local.detach(), stored, stepped.states, _SITE).clone(
             memory_format=torch.contiguous_format
         )
         if gradient is not None:
-            part.local.grad = convert(gradient.detach(), stored, states, _SITE).contiguous()
-    return part
+            local.grad = convert(gradient.detach(), stored, stepped.states, _SITE).contiguous()
+    return _Part(parameter, local, stored, stepped, of_blocks, copied)
 
 
 def _layouts(context: MeshContext, stored: Layout, block: int) -> tuple[Layout, Layout]:
