@@ -20,7 +20,7 @@ TOLERANCES = {
     "bitsandbytes.AdamW8bit": 5e-4,
     "schedulefree.AdamWScheduleFree": 1e-5,
 }
-"""Optimizers, and how far numbers may be from one device. The blocks of torchao's states are those of each rank's part."""
+"""Optimizers, and how far numbers may be from one device: gradients differ in their last bits, and so do rounded states."""
 
 
 class Net(nn.Module):

@@ -119,5 +119,5 @@ def test_states_have_the_blocks_of_one_device(rank_pool: RankPool, name: str) ->
             torch.equal(a, b) for a, (b, _) in zip(parts, wholes, strict=True)
         ):
             unequal.add(key.partition("/")[0])
-    # of columns torchao makes blocks of each rank's own, here none: the control
-    assert unequal == ({"columns"} if "torchao" in name else set())
+    # those of columns, too, which are gathered for the step
+    assert unequal == set()

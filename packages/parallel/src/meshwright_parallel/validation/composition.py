@@ -63,7 +63,10 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
     sizes, shapes = tuple(here.plan.degrees.values()), _shapes(here.model)
     for name, states in here.states.items():
         sharded = states[zero]
-        if not isinstance(sharded, int) or can_gather(shapes[name], sizes, states, zero):
+        if not isinstance(sharded, int):
+            continue
+        # each rank of zero has one run of what the other axis leaves
+        if name in shapes and can_gather(shapes[name], sizes, states, zero):
             continue
         for axis, state in zip(here.plan.axes, states, strict=True):
             if axis not in ("zero", "dp") and _shards(state, int(sharded)) and here.plan.degree(axis) > 1:
