@@ -158,8 +158,9 @@ def test_a_small_collective_takes_the_tree_and_a_large_one_over_nodes_the_hierar
         < inner_link.algorithms("all_reduce", 1e9, 8)["tree"]
     )
     # 64 nodes, each card sends its eighth over its own network: by hand
-    inner = 7 * 2e-6 + 7 / 8 * 1e10 / 450e9
-    outer = min(2 * (63 * 5e-6 + 63 / 64 * 1.25e9 / 50e9), 2 * (6 * 5e-6 + 1.25e9 / 50e9))
+    inner = 8.4e-6 + 7 * 3.4e-6 + 7 / 8 * 1e10 / 370.8e9
+    ring, tree = 2 * (63 * 1.4e-5 + 63 / 64 * 1.25e9 / 48.5e9), 2 * (6 * 1.4e-5 + 1.25e9 / 48.5e9)
+    outer = 8.4e-6 + min(ring, tree)
     assert large["hierarchical"] == pytest.approx(2 * inner + outer)
 
 
@@ -260,7 +261,7 @@ def test_slow_node_delays_its_groups(tmp_path: Path) -> None:
     assert cluster.running(8) == replace(DGX_H100.running(8), slow_nodes=slow)  # on the first node alone
     two, three = cluster.running(16), cluster.running(24)
     assert two.rate("bfloat16") == pytest.approx(DGX_H100.rate("bfloat16") / 1.5)
-    assert two.link(8, 2).bandwidth_Bps == 50e9 and three.link(8, 3).bandwidth_Bps == 12.5e9
+    assert two.link(8, 2).bandwidth_Bps == 48.5e9 and three.link(8, 3).bandwidth_Bps == 48.5e9 / 4
     assert three.link(1, 8).bandwidth_Bps == DGX_H100.link(1, 8).bandwidth_Bps
     for ranks in (8, 16, 24):
         again, once = cluster.running(24).running(ranks), cluster.running(ranks)

@@ -55,9 +55,11 @@ def test_conversions_of_the_four_states() -> None:
 def test_the_link_of_an_axis() -> None:
     h100 = DGX_H100
     assert h100.link(1, 8).name == "nvlink" and h100.link(8, 4).name == "infiniband"
-    assert h100.link(1, 16).bandwidth_Bps == 8 * 50e9  # all eight cards of the node at once
-    assert h100.link(8, 4).bandwidth_Bps == 50e9  # one member a node
-    assert h100.link(4, 4).bandwidth_Bps == 2 * 50e9
+    assert (
+        h100.link(1, 16).bandwidth_Bps == 370.8e9
+    )  # all eight cards of the node at once, more than its inner link
+    assert h100.link(8, 4).bandwidth_Bps == 48.5e9  # one member a node
+    assert h100.link(4, 4).bandwidth_Bps == 2 * 48.5e9
     assert LAPTOP_CPU.link(1, 512).name == "loopback"
     with pytest.raises(ValueError, match="no links"):
         Cluster("none", 1, 1, {"float32": 1.0}, 1.0, (), "").link(1, 2)
@@ -85,11 +87,12 @@ def test_a_large_product_is_bound_by_flops_and_a_norm_by_bytes() -> None:
     whole = costs.compute(
         work_of(product_, tape.values, tape.flows[0], flops), product_, tape.values, ("X", "X"), ("X",)
     )
-    assert whole == pytest.approx(2 * flops / DGX_H100.rate("bfloat16"))  # the input gets no gradient
+    # the input gets no gradient; tiles and waves take a few percent
+    assert 2 * flops / DGX_H100.rate("bfloat16") < whole < 2.1 * flops / DGX_H100.rate("bfloat16")
     split = costs.compute(
         work_of(product_, tape.values, tape.flows[0], flops), product_, tape.values, ("X", 0), (1,)
     )
-    assert split == pytest.approx(whole / 8)
+    assert whole / 8 < split < 1.1 * whole / 8
     seconds = costs.compute(
         work_of(norm, tape.values, tape.flows[1], 0), norm, tape.values, ("I",) * 3, ("I",) * len(norm.outs)
     )

@@ -18,7 +18,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meshwright_dtensor.cluster.links import Link, MeasuredCollective, Points, Positive, interpolated
+from meshwright_dtensor.cluster.chip import Chip
+from meshwright_dtensor.cluster.links import (
+    Link,
+    MeasuredCollective,
+    Points,
+    Positive,
+    Protocol,
+    interpolated,
+)
 from meshwright_dtensor.errors import UsageError
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -39,6 +47,7 @@ class LinkLevel:
         latency_s: seconds of one hop before the first byte arrives.
         bandwidth_Bps: bytes per second that ONE rank sends in one direction.
         sizes: ranks in each group of this level in rank order, where they are not all `size`; the last repeats.
+        protocols: how the communication library sends here, the fastest for each message; () for `latency_s` a hop alone.
     """
 
     name: str
@@ -46,6 +55,7 @@ class LinkLevel:
     latency_s: NotNegative
     bandwidth_Bps: Positive
     sizes: tuple[Count, ...] = ()
+    protocols: tuple[Protocol, ...] = ()
 
     def starts(self) -> Iterator[int]:
         """The first rank of each group of this level, without end; 0 alone where it joins all ranks."""
@@ -210,6 +220,7 @@ class Cluster:
         work: measured operations, on a machine with one rank.
         collectives: measured collectives.
         slow_nodes: nodes that are slower than these numbers. All ranks get equal work, so a plan runs at their pace.
+        chip: the processor of an accelerator, by which the time of a product depends on its shape; None: only on its FLOPs.
 
     Raises UsageError: a slow node names an unknown link.
     """
@@ -239,6 +250,7 @@ class Cluster:
     work: tuple[MeasuredWork, ...] = ()
     collectives: tuple[MeasuredCollective, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
+    chip: Chip | None = None
     ranks: int = 0
 
     def __post_init__(self) -> None:
@@ -320,13 +332,14 @@ class Cluster:
         def longer(points: Points) -> Points:
             return tuple((size, seconds * slower) for size, seconds in points)
 
-        launch = self.launch_backward_s
+        launch, chip = self.launch_backward_s, self.chip
         return replace(
             self,
             ranks=ranks,
             links=links,
             flops={dtype: rate / slower for dtype, rate in self.flops.items()},
             memory_bandwidth=self.memory_bandwidth / slower,
+            chip=None if chip is None else replace(chip, fill_s=chip.fill_s * slower),
             launch_s=self.launch_s * slower,
             launch_backward_s=None if launch is None else launch * slower,
             host_s=self.host_s * slower,
@@ -390,8 +403,14 @@ class Cluster:
                     bandwidth = min(inner.bandwidth_Bps, bandwidth * count)
                 measured = self._collectives() if level is self.links[0] else ()
                 latency, outer = level.latency_s, level.bandwidth_Bps
-                return Link(level.name, latency, bandwidth, inner, count, outer, measured)
-            inside = Link(level.name, level.latency_s, level.bandwidth_Bps, outer_Bps=level.bandwidth_Bps)
+                return Link(level.name, latency, bandwidth, inner, count, outer, measured, level.protocols)
+            inside = Link(
+                level.name,
+                level.latency_s,
+                level.bandwidth_Bps,
+                outer_Bps=level.bandwidth_Bps,
+                protocols=level.protocols,
+            )
             within = held
         raise ValueError(f"cluster {self.name!r} has no links; give at least one LinkLevel")
 

@@ -62,6 +62,21 @@ class MeasuredCollective:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """One way in which a communication library sends: short messages want low latency, long ones bandwidth.
+
+    Args:
+        start_s: seconds before the first hop, whatever the message.
+        hop_s: seconds of a hop.
+        share: part of the bandwidth that is left for data; the rest are flags.
+    """
+
+    start_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    hop_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+@dataclass(frozen=True)
 class Link:
     """The slowest connection that a collective over one mesh axis crosses.
 
@@ -73,6 +88,7 @@ class Link:
         members: ranks of the axis in one inner group; 1 if it spans none.
         outer_Bps: bytes per second that one rank sends between inner groups.
         measured: measured times, used instead of the model.
+        protocols: of the library on this link; the fastest counts. () is `latency_s` a hop and the whole bandwidth.
     """
 
     name: str
@@ -82,6 +98,7 @@ class Link:
     members: int = 1
     outer_Bps: float = 0.0
     measured: tuple[MeasuredCollective, ...] = ()
+    protocols: tuple[Protocol, ...] = ()
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -107,25 +124,39 @@ class Link:
         hierarchical: reduce-scatter inside, the collective between groups on each member's part, all-gather inside.
         """
         if kind == "send_recv":
-            return {"send": self.latency_s + nbytes / self.bandwidth_Bps}
+            return {"send": self._sent(1, nbytes, self.bandwidth_Bps)}
         hops = degree - 1
         moved = nbytes * hops / degree
         # each rank holds an n-th of the tensor, and a network card carries only its own rank's part
         if kind == "all_to_all":
             bandwidth = self.outer_Bps if self.members > 1 else self.bandwidth_Bps
-            return {"direct": hops * self.latency_s + moved / degree / bandwidth}
-        once = hops * self.latency_s + moved / self.bandwidth_Bps
-        seconds = {"ring": 2.0 * once if kind == "all_reduce" else once}
+            return {"direct": self._sent(hops, moved / degree, bandwidth)}
+        rounds = 2 if kind == "all_reduce" else 1
+        seconds = {"ring": self._sent(rounds * hops, rounds * moved, self.bandwidth_Bps)}
         if kind == "all_reduce":
             depth = math.ceil(math.log2(degree))
-            seconds["tree"] = 2.0 * (depth * self.latency_s + nbytes / self.bandwidth_Bps)
+            seconds["tree"] = self._sent(2 * depth, 2 * nbytes, self.bandwidth_Bps)
         if self.inside is not None and self.members > 1 and degree % self.members == 0:
-            between = Link(self.name, self.latency_s, self.outer_Bps)
+            between = Link(self.name, self.latency_s, self.outer_Bps, protocols=self.protocols)
             inner = self.inside.seconds("all_gather", nbytes, self.members)
             outer = between.seconds(kind, nbytes / self.members, degree // self.members)
             # an all-reduce scatters inside first and gathers inside last; the others do one of the two
             seconds["hierarchical"] = outer + (2.0 * inner if kind == "all_reduce" else inner)
         return seconds
+
+    def _sent(self, hops: int, nbytes: float, bandwidth: float) -> float:
+        """Seconds of `nbytes` through one rank in `hops` hops, by the fastest protocol."""
+        if not self.protocols:
+            return hops * self.latency_s + nbytes / bandwidth
+        # of the hops of a ring over several inner groups, one in `members` crosses this link
+        inner = self.inside.protocols if self.inside is not None and self.members > 1 else ()
+        within = inner if len(inner) == len(self.protocols) else self.protocols
+        return min(
+            p.start_s
+            + hops * (p.hop_s + (self.members - 1) * q.hop_s) / self.members
+            + nbytes / (bandwidth * p.share)
+            for p, q in zip(self.protocols, within, strict=True)
+        )
 
     def _measured(self, kind: CollectiveKind, nbytes: float, degree: int) -> float | None:
         """Seconds by the measurement at the nearest degree, in proportion to the bytes that a ring moves."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredCollective
+from meshwright_dtensor.cluster import Chip, Cluster, LinkLevel, MeasuredCollective
 from meshwright_dtensor.utils.process import usable_cores
 from meshwright_planner.calibration import collectives as collectives_module
 from meshwright_planner.calibration import host_overhead, operations
@@ -71,10 +71,13 @@ def measure_one_rank(name: str) -> Cluster:
     curves += [] if pages is None else [pages]
     forward, back = operations.launches(POINT_S)
     rates = {c.dtype: max(size / time for size, time in c.forward) for c in curves if c.kind == "matmul"}
+    chip: Chip | None = None
     memory, machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), platform.machine()
     machine += f", {usable_cores()} cores, {torch.get_num_threads()} thread(s) for each rank"
     if accelerated:
-        memory, machine = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
+        device_properties = torch.cuda.get_device_properties(0)
+        memory, machine = device_properties.total_memory, torch.cuda.get_device_name(0)
+        chip = Chip(device_properties.multi_processor_count, device_properties.L2_cache_size)
     single, half = rates["float32"], rates["bfloat16"]
     cluster = Cluster(
         name=name,
@@ -94,6 +97,7 @@ def measure_one_rank(name: str) -> Cluster:
         fused_attention=accelerated,
         cores=0 if accelerated else usable_cores(),
         work=tuple(curves),
+        chip=chip,
     )
     return replace(cluster, host_s=host_overhead.host(cluster))
 

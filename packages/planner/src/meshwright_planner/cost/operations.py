@@ -1,6 +1,7 @@
 """The time of one operation on one rank: by the measured curve of its kind, else by roofline.
 
-Sources: the roofline model (Williams et al., 2009) with one efficiency per cluster, or the curves of a measured machine.
+Sources: the curves of a measured machine, else products by their shape (`cost/products.py`) where the cluster says what its
+processor is, and the roofline model (Williams et al., 2009) with one efficiency per cluster.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwright_dtensor.cluster import Cluster, MeasuredWork, Operation
+from meshwright_planner.cost.products import Product, attention_seconds, product_seconds
 
 BACKWARD = 2.0
 """Backward work relative to forward: one product or pass for the input, one for the other operand."""
 
 ATTENTION = 2.5
 """The same for attention that saves no scores: five products for two (Dao, "FlashAttention-2", 2023, 3.1)."""
+
+ATTENTION_BACKWARD = 63 / 73
+"""Rate of the backward kernel of fused attention relative to the forward one (Dao, 2023: 63% and 73% of the peak of an A100)."""
 
 FORWARD = 1 / (1 + BACKWARD)
 """Default fraction of an operation's seconds that is its forward pass."""
@@ -62,17 +67,33 @@ def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
     if curve is not None:
         busy = _measured(cluster, curve, op) + filled
         return (max(busy, launches) if cluster.hides_launch else busy + around), _usual_fraction(op)
-    forward = max(op.flops / cluster.rate(op.dtype), op.nbytes / cluster.streams)
-    back = BACKWARD * forward
-    if op.kind.startswith("attention"):
-        back = ATTENTION * forward
-    elif op.flops:
-        back = BACKWARD * min(op.gradients, 2) / 2 * forward
-    elif op.backward_bytes is not None:
-        back = op.backward_bytes / cluster.streams
+    forward, back = _by_figures(cluster, op)
     busy = forward + (back + filled if op.backward else 0.0)
     seconds = max(busy, launches) if cluster.hides_launch else busy + launches
     return seconds, forward / busy if busy else FORWARD
+
+
+def _by_figures(cluster: Cluster, op: Operation) -> tuple[float, float]:
+    """Seconds of forward and backward of an operation that was not measured."""
+    least = op.nbytes / cluster.streams
+    shaped = cluster.chip is not None and op.flops and op.outputs
+    if op.kind.startswith("attention"):
+        if shaped:
+            forward = max(attention_seconds(cluster, op.outputs[0], op.flops, op.dtype), least)
+            return forward, ATTENTION / ATTENTION_BACKWARD * forward
+        forward = max(op.flops / cluster.rate(op.dtype), least)
+        return forward, ATTENTION * forward
+    if shaped:
+        product = Product.of(op.outputs[0], op.flops, op.products, op.itemsize)
+        forward = max(product_seconds(cluster, product, op.dtype), least)
+        back = sum(max(product_seconds(cluster, each, op.dtype), least) for each in product.gradients())
+        return forward, back * min(op.gradients, 2) / 2
+    forward = max(op.flops / cluster.rate(op.dtype), least)
+    if op.flops:
+        return forward, BACKWARD * min(op.gradients, 2) / 2 * forward
+    if op.backward_bytes is not None:
+        return forward, op.backward_bytes / cluster.streams
+    return forward, BACKWARD * forward
 
 
 def _usual_fraction(op: Operation) -> float:
@@ -92,7 +113,13 @@ def _measured(cluster: Cluster, curve: MeasuredWork, op: Operation) -> float:
         least = op.nbytes / cluster.streams
         even = even_bytes(op.flops, op.itemsize, op.products) if op.made else 0.0
         thin, more = cluster.measured("thin", "float32"), op.nbytes - even
-        if op.kind == "matmul" and thin is not None and more > 0:
+        if op.kind == "matmul" and cluster.chip is not None and op.outputs:
+            # the curve is of sides that are about equal
+            product = Product.of(op.outputs[0], op.flops, op.products, op.itemsize)
+            like = product_seconds(cluster, product.even(), op.dtype)
+            forward *= product_seconds(cluster, product, op.dtype) / like
+            back *= sum(product_seconds(cluster, each, op.dtype) for each in product.gradients()) / (2 * like)
+        elif op.kind == "matmul" and thin is not None and more > 0:
             # it moves more bytes than a product of equal sides
             (nbytes, first), (_, later) = thin.forward[0], thin.backward[0]
             forward += first * more / nbytes

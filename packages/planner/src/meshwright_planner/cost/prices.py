@@ -164,7 +164,7 @@ class AxisCosts:
         return more_forward(seconds, forward, work.again)
 
     def _sized(self, work: Work, node: Node, values: Sequence[Value], ins: States, outs: States) -> Operation:
-        """The operation on one rank; without shapes, which only cost models need."""
+        """The operation on one rank; without shapes, which only cost models need, except that of a product on a chip."""
         made = tuple([values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)])
         streamed, split = sum(made), self.split((*ins, *outs))
         table = work.table_bytes
@@ -180,6 +180,9 @@ class AxisCosts:
             tensors = (*zip(node.ins, ins, work.back.ins), *zip(node.outs, outs, work.back.outs))
             sizes = (times * values[r.i].nbytes * self.share(s) for r, s, times in tensors if times)
             backward_bytes = sum(sizes) + work.back.kept * self.part(split)
+        outputs: tuple[tuple[int, ...], ...] = ()
+        if work.flops and self.cluster.chip is not None and outs:
+            outputs = (self._part(values[node.outs[0].i].shape, outs[0]),)
         return Operation(
             node.name,
             work.kind,
@@ -189,12 +192,21 @@ class AxisCosts:
             work.grad,
             work.inputs_back,
             made,
+            outputs=outputs,
             itemsize=work.itemsize,
             products=work.products,
             table_bytes=table,
             on_mesh=self.meshed,
             backward_bytes=backward_bytes,
         )
+
+    def _part(self, shape: tuple[int, ...], state: State | States) -> tuple[int, ...]:
+        """The shape of an even part of a value in `state`, whatever the intervals of its shards."""
+        sizes = list(shape)
+        for along_axis, degree in zip(along(state), self.degrees):
+            if is_shard(along_axis):
+                sizes[int(along_axis)] = -(-sizes[int(along_axis)] // degree)
+        return tuple(sizes)
 
     def _local(self, shape: tuple[int, ...], state: State) -> tuple[int, ...]:
         """The shape that the first rank has of a value in `state`."""

@@ -1,0 +1,299 @@
+"""Training runs that others have published: the rows of the tables that `planner_published.py` predicts.
+
+Nothing here is a prediction. Each table names its source; a row is a configuration, and its throughput, or that it ran out of
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run.
+
+    Attributes:
+        name: in reports.
+        model: makes it, on the meta device.
+        gpus, rows, length: ranks, rows of the global batch, tokens of a row.
+        published: throughput in the unit of the table; None: it ran out of memory.
+        plan: keywords of `mw.plan`.
+        compiled: pointwise operations ran fused.
+        memory: GiB of a GPU, as published; None where nothing is.
+        flops: operations of a step in the accounting of the source, where the unit is TFLOP/s.
+        loss_bytes: bytes that the loss of that program holds on a GPU at its peak, besides those of ours.
+        accumulated: batches of `rows` whose gradients it adds up in a step, without a pipeline.
+        late_sums: it sums gradients over data ranks after the backward pass.
+        bubble: idle time of its pipeline relative to that of our schedule.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    gpus: int
+    rows: int
+    length: int
+    published: float | None
+    plan: Mapping[str, Any]
+    compiled: bool = False
+    memory: float | None = None
+    flops: float = 0.0
+    loss_bytes: float = 0.0
+    accumulated: int = 1
+    late_sums: bool = False
+    bubble: float = 1.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one source on one kind of device.
+
+    Attributes:
+        source, cluster: where it is from, and the profile of its devices.
+        precision: of the plans.
+        unit: "tokens" per second and GPU, or "TFLOP/s" of a GPU.
+    """
+
+    source: str
+    cluster: str
+    precision: str
+    unit: str
+    rows: tuple[Row, ...] = field(repr=False)
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> nn.Module:
+    """A Llama of these sizes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=131072, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def llama3_8b() -> nn.Module:
+    """Llama-3 8B."""
+    return llama(4096, 14336, 32, 32, 8, 128256)
+
+
+def llama3_70b() -> nn.Module:
+    """Llama-3 70B."""
+    return llama(8192, 28672, 80, 64, 8, 128256)
+
+
+def llama3_405b() -> nn.Module:
+    """Llama-3 405B."""
+    return llama(16384, 53248, 126, 128, 8, 128256)
+
+
+def llama2_13b() -> nn.Module:
+    """Llama-2 13B."""
+    return llama(5120, 13824, 40, 40, 40, 32000)
+
+
+def llama2_70b() -> nn.Module:
+    """Llama-2 70B."""
+    return llama(8192, 28672, 80, 64, 8, 32000)
+
+
+def qwen3_32b() -> nn.Module:
+    """Qwen3-32B."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(config)
+
+
+def gpt(hidden: int, layers: int, heads: int, length: int = 1024, attention: str = "sdpa") -> nn.Module:
+    """GPT-3's shapes with a vocabulary of 51,200."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=51200, n_embd=hidden, n_layer=layers, n_head=heads, n_positions=length, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu", attn_implementation=attention,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
+def megatron(hidden: int, layers: int, heads: int) -> nn.Module:
+    """GPT as Megatron-LM ran it in 2021: whole matrices of scores, with scale, mask and softmax in one kernel, and dropout."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attend(
+        module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **others: Any
+    ) -> tuple[torch.Tensor, None]:
+        weights = torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2), -1)
+        weights = F.dropout(weights, 0.1)
+        return (weights @ v).transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register("megatron", attend)
+    return gpt(hidden, layers, heads, 2048, "megatron")
+
+
+def _titan(
+    model: Callable[[], nn.Module], gpus: int, rows: int, length: int, vocabulary: int, **others: Any
+) -> Row:
+    """torchtitan: FSDP over all ranks that tensor parallelism leaves; `rows`: of one FSDP rank.
+
+    Its loss is torch's own, which keeps a log-softmax and fills two gradients in float32, where ours fills one
+    (cross_entropy_rows.py). Over shards of the vocabulary (torch.distributed.tensor.parallel.loss) two more are there: of the
+    exponentials and of the sum.
+    """
+    tp, recompute = others.pop("tp", 1), others.pop("recompute", "full")
+    data = gpus // tp
+    made = f"{gpus} GPUs, FSDP {data}" + (f" x TP {tp}" if tp > 1 else "") + f", {rows} rows each"
+    plan = {"dp": data, "zero": 3, "tp": tp, "cp": 1, "pp": 1, "ep": 1}
+    if recompute is not None:
+        plan["recompute"] = recompute
+    name = others.pop("name", "")
+    compiled = ", compiled" if others.get("compiled") else ""
+    text = f"{name + ', ' if name else ''}{made}{compiled}"
+    others["loss_bytes"] = (1 if tp == 1 else 3) * 4.0 * rows * length * vocabulary / tp
+    return Row(text, model, gpus, rows * data, length, plan=plan, **others)
+
+
+def _titan_llama(gpus: int, compiled: bool, published: float, memory: float) -> Row:
+    return _titan(
+        llama3_8b,
+        gpus,
+        2,
+        8192,
+        128256,
+        recompute="alternate",
+        compiled=compiled,
+        published=published,
+        memory=memory,
+    )
+
+
+LLAMA = Table(
+    "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: Llama-3 8B, selective recomputation",
+    "h100-96gb", "bf16", "tokens",
+    (
+        _titan_llama(8, False, 5762, 82.4), _titan_llama(8, True, 6667, 77.0),
+        _titan_llama(128, False, 5605, 67.0), _titan_llama(128, True, 6514, 62.0),
+    ),
+)  # fmt: skip
+
+QWEN = Table(
+    "torchtitan, pull request 1690: Qwen3-32B, sequences of 4,096, full recomputation",
+    "h100-96gb", "bf16", "tokens",
+    (
+        _titan(qwen3_32b, 8, 2, 4096, 151936, published=1614),
+        _titan(qwen3_32b, 8, 2, 4096, 151936, published=1874, memory=81.85, compiled=True),
+        _titan(qwen3_32b, 32, 8, 4096, 151936, tp=4, published=1139),
+        _titan(qwen3_32b, 32, 16, 4096, 151936, tp=8, published=876, memory=43.45),
+        _titan(qwen3_32b, 32, 32, 4096, 151936, tp=8, published=883, memory=70.79),
+        _titan(qwen3_32b, 64, 32, 4096, 151936, tp=8, published=873, memory=63.27),
+        _titan(qwen3_32b, 16, 8, 4096, 151936, published=None),
+        _titan(qwen3_32b, 32, 16, 4096, 151936, tp=2, published=None),
+        _titan(qwen3_32b, 32, 64, 4096, 151936, tp=8, published=None),
+    ),
+)  # fmt: skip
+"""The rows of FSDP 8 x TP 4 and of FSDP 16 are as the project's issue quotes them; of TP 4 the rows of a rank are not known."""
+
+A100 = Table(
+    "torchtitan, docs/performance.md of 2024-06: 64 A100",
+    "dgx-a100", "bf16", "tokens",
+    (
+        _titan(llama3_8b, 64, 1, 8192, 128256, name="Llama-3 8B, selective op", recompute="alternate", published=2973),
+        _titan(llama3_70b, 64, 1, 8192, 128256, name="Llama-3 70B, full", published=331),
+        _titan(llama2_13b, 64, 2, 4096, 32000, name="Llama-2 13B, none", recompute=None, published=2162),
+        _titan(llama2_13b, 64, 2, 4096, 32000, name="Llama-2 13B, selective op", recompute="alternate", published=1904),
+        _titan(llama2_70b, 64, 1, 4096, 32000, name="Llama-2 70B, selective op", recompute="alternate", published=355),
+        _titan(llama2_70b, 64, 2, 4096, 32000, name="Llama-2 70B, full", published=353),
+    ),
+)  # fmt: skip
+
+MEGATRON_ROWS = (  # billions, hidden, layers, heads, tp, pp, GPUs, batch, TFLOP/s of a GPU
+    (1.7, 2304, 24, 24, 1, 1, 32, 512, 137),
+    (3.6, 3072, 30, 32, 2, 1, 64, 512, 138),
+    (7.5, 4096, 36, 32, 4, 1, 128, 512, 142),
+    (18.4, 6144, 40, 48, 8, 1, 256, 1024, 135),
+    (39.1, 8192, 48, 64, 8, 2, 512, 1536, 138),
+    (76.1, 10240, 60, 80, 8, 4, 1024, 1792, 140),
+    (145.6, 12288, 80, 96, 8, 8, 1536, 2304, 148),
+    (310.1, 16384, 96, 128, 8, 16, 1920, 2160, 155),
+    (529.6, 20480, 105, 128, 8, 35, 2520, 2520, 163),
+    (1008.0, 25600, 128, 160, 8, 64, 3072, 3072, 163),
+)
+
+
+MICROBATCHES = 4
+"""Of the rows without a pipeline, for which the paper names no number: eight or four rows each."""
+
+
+def _megatron(
+    billions: float,
+    hidden: int,
+    layers: int,
+    heads: int,
+    tp: int,
+    pp: int,
+    gpus: int,
+    batch: int,
+    tflops: int,
+) -> Row:
+    # their equation 3; all activations are recomputed
+    flops = (
+        96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
+    )
+    plan = {"dp": gpus // tp // pp, "zero": 0, "tp": tp, "cp": 1, "pp": pp, "ep": 1, "recompute": "full"}
+    if tp > 1:
+        plan["sequence_parallel"] = False
+    if pp > 1:
+        plan["schedule"] = "interleaved"
+    name = f"GPT {billions}B, tp {tp}, pp {pp}, {gpus} GPUs"
+    times = MICROBATCHES if pp == 1 else 1
+    return Row(
+        name, lambda: megatron(hidden, layers, heads), gpus, batch // times, 2048, tflops, plan,
+        flops=flops / times, accumulated=times, late_sums=True,
+    )  # fmt: skip
+
+
+MEGATRON = Table(
+    "Narayanan et al., 2021 (arXiv 2104.04473), table 1",
+    "dgx-a100", "fp16", "TFLOP/s", tuple(_megatron(*row) for row in MEGATRON_ROWS),
+)  # fmt: skip
+
+
+def _meta(gpus: int, cp: int, data: int, length: int, rows: int, tflops: int) -> Row:
+    """Batches are of `rows` for each data rank. The paper counts as PaLM's (Chowdhery et al., 2022): whole matrices of scores.
+
+    Each rank has eight stages of one layer (its figure 6 and section 3.3.2), where our schedule has two.
+    """
+    batch = rows * data
+    parameters = 403.7e9
+    flops = batch * length * (6 * parameters + 12 * 126 * 16384 * length)
+    plan = {"dp": data, "zero": 2, "tp": 8, "cp": cp, "pp": 16, "ep": 1, "microbatches": rows}
+    plan |= {"schedule": "interleaved", "sequence_parallel": True}
+    if cp > 1:
+        # section 3.3.2: keys and values are all-gathered
+        plan["context_attention"] = "all_gather"
+    name = f"{gpus} GPUs, tp 8, cp {cp}, pp 16, dp {data}, {length} tokens"
+    return Row(name, llama3_405b, gpus, batch, length, tflops, plan, flops=flops, bubble=2 / 8)
+
+
+META = Table(
+    "Llama Team, 2024 (arXiv 2407.21783), table 4: Llama-3 405B",
+    "dgx-h100", "bf16", "TFLOP/s",
+    (
+        _meta(8192, 1, 64, 8192, 32, 430), _meta(16384, 1, 128, 8192, 16, 400),
+        _meta(16384, 16, 8, 131072, 16, 380),
+    ),
+)  # fmt: skip
+
+TABLES = {"torchtitan": LLAMA, "qwen": QWEN, "a100": A100, "megatron": MEGATRON, "meta": META}
