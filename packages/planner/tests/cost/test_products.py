@@ -56,7 +56,7 @@ def test_no_product_beats_the_roofline(cluster: Cluster) -> None:
 
 def test_a_larger_product_never_takes_less_time() -> None:
     for product in random_products(200):
-        for field in ("rows", "columns", "depth", "count"):
+        for field in ("rows", "columns", "depth", "batch"):
             larger = product._replace(**{field: getattr(product, field) * 2})
             assert product_seconds(DGX_A100, larger, "bfloat16") >= product_seconds(
                 DGX_A100, product, "bfloat16"

@@ -238,7 +238,7 @@ def test_tp_ranks_are_synchronous() -> None:
 def test_all_reduce_over_a_slow_link() -> None:
     inner = {"axis": "tp", "kind": "all_reduce", "nbytes": 10**9, "count": 10}
     level = DGX_H100.links[0]
-    free = replace(DGX_H100, links=(replace(level, latency_s=0.0), *DGX_H100.links[1:]))
+    free = replace(DGX_H100, links=(replace(level, latency_s=0.0, protocols=()), *DGX_H100.links[1:]))
     once = free.link(1, 8).seconds("all_reduce", 10**9, 8)
     plan = plan_of({"tp": 8}, 3.0, collectives=[inner], split={"exposed": {"tp": 10 * once}})
     weak = simulate(plan, free, link_faults=[LinkFault(3, level.name, 0.25)])
@@ -260,7 +260,7 @@ def test_better_links_save_a_rank_of_a_pipeline_no_more_than_its_own_communicati
 ) -> None:
     """A plan counts the collectives of all stages. The rest of those of a rank overlaps with compute."""
     level = DGX_H100.links[0]
-    free = replace(DGX_H100, links=(replace(level, latency_s=0.0), *DGX_H100.links[1:]))
+    free = replace(DGX_H100, links=(replace(level, latency_s=0.0, protocols=()), *DGX_H100.links[1:]))
     once = free.link(1, 4).seconds("all_reduce", 10**9, 4)
     inner = {"axis": "tp", "kind": "all_reduce", "nbytes": 10**9, "count": 2 * 4}
     uses = [{**inner, "phase": phase} for phase in ("forward", "backward")]

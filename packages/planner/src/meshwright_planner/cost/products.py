@@ -38,30 +38,30 @@ WIDTH = 128
 
 
 class Product(NamedTuple):
-    """`count` products of [rows, depth] by [depth, columns], of elements of `itemsize` bytes."""
+    """A `batch` of products of [rows, depth] by [depth, columns], of elements of `itemsize` bytes."""
 
     rows: int
     columns: int
     depth: int
-    count: int = 1
+    batch: int = 1
     itemsize: int = 2
 
     @staticmethod
-    def of(shape: tuple[int, ...], flops: float, count: int, itemsize: int) -> Product:
+    def of(shape: tuple[int, ...], flops: float, batch: int, itemsize: int) -> Product:
         """The product with a result of this shape; its depth follows from its FLOPs."""
         columns = max(1, shape[-1]) if shape else 1
-        rows = max(1, math.prod(shape[:-1]) // count)
-        return Product(rows, columns, max(1, round(flops / (2 * rows * columns * count))), count, itemsize)
+        rows = max(1, math.prod(shape[:-1]) // batch)
+        return Product(rows, columns, max(1, round(flops / (2 * rows * columns * batch))), batch, itemsize)
 
     def even(self) -> Product:
         """As many multiplications with equal sides."""
         side = max(1, round((self.rows * self.columns * self.depth) ** (1 / 3)))
-        return Product(side, side, side, self.count, self.itemsize)
+        return Product(side, side, side, self.batch, self.itemsize)
 
     def gradients(self) -> tuple[Product, Product]:
         """The products that make the gradients of the two operands."""
-        rows, columns, depth, count, itemsize = self
-        return Product(rows, depth, columns, count, itemsize), Product(depth, columns, rows, count, itemsize)
+        rows, columns, depth, batch, itemsize = self
+        return Product(rows, depth, columns, batch, itemsize), Product(depth, columns, rows, batch, itemsize)
 
 
 def product_seconds(cluster: Cluster, product: Product, dtype: str) -> float:
@@ -73,11 +73,11 @@ def product_seconds(cluster: Cluster, product: Product, dtype: str) -> float:
 @lru_cache(maxsize=65536)
 def _seconds(chip: Chip, rate: float, streams: float, product: Product) -> float:
     """`rate`: operations per second of large products; `streams`: bytes per second of the memory."""
-    rows, columns, depth, count, _ = product
+    rows, columns, depth, batch, _ = product
     each = rate / chip.multiprocessors
     best = math.inf
     for high, wide in chip.tiles:
-        tiles = -(-rows // high) * -(-columns // wide) * count
+        tiles = -(-rows // high) * -(-columns // wide) * batch
         loading = max(1.0, (1 / high + 1 / wide) * SIDE / 2)
         for parts in SPLITS:
             if parts > 1 and (tiles * parts > 2 * chip.multiprocessors or depth < parts * LEAST_DEPTH):
@@ -85,19 +85,19 @@ def _seconds(chip: Chip, rate: float, streams: float, product: Product) -> float
             waves = -(-tiles * parts // chip.multiprocessors)
             busy = waves * 2.0 * high * wide * depth / parts * loading / each
             # the parts are written in float32, and read again to be summed
-            summed = 8.0 * parts * rows * columns * count / streams if parts > 1 else 0.0
+            summed = 8.0 * parts * rows * columns * batch / streams if parts > 1 else 0.0
             best = min(best, busy + summed)
     return chip.fill_s + max(best, _moved(chip, product) / streams)
 
 
 def _moved(chip: Chip, product: Product) -> float:
     """Bytes between memory and cache: an operand that the cache does not hold is read again for each block of tiles of a wave."""
-    rows, columns, depth, count, itemsize = product
+    rows, columns, depth, batch, itemsize = product
     side = math.sqrt(chip.multiprocessors * max(high * wide for high, wide in chip.tiles))
     left, right = rows * depth * itemsize, columns * depth * itemsize
     again_left = max(1.0, columns / side) if right > chip.cache_bytes / 2 else 1.0
     again_right = max(1.0, rows / side) if left > chip.cache_bytes / 2 else 1.0
-    return count * (left * again_left + right * again_right + rows * columns * itemsize)
+    return batch * (left * again_left + right * again_right + rows * columns * itemsize)
 
 
 def attention_seconds(cluster: Cluster, shape: tuple[int, ...], flops: float, dtype: str) -> float:
