@@ -94,11 +94,17 @@ class Dispatch(ExpertsForward):
             row_axes = [axis for axis, state in enumerate(states) if axis != expert_axis and is_shard(state)]
             total = sum_over_axes(counts.sum(0), context, row_axes, self.name)
             received = counts[:, rank * each : (rank + 1) * each]
-            called = {rank * each + e for e in received.sum(0).nonzero().flatten().tolist()}
-            idle = [e for e in total.nonzero().flatten().tolist() if e not in called]
+            busy = [received.sum(0), total]
         else:
-            received = route.counts(sent)
-        sizes_out, sizes_in = sent.sum(1).tolist(), received.sum(1).tolist()
+            received, busy = route.counts(sent), []
+        # all that the host has to know of the values, in one read: it waits for the device
+        numbers = torch.cat([sent.sum(1), received.sum(1), *busy]).tolist()
+        sizes_out, sizes_in = numbers[: route.size], numbers[route.size : 2 * route.size]
+        if busy:
+            here, anywhere = numbers[2 * route.size :][:each], numbers[2 * route.size + each :]
+            called = {rank * each + e for e, count in enumerate(here) if count}
+            idle = [e for e, count in enumerate(anywhere) if count and e not in called]
+        rows = rows.first(sum(sizes_out))
         # one all-to-all is cheaper than two
         if rows.weight.dtype == x.dtype:
             packed = torch.cat([x[rows.token], rows.weight], 1)
@@ -109,8 +115,8 @@ class Dispatch(ExpertsForward):
             arrived = route.rows(x[rows.token], sizes_out, sizes_in, "tokens")
             weight = route.rows(rows.weight, sizes_out, sizes_in, "weights")
             parts = (arrived, weight)
-        numbers = torch.arange(each, device=x.device).repeat(route.size)
-        expert = numbers.repeat_interleave(received.reshape(-1), output_size=sum(sizes_in))
+        local_numbers = torch.arange(each, device=x.device).repeat(route.size)
+        expert = local_numbers.repeat_interleave(received.reshape(-1), output_size=sum(sizes_in))
         local = LocalExperts(self.module, self.rule, rank, route.size, states, route.axis, idle)
         with local.swapped() as tensors:
             if arrived.shape[0]:

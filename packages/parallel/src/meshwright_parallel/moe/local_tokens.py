@@ -140,8 +140,12 @@ class LocalTokens(ExpertsForward):
         chosen = assignment.full_tensor() if isinstance(assignment, GlobalTensor) else assignment
         local = rows_per_expert(chosen, self.rule)
         total = sum_over_axes(local, context, sorted(axes), self.name)
-        numbers = ((total > 0) & (local == 0)).nonzero().flatten().tolist()
-        return [self.module.get_submodule(self.rule.children[number]) for number in numbers]
+        idle = ((total > 0) & (local == 0)).tolist()
+        return [
+            self.module.get_submodule(child)
+            for child, is_idle in zip(self.rule.children, idle, strict=True)
+            if is_idle
+        ]
 
     def _run(self, bound: inspect.BoundArguments, idle: Sequence[nn.Module], global_axes: list[int]) -> Any:
         """Run the module's own forward; every parameter that has a gradient on any rank gets one here."""

@@ -28,6 +28,12 @@ class Rows:
     counts: Tensor
     order: Tensor | None
 
+    def first(self, count: int) -> Rows:
+        """The rows whose number names an expert: the first `count`, the sum of `counts`, which the caller has read."""
+        if count == self.token.shape[0]:
+            return self
+        return Rows(self.token[:count], self.weight[:count], self.counts, None)
+
     def combined(self, results: Tensor, tokens: int) -> Tensor:
         """Sum results [R, H], in the order of the rows, per token: [tokens, H]."""
         if self.order is None or not tokens:
@@ -39,7 +45,9 @@ class Rows:
 
 
 def chosen_rows(assignment: Tensor, weights: Tensor, rule: ExpertsRule, name: str) -> Rows:
-    """The rows of an assignment.
+    """The rows of an assignment; those whose number names no expert come last, see `Rows.first`.
+
+    Of an assignment by numbers nothing is read, so that the host does not wait for an accelerator.
 
     Args:
         assignment: [N, ...slots] numbers of experts ("index"), or [N, ...slots, E] of flags ("mask"). A number outside of
@@ -64,19 +72,24 @@ def chosen_rows(assignment: Tensor, weights: Tensor, rule: ExpertsRule, name: st
     else:
         expert = assignment.reshape(-1)
         place = torch.arange(n * slots, device=assignment.device)
-    legal = (expert >= 0) & (expert < experts)
-    order = torch.argsort(torch.where(legal, expert, experts), stable=True)
-    counts = torch.bincount(torch.where(legal, expert, experts), minlength=experts + 1)[:experts]
-    order = order[: int(counts.sum())]
-    place = place[order]
-    whole = place.shape[0] == n * slots and not masked
-    return Rows(place // max(slots, 1), flat[place], counts, place if whole else None)
+    numbers = _numbers(expert, experts)
+    place = place[torch.argsort(numbers, stable=True)]
+    return Rows(place // max(slots, 1), flat[place], _counts(numbers, experts), None if masked else place)
+
+
+def _numbers(expert: Tensor, count: int) -> Tensor:
+    """Numbers of experts, int64; `count` for a number that names none."""
+    return torch.where((expert >= 0) & (expert < count), expert, count).long()
+
+
+def _counts(numbers: Tensor, count: int) -> Tensor:
+    """How often each number comes, [count]. Not by bincount, which waits for an accelerator to size its result."""
+    counts = numbers.new_zeros(count + 1)
+    return counts.scatter_add_(0, numbers, torch.ones_like(numbers))[:count]
 
 
 def rows_per_expert(assignment: Tensor, rule: ExpertsRule) -> Tensor:
     """Rows per expert: [E] of int64, for an assignment as in `chosen_rows`."""
     if rule.assignment == "mask":
         return (assignment.reshape(-1, rule.count) != 0).sum(0)
-    expert = assignment.reshape(-1)
-    legal = (expert >= 0) & (expert < rule.count)
-    return torch.bincount(torch.where(legal, expert, rule.count), minlength=rule.count + 1)[: rule.count]
+    return _counts(_numbers(assignment.reshape(-1), rule.count), rule.count)
