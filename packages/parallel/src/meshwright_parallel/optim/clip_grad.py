@@ -48,7 +48,7 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with own_tensors(given) as mine:
         gradients = [p.grad for p in mine if p.grad is not None]
-        total = _total_norm(gradients, _stages([*given, *gradients]), norm_type, error_if_nonfinite)
+        total = _total_norm(gradients, [*given, *gradients], norm_type, error_if_nonfinite)
     with torch.no_grad():
         # no branch on the value: it would wait for the device
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -66,14 +66,15 @@ def get_total_norm(
     """
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     with own_tensors(given) as mine:
-        return _total_norm(mine, _stages(given), norm_type, error_if_nonfinite)
+        return _total_norm(mine, given, norm_type, error_if_nonfinite)
 
 
 @torch.no_grad()
 def _total_norm(
-    tensors: Sequence[torch.Tensor], stages: StageInfo | None, norm_type: float, error_if_nonfinite: bool
+    tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """See get_total_norm; with `stages`, the tensors of all stages count."""
+    """See get_total_norm. `given`: the tensors of all stages, of which `tensors` are those of this rank's."""
+    stages = _stages(given)
     p = float(norm_type)
     if math.isnan(p):
         raise UsageError(f"norm_type={norm_type!r} is no norm; use 2.0, math.inf or another number")
@@ -81,7 +82,7 @@ def _total_norm(
         return torch.tensor(0.0)
     norms = _norms([_without_partial(tensor) for tensor in tensors if not is_repeated(tensor)], p)
     if stages is not None:
-        total = _over_stages(norms, stages, p)
+        total = _over_stages(norms, stages, p, given[0].device)
     else:
         first = norms[0].device
         total = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), p)
@@ -99,11 +100,16 @@ def _stages(tensors: Iterable[torch.Tensor]) -> StageInfo | None:
     return next((stages for mesh in meshes if (stages := stage_link(mesh)) is not None), None)
 
 
-def _over_stages(norms: Sequence[torch.Tensor], stages: StageInfo, p: float) -> torch.Tensor:
-    """The norm of the norms of all stages."""
+def _over_stages(
+    norms: Sequence[torch.Tensor], stages: StageInfo, p: float, device: torch.device
+) -> torch.Tensor:
+    """The norm of the norms of all stages. A stage without gradients takes part too, on the `device` of the model."""
     dtype = norms[0].dtype if norms else torch.float32
-    device = norms[0].device if norms else torch.device("cpu")
-    powers = torch.stack([_power(norm.to(device), p) for norm in norms]) if norms else torch.zeros(0)
+    powers = (
+        torch.stack([_power(norm.to(device), p) for norm in norms])
+        if norms
+        else torch.zeros(0, device=device)
+    )
     lowest = p == -math.inf
     if math.isinf(p):
         empty = powers.new_full((1,), math.inf if lowest else 0.0, dtype=torch.float64, device=device)
