@@ -31,3 +31,20 @@ def test_total(log: str, code: int, summary: str, tmp_path: Path, capsys: pytest
     assert runpy.run_path(TOTAL)["main"](str(path), "9") == code
     line = capsys.readouterr().out.strip()
     assert line.strip("= ") == summary and line.startswith("=") and line.endswith("=")
+
+
+def test_code_that_assumes_a_device_is_found() -> None:
+    assumptions = runpy.run_path(str(Path(TOTAL).parent / "check_devices.py"))["assumptions"]
+    lines = [
+        'x.device.type == "cpu"',
+        "torch.cuda.synchronize()",
+        "x.cpu()",
+        "x.is_cuda",
+        'backend("cpu:gloo,cuda:nccl")',
+        'device("cuda")',
+    ]
+    for line in lines:
+        assert len(list(assumptions(line))) == 1, line
+    assert not list(assumptions('x.to(HOST); on_host(x.device); device_of("meta"); cluster = "laptop-cpu"'))
+    # the packages name no type of device
+    assert runpy.run_path(str(Path(TOTAL).parent / "check_devices.py"))["main"]() == 0

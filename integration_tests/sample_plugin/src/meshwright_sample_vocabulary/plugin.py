@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright_dtensor.plugins import CostModelSpec, ScheduleSpec, StrategySpec, hookimpl
+from meshwright_dtensor.plugins import CostModelSpec, DeviceSpec, ScheduleSpec, StrategySpec, hookimpl
 
-meshwright_hook_api = "1.0"
+meshwright_hook_api = "1.1"
 
 
 @hookimpl
@@ -37,4 +37,14 @@ def meshwright_schedules() -> Iterator[ScheduleSpec]:
         name="one-by-one",
         target="meshwright_sample_vocabulary.schedule:OneByOne",
         summary="one microbatch after the other: a rank holds the activations of one",
+    )
+
+
+@hookimpl
+def meshwright_devices() -> Iterator[DeviceSpec]:
+    """One type of device."""
+    yield DeviceSpec(
+        name="shadow",
+        target="meshwright_sample_vocabulary.shadow:Shadow",
+        summary="the memory of the CPU under another name, for tests",
     )

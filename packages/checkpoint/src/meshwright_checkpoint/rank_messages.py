@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_checkpoint.errors import CheckpointError, error_of_rank
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.mesh.mesh import message_device
 
@@ -57,7 +58,7 @@ class Ranks:
         device = self.device
         parts = torch.empty(self.size * nbytes, dtype=torch.uint8, device=device)
         dist.all_gather_single(parts, _row(data, nbytes, device), group=self.group)
-        return [row.tobytes() for row in parts.cpu().view(self.size, nbytes).numpy()]
+        return [row.tobytes() for row in parts.to(HOST).view(self.size, nbytes).numpy()]
 
     def most(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over the ranks; values are at most 62 bits long."""
@@ -89,7 +90,7 @@ class Ranks:
         (length,) = self.most([len(data)])
         row = _row(data, length, self.device)
         dist.broadcast(row, self._source, group=self.group)
-        return json.loads(row.cpu().numpy().tobytes()) if length else value
+        return json.loads(row.to(HOST).numpy().tobytes()) if length else value
 
     def to_first(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks on rank 0; None on the others."""
@@ -176,5 +177,5 @@ def _row(data: bytes, nbytes: int, device: torch.device) -> torch.Tensor:
 
 def _value(row: torch.Tensor) -> Any:
     """The JSON value of a compressed message that begins with its length."""
-    data = row.cpu().numpy().tobytes()
+    data = row.to(HOST).numpy().tobytes()
     return json.loads(zlib.decompress(data[8 : 8 + int.from_bytes(data[:8], "little")]))

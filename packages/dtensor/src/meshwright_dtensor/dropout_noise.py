@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch import attention as kernels
+from meshwright_dtensor.devices import device_of
 from meshwright_dtensor.errors import UnsupportedError
 
 Tensor = torch.Tensor
@@ -91,6 +92,8 @@ def _dropout_noise_(full: Tensor, p: float) -> Tensor:
 def _math_noise_(full: Tensor, p: float, dtype: torch.dtype) -> Tensor:
     # half precision is computed in float32 there
     like = torch.ones(full.shape, dtype=torch.float32 if dtype in _HALF else dtype, device=full.device)
+    if not device_of(full.device).fused_dropout:
+        return full.copy_(like.bernoulli_(1 - p).div_(1 - p))
     return full.copy_(torch.native_dropout(like, p, True)[0])
 
 
@@ -132,7 +135,9 @@ def _attention_noise_(
         if kernel == kernels.MATH:
             return _math_noise_(full, p, dtype)
         if kernel == kernels.EFFICIENT:
-            return full.copy_(kernels.efficient_kept(full, p)).div_(1 - p)
+            return full.copy_(
+                kernels.efficient_kept(full, p, device_of(full.device).generator(full.device))
+            ).div_(1 - p)
         if kernel == kernels.FLASH:
             return full.copy_(kernels.flash_kept(q, k, v, p, causal, scale)).div_(1 - p)
     raise UnsupportedError(

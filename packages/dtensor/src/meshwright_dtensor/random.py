@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import OpOverload, default_generator, op_mutates, pytree
-from meshwright_dtensor.drawing import cpu, gpu, ops
+from meshwright_dtensor._torch.core import OpOverload, op_mutates, pytree
+from meshwright_dtensor.devices import HOST, device_of, on_host
+from meshwright_dtensor.drawing import ops
 from meshwright_dtensor.drawing.held import Held, Target
 from meshwright_dtensor.drawing.shard_streams import shard_stream
 from meshwright_dtensor.drawing.whole import PIECE_NUMEL, Draw, Kind, Way, Whole, restored
@@ -142,7 +143,7 @@ def _drawn(
         raise UsageError(
             f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
         )
-    stream = default_generator(device) if generator is None else generator
+    stream = device_of(device).generator(device) if generator is None else generator
     if per_shard:
         return _drawn_alone(draw, shape, order, dtype, device, box, stream, target)
     strides = boxes.strides_of(shape, order, gaps)
@@ -183,7 +184,7 @@ def _drawn_alone(
 ) -> torch.Tensor:
     """The numbers of a part from a stream of its own; no other rank's are drawn."""
     local = _empty_part(order, dtype, device, box)
-    with shard_stream(stream, device, shape, box):
+    with shard_stream(stream, device, shape, box, device_of(device).seed_stream):
         draw(local)
     if target is None:
         return local
@@ -200,9 +201,7 @@ def _empty_part(
 
 def _way(whole: Whole, held: Held) -> Way | None:
     """How to draw the part without the whole; None if no way is known to give its numbers."""
-    if whole.device.type == "cpu":
-        return cpu.chosen(whole)
-    return gpu.chosen(whole, held) if whole.device.type == "cuda" else None
+    return device_of(whole.device).way(whole, held)
 
 
 def _say_whole(shape: Sequence[int], dtype: torch.dtype, box: boxes.Place) -> None:
@@ -258,13 +257,14 @@ def run_random(
     if given.get("train") is False:
         return op(*args, **kwargs)
     fill = ops.fill_of(op, given)
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    on_cpu = all(on_host(tensor.device) for tensor in tensors)
     if fill is not None and (on_cpu or fill.dtype is None):
         return _run_filled(op, args, kwargs, parts, result, fill, per_shard)
     if per_shard and tensors:
         device = tensors[0].device
-        stream = given["generator"] if given.get("generator") is not None else default_generator(device)
-        with shard_stream(stream, device, result.shape, result.box):
+        record = device_of(device)
+        stream = given["generator"] if given.get("generator") is not None else record.generator(device)
+        with shard_stream(stream, device, result.shape, result.box, record.seed_stream):
             return op(*args, **kwargs)
     return _run_whole(op, args, kwargs, parts, result)
 
@@ -315,7 +315,7 @@ def _run_filled(
     forms = [ops.form(t, p.shape, p.dim_order) for t, p in zip(tensors, parts, strict=True)]
     # the mask is the last result of dropout
     shape, strides, dtype = ops.forms_of_results(op, args, kwargs, forms)[-1]
-    device = tensors[0].device if tensors else torch.device(given.get("device") or "cpu")
+    device = tensors[0].device if tensors else torch.device(given.get("device") or HOST)
     order = boxes.dim_order_of(torch.empty_strided(shape, strides, device="meta"))
     local, recorded, compared = boxes.place_shape(result.box), _records(tensors), ops.put_of(op, given)
     target = None
@@ -347,7 +347,9 @@ def _run_filled(
     if not recorded:
         return value
     # its gradient is that of the operation, which is zero
-    with restored(default_generator(device) if given.get("generator") is None else given["generator"]):
+    with restored(
+        device_of(device).generator(device) if given.get("generator") is None else given["generator"]
+    ):
         recording: torch.Tensor = op(*args, **kwargs)
     with torch.no_grad():
         return recording.copy_(value)

@@ -16,6 +16,9 @@ from meshwright_dtensor.mesh.mesh import backend_of, check_sends, extremes, init
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

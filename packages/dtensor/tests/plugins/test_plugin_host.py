@@ -83,7 +83,7 @@ def test_every_hook_reaches_its_table(site: Path) -> None:
     for hook, record_type in RECORD_TYPES.items():
         axis = "axis='tp', " if record_type is StrategySpec else ""
         lines += ["@hookimpl", f"def {hook}():"]
-        lines += [f"    yield {record_type.__name__}(name='acme-all', {axis}target='a:b', summary='s')"]
+        lines += [f"    yield {record_type.__name__}(name='acme_all', {axis}target='a:b', summary='s')"]
     install(site, "acme-all", {"acme-all": "acme_all_plugin"}, {"acme_all_plugin": "\n".join(lines)})
     host = discover()
     tables: list[dict[str, Any]] = [
@@ -95,11 +95,12 @@ def test_every_hook_reaches_its_table(site: Path) -> None:
         host.checkpoint_backends(),
         host.op_rules(),
         host.placements(),
+        host.devices(),
         host.commands(),
     ]
     assert len(tables) == len(RECORD_TYPES)
     for table, record_type in zip(tables, RECORD_TYPES.values(), strict=True):
-        assert type(table["acme-all"].record) is record_type
+        assert type(table["acme_all"].record) is record_type
 
 
 BROKEN = {

@@ -16,11 +16,11 @@ METHOD = "meshwright_dtensor.schedule.Schedule.owner(self, stage: 'int', shape: 
 @pytest.mark.parametrize(
     ("line", "instead", "rule"),
     [
-        (HOOK, [], "names are new: hook API 1.1"),
+        (HOOK, [], "names are new: hook API 1.2"),
         (METHOD, [METHOD.replace("stage: 'int', ", "")], "have changed or are gone: hook API 2.0"),
         (
-            "hook API 1.0",
-            ["hook API 1.0", "meshwright_dtensor.plugins.Gone"],
+            "hook API 1.1",
+            ["hook API 1.1", "meshwright_dtensor.plugins.Gone"],
             "have changed or are gone: hook API 2.0",
         ),
     ],

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright_dtensor.devices import default_device
 from meshwright_dtensor.mesh.mesh import message_device
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 
@@ -48,10 +49,16 @@ def checks_of_host(folder: Path) -> Iterator[Check]:
     yield _shared_memory(Path("/dev/shm"))
     yield _disk(folder)
     yield _host_name(socket.gethostname())
-    for device in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(device)
+    record = default_device()
+    for device in range(record.count()):
+        memory = record.free_and_total(device)
+        if memory is None:
+            continue
+        free, total = memory
         advice = "another process uses this device; end it" if free < 0.9 * total else ""
-        yield Check(f"memory of cuda:{device}", f"{human_bytes(free)} of {human_bytes(total)} free", advice)
+        yield Check(
+            f"memory of {record.name}:{device}", f"{human_bytes(free)} of {human_bytes(total)} free", advice
+        )
 
 
 def _open_files() -> Check:
@@ -141,13 +148,12 @@ def _compared(
 
 def _processor_seconds() -> float:
     """Seconds of a product of matrices on the device of this rank."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.ones(768, 768, device=device)
+    record = default_device()
+    x = torch.ones(768, 768, device=record.current())
 
     def multiply() -> None:
-        y = x @ x
-        if device == "cuda":
-            y[0, 0].item()
+        x @ x
+        record.synchronize()
 
     return _median_seconds(multiply)
 

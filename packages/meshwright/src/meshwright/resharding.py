@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.reshard.in_memory import LiveState
+from meshwright_dtensor.devices import HOST, device_of
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import destroy_groups, init, restrict_world, set_default_world
 from meshwright_dtensor.parameter import MeshParameter
@@ -105,8 +106,9 @@ def _share_random_state(ranks: Ranks, there: list[bool], device: torch.device) -
     def shared(state: torch.Tensor) -> torch.Tensor:
         state = state.to(ranks.device)
         dist.broadcast(state, src=there.index(True), group=ranks.group)
-        return state.cpu()
+        return state.to(HOST)
 
     torch.set_rng_state(shared(torch.get_rng_state()))
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(shared(torch.cuda.get_rng_state(device)), device)
+    generator = device_of(device).generator(device)
+    if generator is not torch.default_generator:
+        generator.set_state(shared(generator.get_state()))

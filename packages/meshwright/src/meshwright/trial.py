@@ -38,6 +38,7 @@ def measure(
 
     import meshwright as mw
     from meshwright.sources import loss_of
+    from meshwright_dtensor.devices import device_of
     from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
     from meshwright_dtensor.model.device import on_device
 
@@ -60,8 +61,7 @@ def measure(
         stepping.step()
         stepping.zero_grad()
         # kernels are launched, not done
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        device_of(device).synchronize(device)
         slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         taken.append(float(slowest))

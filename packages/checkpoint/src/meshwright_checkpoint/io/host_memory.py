@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshwright_checkpoint.io.worker import yield_to_training
+from meshwright_dtensor.devices import device_of
 
 HUGE = 2 << 20
 """Bytes of a large page of most systems."""
@@ -75,19 +76,19 @@ def _libc() -> Any:
     return libc
 
 
-def new_memory(nbytes: int, pinned_for: int | None) -> torch.Tensor:
-    """A new buffer: pinned for that GPU, or else page-aligned, so that direct writes need no copy."""
-    if pinned_for is None:
-        return aligned_memory(nbytes + SLACK)
-    with torch.cuda.device(pinned_for):
-        return torch.empty(nbytes + min(SLACK, nbytes // 16 + HUGE), dtype=torch.uint8, pin_memory=True)
+def new_memory(nbytes: int, device: torch.device | None) -> torch.Tensor:
+    """A new buffer: pinned for that device, if it has pinned memory, or else page-aligned, so that direct writes need no copy."""
+    pinned = None
+    if device is not None:
+        pinned = device_of(device).pinned(nbytes + min(SLACK, nbytes // 16 + HUGE), device.index)
+    return aligned_memory(nbytes + SLACK) if pinned is None else pinned
 
 
 class ReservedMemory:
     """A buffer of at least `nbytes` that a low-priority thread pre-faults until it is taken."""
 
-    def __init__(self, nbytes: int, pinned_for: int | None) -> None:
-        self._nbytes, self._pinned_for = nbytes, pinned_for
+    def __init__(self, nbytes: int, device: torch.device | None) -> None:
+        self._nbytes, self.device = nbytes, device
         self._memory: torch.Tensor | None = None
         self._wanted = False
         self._thread = threading.Thread(target=self._run, name="meshwright-reserve")
@@ -105,14 +106,14 @@ class ReservedMemory:
 
     def _run(self) -> None:
         # pinning cannot be interrupted, and a save may wait for it
-        if self._pinned_for is None:
+        if self.device is None:
             yield_to_training()
         try:
-            self._memory = new_memory(self._nbytes, self._pinned_for)
+            self._memory = new_memory(self._nbytes, self.device)
         except (MemoryError, RuntimeError, OSError):
             # the save will raise it
             return
-        if self._pinned_for is not None:
+        if self.device is not None:
             return
         pages = self._memory.numpy()[: self._nbytes]
         for at in range(0, self._nbytes, PART):

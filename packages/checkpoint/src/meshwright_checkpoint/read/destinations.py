@@ -12,6 +12,7 @@ import torch
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.read.read_plan import StoredRange, boxes_in_range, flat_range
 from meshwright_checkpoint.read.wanted import Store, Wanted
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.sharding.boxes import Box, box_shape, intersect, relative_to, slice_of, whole_box
 
 
@@ -41,7 +42,7 @@ class Destination:
         """The part of `target` that equals these bytes of the stored part, to read into directly; None if there is none."""
         low = start // self.dtype.itemsize
         boxes = boxes_in_range(self.shape, self.box, low, low + nbytes // self.dtype.itemsize)
-        if len(boxes) > 1 or self.target.dtype != self.dtype or self.target.device.type != "cpu":
+        if len(boxes) > 1 or self.target.dtype != self.dtype or not on_host(self.target.device):
             return None
         there = slice_of(self.target, relative_to(boxes[0], self.box))
         return there if there.nbytes == nbytes and there.is_contiguous() else None

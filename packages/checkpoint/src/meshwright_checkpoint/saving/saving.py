@@ -26,6 +26,7 @@ from meshwright_checkpoint.shards.write_shares import Piece, TensorLayout, plan_
 from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.storage.backend import CheckpointStorage, ForeignStorage, any_storage_of
 from meshwright_checkpoint.storage.retention import Retention
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Box
 from meshwright_dtensor.stages.optimizers import own_state
@@ -189,8 +190,8 @@ class Saver:
 
         def snapshot() -> None:
             storage.claim(save_id, ranks.rank)
-            on_gpu = any(part.local.is_cuda for part in collected.shards.values())
-            bytes_of = self.buffer.take if asynchronous or on_gpu else tensor_bytes
+            copied = any(not on_host(part.local.device) for part in collected.shards.values())
+            bytes_of = self.buffer.take if asynchronous or copied else tensor_bytes
             job.data = bytes_of(body, collected.shards)
 
         ranks.run_on_first(lambda: storage.begin(save_id))

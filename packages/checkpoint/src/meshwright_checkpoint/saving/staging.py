@@ -10,20 +10,22 @@ import torch
 from meshwright_checkpoint.format.safetensors_file import FileLayout
 from meshwright_checkpoint.io.host_memory import ReservedMemory, new_memory
 from meshwright_checkpoint.shards.local_shards import LocalShards
+from meshwright_dtensor.devices import HOST, device_of, on_host
 
 
 class StagingBuffer:
-    """A host buffer that all saves reuse; pinned if tensors are copied from a GPU."""
+    """A host buffer that all saves reuse; pinned if tensors are copied from a device that has pinned memory."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._for: torch.device | None = None
         self._reserved: ReservedMemory | None = None
 
     def prepare(self, nbytes: int, shards: Mapping[str, LocalShards]) -> None:
         """Allocate memory for a file of about `nbytes` in the background. The buffer must not be in use."""
-        gpu = _gpu(shards)
-        if not self._reuse(nbytes, gpu):
-            self._reserved = ReservedMemory(nbytes, gpu)
+        device = _accelerator(shards)
+        if not self._reuse(nbytes, device):
+            self._reserved = ReservedMemory(nbytes, device)
 
     def prepared(self) -> None:
         """Wait for the allocation that `prepare` started."""
@@ -32,17 +34,18 @@ class StagingBuffer:
 
     def take(self, body: FileLayout, shards: Mapping[str, LocalShards]) -> list[torch.Tensor]:
         """Copy the file: the bytes of the header and of each piece. Valid until the next call."""
-        gpu = _gpu(shards)
-        if not self._reuse(body.nbytes, gpu):
-            self._buffer = new_memory(body.nbytes, gpu)
+        device = _accelerator(shards)
+        if not self._reuse(body.nbytes, device):
+            self._buffer = new_memory(body.nbytes, device)
+            self._for = device
         return copy_file(self._buffer[: body.nbytes], body, shards)
 
-    def _reuse(self, nbytes: int, gpu: int | None) -> bool:
+    def _reuse(self, nbytes: int, device: torch.device | None) -> bool:
         """Switch to the reserved memory, if any. Then free the buffer if it is too small, and return False."""
         reserved, self._reserved = self._reserved, None
         if reserved is not None and (memory := reserved.take()) is not None:
-            self._buffer = memory
-        fits = self._buffer.numel() >= nbytes and (gpu is None or self._buffer.is_pinned())
+            self._buffer, self._for = memory, reserved.device
+        fits = self._buffer.numel() >= nbytes and (device is None or self._for == device)
         if not fits:
             self._buffer = torch.empty(0, dtype=torch.uint8)
         return fits
@@ -50,21 +53,22 @@ class StagingBuffer:
 
 def copy_file(file: torch.Tensor, body: FileLayout, shards: Mapping[str, LocalShards]) -> list[torch.Tensor]:
     """Copy the file into the bytes `file`: those of the header and of each piece."""
+    device = _accelerator(shards)
     with torch.no_grad():
         file[: len(body.header)] = torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
         for piece, offset in body.pieces:
             source = shards[piece.key].view(piece.box)
             target = file[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-            target.copy_(source.resolve_conj().resolve_neg(), non_blocking=source.is_cuda)
-    if _gpu(shards) is not None:
-        torch.cuda.synchronize()
+            target.copy_(source.resolve_conj().resolve_neg(), non_blocking=device is not None)
+    if device is not None:
+        device_of(device).synchronize(device)
     bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
     return [file[start:end] for start, end in pairwise(bounds)]
 
 
-def _gpu(shards: Mapping[str, LocalShards]) -> int | None:
-    """The index of the GPU of the tensors, None without one."""
-    return next((part.local.device.index for part in shards.values() if part.local.is_cuda), None)
+def _accelerator(shards: Mapping[str, LocalShards]) -> torch.device | None:
+    """The device of the tensors, None where all of them are in the memory of the process."""
+    return next((part.local.device for part in shards.values() if not on_host(part.local.device)), None)
 
 
 def tensor_bytes(body: FileLayout, shards: Mapping[str, LocalShards]) -> Iterator[torch.Tensor]:
@@ -72,4 +76,4 @@ def tensor_bytes(body: FileLayout, shards: Mapping[str, LocalShards]) -> Iterato
     yield torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
     for piece, _ in body.pieces:
         source = shards[piece.key].view(piece.box)
-        yield source.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+        yield source.resolve_conj().resolve_neg().to(HOST).contiguous().view(-1).view(torch.uint8)

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright_checkpoint._torch import plain_name, unwrapped
 from meshwright_checkpoint.state.collect import check_model
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.stages.stage_tensor import StageValue
@@ -49,7 +50,7 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
             if key not in by_object:
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                 # the others need no memory for it
-                by_object[key] = whole.detach().to("cpu", copy=True) if keeps else torch.empty(0)
+                by_object[key] = whole.detach().to(HOST, copy=True) if keeps else torch.empty(0)
             value = by_object[key]
         values[plain_name(name)] = value
     # extra states of modules

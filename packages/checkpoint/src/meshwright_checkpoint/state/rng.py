@@ -11,13 +11,14 @@ import torch
 
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_dtensor.devices import default_device, device_of
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Stream -> state: torch on the CPU and on this rank's GPU, Python, and numpy if it is imported."""
+    """Stream -> state: torch on the CPU and on this rank's accelerator, Python, and numpy if it is imported."""
     streams = {"torch-cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        streams["torch-cuda"] = torch.cuda.get_rng_state()
+    if default_device().in_use() and (name := _accelerator()) is not None:
+        streams[f"torch-{name}"] = _generator(name).get_state()
     _, words, gauss = random.getstate()
     streams["python"] = torch.tensor(words, dtype=torch.int64)
     if gauss is not None:
@@ -31,6 +32,19 @@ def state() -> dict[str, torch.Tensor]:
             streams["numpy"] = torch.tensor(words, dtype=torch.int64)
             streams["numpy-gauss"] = torch.tensor([cached], dtype=torch.float64)
     return streams
+
+
+def _accelerator() -> str | None:
+    """The type of the accelerator of this rank, if its random numbers have a stream of their own."""
+    record = default_device()
+    if record.on_host or _generator(record.name) is torch.default_generator:
+        return None
+    return record.name
+
+
+def _generator(name: str) -> torch.Generator:
+    record = device_of(name)
+    return record.generator(record.current())
 
 
 def digests() -> dict[str, str]:
@@ -50,8 +64,8 @@ def restore(streams: Mapping[str, torch.Tensor]) -> None:
     try:
         if "torch-cpu" in streams:
             torch.set_rng_state(streams["torch-cpu"])
-        if "torch-cuda" in streams and torch.cuda.is_available():
-            torch.cuda.set_rng_state(streams["torch-cuda"])
+        if (name := _accelerator()) is not None and f"torch-{name}" in streams:
+            _generator(name).set_state(streams[f"torch-{name}"])
         if "python" in streams:
             gauss = streams.get("python-gauss")
             random.setstate((3, tuple(streams["python"].tolist()), None if gauss is None else gauss.item()))

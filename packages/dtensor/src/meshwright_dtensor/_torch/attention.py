@@ -2,59 +2,108 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-
-from meshwright_dtensor._torch.core import default_generator
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-_CPU = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_CUDA = (torch.bfloat16, torch.float16)
 MATH, FLASH, EFFICIENT = 0, 1, 2
 """torch's kernels of attention, by its numbers."""
 
-# the widest head of the flash kernels; a multiple of 8
-_CUDA_FEATURES = 256
+
+class AttentionKernels(Protocol):
+    """Fused attention of a device that gives the log-sum-exp of each query, and takes that of all keys back."""
+
+    def takes(self, q: Tensor, v: Tensor) -> bool:
+        """Whether it takes queries like ``q`` [b, h, l, e] with values like ``v`` [b, h, s, e]."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """(output [b, h, l, e], log-sum-exp [b, h, l] in float32 or wider); ``causal`` for square blocks only."""
+        ...
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v of one block; ``out`` and ``lse`` are those over ALL keys of the queries."""
+        ...
 
 
-def has_kernel(q: Tensor, v: Tensor) -> bool:
-    """Whether :func:`forward` takes queries like ``q`` [b, h, l, e] with values like ``v`` [b, h, s, f]."""
-    e, f = q.shape[-1], v.shape[-1]
-    if q.dim() != 4 or e != f or not e:
-        return False
-    if q.device.type == "cpu":
-        return q.dtype in _CPU
-    return q.device.type == "cuda" and q.dtype in _CUDA and e % 8 == 0 and e <= _CUDA_FEATURES
+class CpuAttention:
+    """Torch's flash attention for CPUs."""
 
+    def takes(self, q: Tensor, v: Tensor) -> bool:
+        """Of all floating-point dtypes."""
+        return q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(output [b, h, l, e], log-sum-exp [b, h, l] in float32 or wider); ``causal`` for square blocks only."""
-    if q.device.type == "cpu":
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See AttentionKernels."""
         out = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    else:
-        out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return out[0], out[1]
+        return out[0], out[1]
 
-
-def backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of one block; ``out`` and ``lse`` are those over ALL keys of the queries."""
-    if q.device.type == "cpu":
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See AttentionKernels."""
         grads: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, causal, scale=scale
         )
-    else:
+        return grads[0], grads[1], grads[2]
+
+
+class FlashAttention:
+    """Torch's flash attention for GPUs."""
+
+    # the widest head of its kernels; a multiple of 8
+    features = 256
+
+    def takes(self, q: Tensor, v: Tensor) -> bool:
+        """In half precision, of heads that are a multiple of 8 wide."""
+        e = q.shape[-1]
+        return q.dtype in (torch.bfloat16, torch.float16) and e % 8 == 0 and e <= self.features
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See AttentionKernels."""
+        out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out[0], out[1]
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See AttentionKernels."""
         seed = torch.empty((2,), dtype=torch.uint64, device=q.device)
         unused = torch.empty((), dtype=torch.uint64, device=q.device)
         none: Any = None
         grads = aten._scaled_dot_product_flash_attention_backward(
             gradient, q, k, v, out, lse, none, none, q.shape[-2], k.shape[-2], 0.0, causal, seed, unused, scale=scale
         )  # fmt: skip
-    return grads[0], grads[1], grads[2]
+        return grads[0], grads[1], grads[2]
 
 
 def chosen(
@@ -66,9 +115,8 @@ def chosen(
     return number
 
 
-def efficient_kept(full: Tensor, p: float) -> Tensor:
+def efficient_kept(full: Tensor, p: float, generator: Any) -> Tensor:
     """Which weights the memory-efficient kernel keeps; the generator advances as by the kernel."""
-    generator: Any = default_generator(full.device)
     seed, offset = generator.initial_seed(), generator.get_offset()
     drawn = torch.empty(full.shape, dtype=torch.float32, device=full.device)
     # the operation takes signed numbers of 64 bits

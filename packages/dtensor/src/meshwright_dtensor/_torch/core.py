@@ -27,16 +27,6 @@ OpOverload = _ops.OpOverload
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random operations on a device draw from."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    generator: torch.Generator = module.default_generators[index]
-    return generator
-
-
 def entered_mesh() -> DeviceMesh | None:
     """The mesh of the innermost `with mesh:` of this thread."""
     from torch.distributed.device_mesh import _mesh_resources

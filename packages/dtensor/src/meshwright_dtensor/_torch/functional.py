@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -16,8 +17,20 @@ _REDUCTIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp
 
 
 def is_recorded(t: Tensor) -> bool:
-    """Whether a compiler records what happens to this tensor, which has no values."""
-    return type(t) is not Tensor and isinstance(t, _RECORDED)
+    """Whether a compiler records what happens to this tensor, which has no values.
+
+    A fake tensor alone, as in a caller's FakeTensorMode, is not recorded.
+    """
+    if type(t) is Tensor or not isinstance(t, _RECORDED):
+        return False
+    return not isinstance(t, FakeTensor) or _compiles()
+
+
+def _compiles() -> bool:
+    if TracingContext.try_get() is not None:
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
 
 def all_reduce(t: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:

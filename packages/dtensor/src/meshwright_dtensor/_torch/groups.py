@@ -41,8 +41,8 @@ def set_timeout(seconds: float) -> None:
 def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """`group`, whose operations wait as long as those of the default group; torch would give it half an hour, or ten minutes."""
     world = dist.distributed_c10d._get_default_group()
-    for device in map(torch.device, ("cpu", "cuda")):
-        if device in world._device_types and device in group._device_types:
+    for device in world._device_types:
+        if device in group._device_types:
             options = getattr(world._get_backend(device), "options", None)
             if options is not None:
                 group._get_backend(device)._set_default_timeout(options._timeout)

@@ -10,6 +10,7 @@ import torch
 
 from meshwright_dtensor._torch import core
 from meshwright_dtensor.deferred import mapped_files
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.utils.checksum import checksum
 
 _WHOLE = 1 << 16
@@ -42,7 +43,7 @@ def tensor_text(tensor: torch.Tensor, holds: Holds) -> str:
     text = f"{dtype} {list(tensor.shape)}"
     if not tensor.is_contiguous():
         text += f" of strides {list(tensor.stride())}"
-    if tensor.device.type != "cpu":
+    if not on_host(tensor.device):
         return f"{text} on {tensor.device.type}"
     if holds(tensor):
         return f"{text} at {tensor.storage_offset()}" if tensor.storage_offset() else text
@@ -53,7 +54,7 @@ def tensor_text(tensor: torch.Tensor, holds: Holds) -> str:
 def generators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """The default generator of the CPU, and the generators of the CPU among the arguments."""
     given = [leaf for leaf in core.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-    return [torch.default_generator, *(generator for generator in given if generator.device.type == "cpu")]
+    return [torch.default_generator, *(generator for generator in given if on_host(generator.device))]
 
 
 def state_of(generator: torch.Generator) -> bytes:

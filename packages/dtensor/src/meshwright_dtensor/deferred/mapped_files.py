@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from meshwright_dtensor.deferred.private_pages import make_private
+from meshwright_dtensor.devices import HOST, on_host
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 
 ENVIRONMENT = "MESHWRIGHT_INIT_DIR"
@@ -135,7 +136,7 @@ class MappedFiles:
             os.close(number)
             if not _opens_by_number():
                 os.unlink(name)
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(strides))  # type: ignore[arg-type]
+        return torch.empty(0, dtype=dtype, device=HOST).set_(storage, 0, tuple(shape), tuple(strides))  # type: ignore[arg-type]
 
     def _storage(self, number: int, name: str, nbytes: int) -> torch.UntypedStorage:
         if _opens_by_number():
@@ -197,6 +198,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _file_name(tensor: torch.Tensor) -> str:
-    if not is_plain(tensor) or tensor.device.type != "cpu":
+    if not is_plain(tensor) or not on_host(tensor.device):
         return ""
     return tensor.untyped_storage().filename or ""

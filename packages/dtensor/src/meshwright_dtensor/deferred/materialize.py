@@ -33,6 +33,7 @@ from meshwright_dtensor.deferred.call_text import Holds, call_text, tensor_text
 from meshwright_dtensor.deferred.host_ranks import JOIN_SECONDS, HostRanks, calling_line, join_host, this_job
 from meshwright_dtensor.deferred.page_release import Resident, release
 from meshwright_dtensor.deferred.shared_build import SharedBuild
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Place, copy_region
 
@@ -318,15 +319,15 @@ class _MappedInit(core.TorchDispatchMode):
             return False
         if not core.op_returns_fresh_tensor(func) or kwargs.get("pin_memory"):
             return False
-        if device is not None and torch.device(device).type != "cpu":
+        if device is not None and not on_host(torch.device(device)):
             return False
-        if any(tensor.device.type != "cpu" for tensor in inputs):
+        if not all(on_host(tensor.device) for tensor in inputs):
             return False
         return not pointwise or any(map(self._is_large, inputs))
 
     def _is_moved(self, tensor: torch.Tensor, old: set[int]) -> bool:
         """Whether a result is put into a file: it is large, new and in ordinary memory."""
-        if not mapped_files.is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
+        if not mapped_files.is_plain(tensor) or not on_host(tensor.device) or not self._is_large(tensor):
             return False
         if _storage(tensor) in old or mapped_files.is_mapped(tensor):
             return False

@@ -12,6 +12,7 @@ import torch
 from meshwright_dtensor._torch import core
 from meshwright_dtensor.deferred import mapped_files
 from meshwright_dtensor.deferred.mapped_files import opened
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import MeshwrightError
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -101,7 +102,7 @@ def encode(
 def _encoded(
     leaf: torch.Tensor, inputs: Sequence[torch.Tensor], numbers: dict[int, int], files: dict[int, int]
 ) -> Any:
-    if leaf.layout != torch.strided or leaf.device.type != "cpu":
+    if leaf.layout != torch.strided or not on_host(leaf.device):
         return _NOT_SENT
     for index, tensor in enumerate(inputs):
         if leaf is tensor:

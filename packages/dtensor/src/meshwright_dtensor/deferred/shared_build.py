@@ -24,6 +24,7 @@ from meshwright_dtensor.deferred.mapped_files import is_plain, is_shared
 from meshwright_dtensor.deferred.page_release import Resident, unmap
 from meshwright_dtensor.deferred.private_pages import SpareMappings
 from meshwright_dtensor.deferred.results import close_files, decode, encode
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 
 WAIT_SECONDS = 300.0
@@ -65,7 +66,7 @@ class SharedBuild:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor is a file of this build, in which the builder writes for all ranks."""
-        if not is_plain(tensor) or tensor.device.type != "cpu":
+        if not is_plain(tensor) or not on_host(tensor.device):
             return False
         storage = tensor.untyped_storage()
         return is_shared(storage) and storage.data_ptr() in self._addresses

@@ -16,6 +16,7 @@ from meshwright_dtensor._torch.functional import is_recorded
 from meshwright_dtensor._torch.modes import functorch_active, kept_dispatch_keys
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.devices import autocast_types
 from meshwright_dtensor.dispatch import fallback, tensor_methods
 from meshwright_dtensor.dispatch.derive import TensorCall, derive
 from meshwright_dtensor.dispatch.gathered_views import ViewWrite, gathered_view
@@ -124,8 +125,7 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
     if count > 1 and (tensors[0] is tensors[1] if count == 2 else len(set(map(id, tensors))) < count):
         key.append(_repeats(tensors))
     if any_autocast():
-        on = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
-        key.append(tuple([(d, torch.get_autocast_dtype(d)) for d in on]))
+        key.append(tuple([(d, torch.get_autocast_dtype(d)) for d in autocast_types()]))
     stack = FRAMES.stack
     target = None
     if stack and stack[-1].rules:

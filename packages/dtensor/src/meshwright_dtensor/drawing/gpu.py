@@ -171,11 +171,7 @@ def chosen(whole: Whole, held: Held, threads: int | None = None) -> Way | None:
     Of a tensor that several kernels fill, above 2 GiB, three places are tried too, in one of just over 2 or 4 GiB, whose whole
     would have been drawn else.
     """
-    if threads is None:
-        if torch.cuda.is_current_stream_capturing():
-            # the offset of the stream is not known then
-            return None
-        threads = most_threads(whole.device)
+    threads = most_threads(whole.device) if threads is None else threads
     stride = whole.dtype.itemsize * (2 if whole.gaps else 1)
     ways: list[tuple[int, str, Launch, Way]] = []
     law = counted(whole.kind, whole.dtype, held.total, whole.gaps, threads)

@@ -8,8 +8,9 @@ the numbers are those of one layout: what restores the generator (a checkpoint, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,21 +23,22 @@ _HEADER = 3
 
 @contextmanager
 def shard_stream(
-    generator: torch.Generator, device: torch.device, shape: Sequence[int], place: Place
+    generator: torch.Generator,
+    device: torch.device,
+    shape: Sequence[int],
+    place: Place,
+    seed_stream: Callable[[torch.Generator, Any], None],
 ) -> Iterator[None]:
     """Inside, the generator has the stream of `place` in a tensor of `shape`; afterwards it is one draw further than before.
 
-    Every rank enters it for a draw, whatever its part is.
+    Every rank enters it for a draw, whatever its part is. `seed_stream`: that of the device (`devices.Device`).
     """
     before = generator.get_state()
     torch.empty(1, device=device).uniform_(generator=generator)
     after = generator.get_state()
     key = hashlib.shake_128(before.numpy().tobytes())
     key.update(repr((tuple(shape), _spans(place))).encode())
-    if device.type == "cpu":
-        generator.set_state(_state_of_words(before, key.digest(4 * _WORDS)))
-    else:
-        generator.manual_seed(int.from_bytes(key.digest(8), "little"))
+    seed_stream(generator, key)
     try:
         yield
     finally:
@@ -48,8 +50,9 @@ def _spans(place: Place) -> tuple[object, ...]:
     return tuple(dim if isinstance(dim[0], tuple) else (dim,) for dim in place)
 
 
-def _state_of_words(like: torch.Tensor, words: bytes) -> torch.Tensor:
-    """A state with these words: `manual_seed` takes 32 bits only, too few for the parts and draws of a long run."""
+def state_of_words(like: torch.Tensor, key: Any) -> torch.Tensor:
+    """A state of a CPU's generator with the words of a hash: `manual_seed` takes 32 bits only, too few for a long run."""
+    words = key.digest(4 * _WORDS)
     state = torch.zeros_like(like)
     numbers = state.view(torch.int64)
     # one number is left before the words are renewed, which mixes them; the next is the first

@@ -25,11 +25,12 @@ from meshwright_dtensor._torch.groups import (
     set_timeout,
 )
 from meshwright_dtensor._torch.modes import without_functorch
+from meshwright_dtensor.devices import HOST, Device, default_device, device_of, is_known, types_here
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
 from meshwright_dtensor.mesh.error_report import report_to_torchrun
 from meshwright_dtensor.mesh.start_store import start_store
-from meshwright_dtensor.utils.names import count_of
+from meshwright_dtensor.utils.names import count_of, listing
 from meshwright_dtensor.utils.process import settle_at_exit
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
     """Join the process group that torchrun describes, or make a world of one rank; every entry point calls it.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``; by default cuda where there is one, else cpu.
+        device: a type of device, such as ``"cpu"``, ``"cuda"`` or ``"xpu"``: any that torch knows and has a backend of collectives
+            for, or that a plugin brings (`meshwright_devices`). By default the accelerator of this process (`torch.accelerator`)
+            where there is one, else the CPU.
         timeout: seconds that a collective waits for other ranks before it fails; by default torch's, half an hour (NCCL: ten
             minutes). All groups that are made from now on have that of the world.
 
@@ -56,42 +59,53 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
     """
     if timeout is not None and not timeout > 0:
         raise UsageError(f"timeout={timeout!r} is no time that a collective can wait; give seconds above 0")
-    here = torch.cuda.is_available()
-    # a world that was made for the CPU stays there
-    of_cpu = dist.is_initialized() and backend_of(None, "cuda") is None
-    kind = device or ("cuda" if here and not of_cpu else "cpu")
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"device {device!r} is not known; use 'cpu' or 'cuda'")
-    if kind == "cuda" and not here:
-        raise UsageError(
-            "device='cuda' is requested, but torch.cuda.is_available() is False here; use device='cpu'"
-        )
+    record = _record(device)
     index = int(os.environ.get("LOCAL_RANK", "0"))
-    if kind == "cuda" and index >= torch.cuda.device_count():
+    if not record.on_host and index >= record.count():
         raise UsageError(
-            f"this is rank {index} of its host (LOCAL_RANK), which has {count_of(torch.cuda.device_count(), 'cuda device')}; "
-            f"start one rank a device (torchrun --nproc-per-node {torch.cuda.device_count()}), or use device='cpu'"
+            f"this is rank {index} of its host (LOCAL_RANK), which has {count_of(record.count(), f'{record.name} device')}; "
+            f"start one rank a device (torchrun --nproc-per-node {record.count()}), or use device='cpu'"
         )
     settle_at_exit()
     if not dist.is_initialized():
-        _join(kind, timeout)
+        _join(record, timeout)
     if timeout is not None:
         set_timeout(timeout)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         report_to_torchrun()
         watch_for_deadlocks()
-    if kind == "cuda":
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return torch.device("cpu")
+    return record.select(index)
 
 
-def _join(kind: str, timeout: float | None) -> None:
+def _record(kind: str | None) -> Device:
+    """The record of the type of device that is asked for, or of the one to use by default. Raises UsageError."""
+    if kind is None:
+        record = default_device()
+        # a world that was made for the CPU stays there
+        of_cpu = dist.is_initialized() and backend_of(None, record.name) is None
+        return device_of(HOST) if of_cpu else record
+    if not is_known(kind):
+        raise UsageError(
+            f"device {kind!r} is no type of device that torch or a plugin has; use one of those here, {listing(types_here())}"
+        )
+    record = device_of(kind)
+    if not record.available():
+        raise UsageError(
+            f"device={kind!r} is requested, and there is none here; use one of those here, {listing(types_here())}"
+        )
+    if record.backend() is None:
+        raise UsageError(
+            f"device={kind!r} is requested, and torch.distributed has no backend for its tensors; register one "
+            f"(torch.distributed.Backend.register_backend), install the plugin of the device, or use device='cpu'"
+        )
+    return record
+
+
+def _join(record: Device, timeout: float | None) -> None:
     """Make the default process group."""
     given: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    # small messages between ranks need no accelerator, and do not wait for one
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "cpu:gloo" if torch.cuda.is_available() else "gloo"
-    if kind == "cuda":
+    backend = record.start_backend()
+    if not record.on_host:
         atexit.register(_end_groups)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, **start_store(), **given)
@@ -130,9 +144,13 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
 
 def backend_of(group: dist.ProcessGroup | None, device: str) -> str | None:
     """The backend that moves tensors of a type of device between the ranks of a group, None for all ranks; None for none."""
+    return _backends(group).get(device)
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Type of device -> the backend for its tensors."""
     config: str = dist.get_backend_config(group)
-    named = dict(part.split(":") for part in config.split(","))
-    return named.get(device)
+    return dict(part.split(":") for part in config.split(","))
 
 
 def message_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -140,17 +158,18 @@ def message_device(group: dist.ProcessGroup | None) -> torch.device:
 
     A message on an accelerator waits for all that was launched there before.
     """
-    if backend_of(group, "cpu") is not None:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if backend_of(group, HOST.type) is not None:
+        return HOST
+    return device_of(next(iter(_backends(group)))).current()
 
 
 def check_sends(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
     """Raises UsageError if the ranks of a group cannot send each other tensors of this device, as `what` does."""
-    if device.type != "cpu" and backend_of(group, device.type) == "gloo":
+    record, backend = device_of(device), backend_of(group, device.type)
+    if not record.sends(backend):
         raise UsageError(
-            f"{what} sends tensors from rank to rank, and gloo does so for the CPU only, not for {device.type}; let mw.init() make "
-            "the process group, or init_process_group('cpu:gloo,cuda:nccl'), or plan without it"
+            f"{what} sends tensors from rank to rank, and {backend} does so for the CPU only, not for {device.type}; let mw.init() "
+            f"make the process group, or init_process_group({record.start_backend()!r}), or plan without it"
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import default_generator, pytree
+from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor._torch.modes import without_functorch
+from meshwright_dtensor.devices import device_of
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -20,7 +21,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that random operations on `device` draw from, unless they are given another."""
-    return default_generator(device)
+    return device_of(device).generator(device)
 
 
 def random_sums(device: torch.device) -> list[int]:
@@ -42,12 +43,20 @@ def random_kept_on_error(device: torch.device) -> Iterator[None]:
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    devices = {"cpu": torch.device("cpu"), device.type: device}
-    return [generator_of(each) for each in devices.values()]
+    generators = [torch.default_generator, generator_of(device)]
+    return generators[:1] if generators[0] is generators[1] else generators
 
 
 def forked_random(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Inside, random numbers may be drawn on the CPU and on `device`; after it, the generators are as before."""
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=())
-    return torch.random.fork_rng(devices=(device,), device_type=device.type)
+    return _restored(_generators(device))
+
+
+@contextlib.contextmanager
+def _restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    states = [(each, each.get_state()) for each in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

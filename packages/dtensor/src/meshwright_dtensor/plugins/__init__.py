@@ -16,6 +16,7 @@ from meshwright_dtensor.plugins.records import BackendSpec as BackendSpec
 from meshwright_dtensor.plugins.records import ClusterSpec as ClusterSpec
 from meshwright_dtensor.plugins.records import CommandSpec as CommandSpec
 from meshwright_dtensor.plugins.records import CostModelSpec as CostModelSpec
+from meshwright_dtensor.plugins.records import DeviceSpec as DeviceSpec
 from meshwright_dtensor.plugins.records import OpRuleSpec as OpRuleSpec
 from meshwright_dtensor.plugins.records import PlacementSpec as PlacementSpec
 from meshwright_dtensor.plugins.records import PlannerSpec as PlannerSpec

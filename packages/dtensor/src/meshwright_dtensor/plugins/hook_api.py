@@ -2,7 +2,7 @@
 
 A plugin says which one it is written for, in its plugin module:
 
-    meshwright_hook_api = "1.0"
+    meshwright_hook_api = "1.1"
 
 The host leaves out, with a reason, a plugin of another major version and one of a later minor version than its own.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-HOOK_API = (1, 0)
+HOOK_API = (1, 1)
 """Major and minor. Minor: something was added. Major: something that was there changed or is gone."""
 
 DECLARATION = "meshwright_hook_api"

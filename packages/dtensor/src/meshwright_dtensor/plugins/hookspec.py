@@ -123,6 +123,17 @@ class HookSpecs:
         """
 
     @hookspec
+    def meshwright_devices(self) -> Iterable[specs.DeviceSpec]:  # type: ignore[empty-body]
+        """Register types of devices, for `init(device="name")`.
+
+        Example::
+
+            @hookimpl
+            def meshwright_devices():
+                yield DeviceSpec(name="npu", target="acme_npu.device:Npu", summary="NPUs, over HCCL")
+        """
+
+    @hookspec
     def meshwright_commands(self) -> Iterable[specs.CommandSpec]:  # type: ignore[empty-body]
         """Register subcommands of `meshwright`.
 
@@ -145,6 +156,7 @@ RECORD_TYPES: Mapping[str, type[Record]] = MappingProxyType(
         "meshwright_checkpoint_backends": specs.BackendSpec,
         "meshwright_op_rules": specs.OpRuleSpec,
         "meshwright_placements": specs.PlacementSpec,
+        "meshwright_devices": specs.DeviceSpec,
         "meshwright_commands": specs.CommandSpec,
     }
 )

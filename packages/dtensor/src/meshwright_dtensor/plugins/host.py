@@ -77,6 +77,7 @@ class PluginHost:
     checkpoint_backends = _all_of(specs.BackendSpec, "Checkpoint backends by name.")
     op_rules = _all_of(specs.OpRuleSpec, "Operator rules by name.")
     placements = _all_of(specs.PlacementSpec, "Placements by name.")
+    devices = _all_of(specs.DeviceSpec, "Types of devices by name.")
     commands = _all_of(specs.CommandSpec, "Subcommands by name.")
 
     def get(self, record_type: type[R], name: str) -> Registered[R]:

@@ -162,6 +162,18 @@ class PlacementSpec(Record, kind="placement", provided_by="meshwright-dtensor"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceSpec(Record, kind="device", provided_by="meshwright-dtensor"):
+    """A type of device, by the name that torch has for it, such as "xpu". The target is a `meshwright_dtensor.devices.Device`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.name.isidentifier() or self.name != self.name.lower():
+            raise PluginError(
+                f"DeviceSpec.name is {self.name!r}: give the type as torch.device has it, such as 'xpu', without an index"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CommandSpec(Record, kind="command", provided_by="meshwright"):
     """A subcommand of `meshwright`. The target is a callable, as the command line documents."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.core import any_autocast, pytree, stock_call
+from meshwright_dtensor.devices import moves
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.stages import stage_tensor
@@ -103,7 +104,7 @@ def _special(func: Function, name: str, args: Args, kwargs: Kwargs, operands: Va
     if name.startswith(("_foreach", "_amp_foreach", "_fused")):
         groups = _groups(args)
         return NotImplemented if len(groups) == 1 else _in_groups(func, args, kwargs, groups)
-    if name in ("to", "cpu", "cuda") and isinstance(args[0], stage_tensor.StageValue):
+    if moves(name) and isinstance(args[0], stage_tensor.StageValue):
         return _moved(func, name, args, kwargs)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         raise UnsupportedError(

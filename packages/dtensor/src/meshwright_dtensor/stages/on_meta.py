@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.core import TorchDispatchMode, pytree, stock_call
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stages import stage_tensor
 from meshwright_dtensor.trace.function_kinds import (
@@ -186,4 +187,4 @@ def remember(results: dict[Any, Any], key: Any, outcome: tuple[Any, bool]) -> No
 
 def _is_number(x: Tensor) -> bool:
     """Whether it is one number that every rank has, and that a call may read, such as a learning rate."""
-    return type(x) is torch.Tensor and x.dim() == 0 and x.device.type == "cpu"
+    return type(x) is torch.Tensor and x.dim() == 0 and on_host(x.device)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from meshwright_dtensor._torch.groups import forget_failed_join, forget_meshes
+from meshwright_dtensor._torch.groups import fake_store, forget_failed_join, forget_meshes
 from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
 
 _MANY_OBJECTS = 20_000
@@ -126,6 +126,9 @@ def _choose_device(rank: int, backend: str) -> None:
 
 def _join(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
     _leave()
+    if "fake" in backend:
+        # the import registers it
+        fake_store()
     # the pool has its own timeout
     store, timeout = FileStore(rendezvous, world_size), timedelta(hours=1)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -49,8 +49,11 @@ def command(state: State, output: Path, text: str | None, name: str, part: Path 
         return _as_rank(output, name, part, as_json)
     import torch
 
+    from meshwright_dtensor.devices import default_device
+
     # one rank for each accelerator, and as many as are sensible without any
-    most = torch.cuda.device_count() if torch.cuda.is_available() else ranks.MAX_LOCAL_RANKS
+    record = default_device()
+    most = ranks.MAX_LOCAL_RANKS if record.on_host else record.count()
     numbers = _numbers(text, most)
     from meshwright_planner.calibration.profile import RankMeasurements, combined_profile, measure_one_rank
 

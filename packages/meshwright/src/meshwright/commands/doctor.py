@@ -166,6 +166,8 @@ def environment() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from meshwright_dtensor.devices import types_here
+
     facts: dict[str, Any] = dict.fromkeys(DISTRIBUTIONS, "not installed")
     for name in DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -175,7 +177,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count() or 0,
-        "cuda devices": torch.cuda.device_count(),
+        "devices": "; ".join(map(_device_text, types_here())),
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
         "threads": torch.get_num_threads(),
@@ -183,3 +185,13 @@ def environment() -> dict[str, Any]:
         "launched by torchrun": ranks.is_rank(),
         "ranks": ranks.world_size(),
     }
+
+
+def _device_text(kind: str) -> str:
+    """A type of device, how many there are, their backend, and the kernels that torch's optimizers have there."""
+    from meshwright_dtensor.devices import device_of
+
+    record = device_of(kind)
+    kernels = [name for name, there in (("foreach", record.foreach), ("fused", record.fused)) if there]
+    with_kernels = f", {' and '.join(kernels)} optimizers" if kernels else ""
+    return f"{record.count()} {kind} over {record.backend()}{with_kernels}"

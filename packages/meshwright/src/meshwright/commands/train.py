@@ -42,9 +42,9 @@ def command(state: State, words: tuple[str, ...], dry_run: bool, as_json: bool) 
         _dry_run(recipe, size or ranks.world_size(), state.host, as_json)
         return 0
     if size is None and not ranks.is_rank():
-        import torch
+        from meshwright_dtensor.devices import default_device
 
-        size = torch.cuda.device_count() or 1
+        size = default_device().count()
     size = ranks.check_world_size(size, option="world_size=")
     if size > 1 and not ranks.is_rank():
         _rows(recipe)

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.recipes.schema import Recipe
 from meshwright.training.utilisation import Utilisation
+from meshwright_dtensor.devices import device_of
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.console import Console
 
@@ -116,6 +117,7 @@ class Log:
 
 def memory(device: torch.device) -> int:
     """The most bytes that this rank has had in use: of its accelerator, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    peak = device_of(device).peak_bytes(device)
+    if peak is not None:
+        return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

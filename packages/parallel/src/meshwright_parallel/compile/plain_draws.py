@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.random import draw_part
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
@@ -63,7 +64,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if not 0.0 < dropout_p < 1.0 or query.device.type != "cpu":
+    if not 0.0 < dropout_p < 1.0 or not on_host(query.device):
         # the masks of accelerators' kernels depend on the kernel, which is chosen by the tensors
         return F.scaled_dot_product_attention(
             query,

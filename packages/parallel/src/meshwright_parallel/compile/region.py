@@ -23,6 +23,7 @@ from torch import nn
 from meshwright_dtensor._torch.core import any_autocast
 from meshwright_dtensor._torch.modes import functorch_active
 from meshwright_dtensor.comm.log import CommLog
+from meshwright_dtensor.devices import autocast_types
 from meshwright_parallel._torch.checkpoint import notes_of_checkpoint
 from meshwright_parallel._torch.compiler import Backend, global_hooks, modes_are_on
 from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts, storage_key
@@ -262,8 +263,7 @@ class Region:
         same_caches = tuple(map(of_caches.index, of_caches))
         casts = None
         if any_autocast():
-            on = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
-            casts = tuple([(d, torch.get_autocast_dtype(d)) for d in on])
+            casts = tuple([(d, torch.get_autocast_dtype(d)) for d in autocast_types()])
         settings = (
             torch.is_grad_enabled(),
             torch.get_default_dtype(),

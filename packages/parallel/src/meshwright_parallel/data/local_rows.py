@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from meshwright_dtensor.api import from_local
+from meshwright_dtensor.devices import HOST, device_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
 from meshwright_dtensor.model.batch_text import describe
@@ -53,7 +54,7 @@ class LocalRows:
         self.data_rank = 0
         for axis in self.axes:
             self.data_rank = self.data_rank * mesh.size(axis) + mesh.get_local_rank(axis)
-        self.device = torch.device(mesh.device_type)
+        self.device = device_of(mesh.device_type).current()
 
     def _dividing(self, states: States) -> list[int]:
         """The axes of the mesh that divide rows, outermost first."""
@@ -162,7 +163,7 @@ class LocalRows:
     def _exchanged(self, batch: Any, rows: Sequence[int], peers: Sequence[int]) -> Any:
         """The whole batch on every rank, divided as any other: the last ones of loaders that end unevenly."""
         leaves, structure = pytree.tree_flatten(batch)
-        here = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        here = [leaf.to(HOST) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, (here, structure) if rows[self.data_rank] else None)
         parts = [everywhere[peers.index(data_rank)] for data_rank, count in enumerate(rows) if count]

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.comm.log import record
-from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_dtensor.devices import on_host
+from meshwright_dtensor.mesh.mesh import group_over, message_device
 from meshwright_parallel._torch.core import is_only_user, is_only_user_after_accumulation, local_of
 from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 
@@ -346,7 +347,7 @@ def make_buckets(slots: Sequence[Slot], sizes: BucketSizes) -> list[Bucket]:
 def _bucket(kind: type[_Kind], slot: Slot, sizes: BucketSizes) -> _Kind:
     """An empty bucket for slots of this kind."""
     count, device = 1 if slot.shards is None else slot.shards.count, slot.stored.device
-    again = sizes.reuse and device.type == "cpu" and not slot.shard_axis
+    again = sizes.reuse and on_host(device) and not slot.shard_axis
     return kind(slot.axes, slot.shard_axis, count, slot.stored.dtype, device, again)
 
 
@@ -355,9 +356,10 @@ def _key(slot: Slot) -> tuple[object, ...]:
     return slot.axes, slot.shard_axis, group, slot.stored.dtype, slot.stored.device
 
 
-def broadcast_order(order: Sequence[int], mesh: DeviceMesh, axes: Axes, device: torch.device) -> list[int]:
+def broadcast_order(order: Sequence[int], mesh: DeviceMesh, axes: Axes) -> list[int]:
     """The `order` of the first rank along `axes`, on every rank: all ranks must fill equal buckets."""
-    indices = torch.tensor(order, dtype=torch.int64, device=device)
     group = group_over(mesh, axes)
+    # not where the gradients are, if that would make the host wait for an accelerator
+    indices = torch.tensor(order, dtype=torch.int64, device=message_device(group))
     dist.broadcast(indices, src=dist.get_global_rank(group, 0), group=group)
     return [int(index) for index in indices.tolist()]

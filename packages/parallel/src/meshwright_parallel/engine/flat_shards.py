@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.sharding.boxes import Interval, dense_strides
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, SUMMED_ALONE_BYTES
 
@@ -22,7 +23,7 @@ def single_bytes(device: torch.device, sharded: bool = True) -> int:
 
     `sharded`: it is gathered or reduce-scattered; otherwise all-reduced.
     """
-    if device.type != "cpu":
+    if not on_host(device):
         return BUCKET_BYTES
     return SINGLE_BYTES if sharded else SUMMED_ALONE_BYTES
 

@@ -263,7 +263,7 @@ class DataReduction:
         self._ordered = True
         order = list(dict.fromkeys([*ready, *reversed(range(len(self._slots)))]))
         if self.axes:
-            order = broadcast_order(order, self.mesh, self.axes, self._slots[0].leaf.device)
+            order = broadcast_order(order, self.mesh, self.axes)
         self._buckets = make_buckets([self._slots[index] for index in order], self.bucket_sizes)
 
     def _sum_now(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.devices import default_device
 from meshwright_dtensor.mesh.mesh import group_over
 from meshwright_dtensor.stages.whole_model import own_tensors, whole_model_among
 from meshwright_parallel._torch.core import local_of, unscale_in_place
@@ -21,7 +22,7 @@ class GradScaler(torch.amp.GradScaler):
     A rank has a part of the gradients only, so all ranks of their meshes check together for inf and nan.
 
     Args:
-        device: type of device that the model is on; by default cuda where there is one, else cpu.
+        device: type of device that the model is on; by default that of the accelerator where there is one, else cpu.
         the others: as for torch.amp.GradScaler.
     """
 
@@ -34,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        here = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        here = device or default_device().name
         super().__init__(here, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.deferred.materialize import has_values
+from meshwright_dtensor.devices import HOST, on_host
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import pytree, tensors_in
@@ -27,7 +28,6 @@ from meshwright_pipeline.trace.profile import Profile
 from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
-_CPU = torch.device("cpu")
 ROWS = 4
 """Rows of the reduced batch: two microbatches of two rows. For microbatches of one row, half of them."""
 
@@ -104,7 +104,7 @@ class LossChecker:
 
     def _check_whole(self, batch: Call) -> None:
         """Run the profile of the first step: a model that does not run on a few rows may run on the batch, or never."""
-        on_cpu: Call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), batch)
+        on_cpu: Call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(HOST), batch)
         try:
             Profiler(skeleton_with_values(self._model, self._units), self._units).run(*on_cpu)
         except UnsupportedError as error:
@@ -137,7 +137,7 @@ def shrink_batch(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
                 shape[dim] = tokens
         if not _has_values(tensor):
             return torch.ones(shape, dtype=tensor.dtype)
-        return tensor.detach()[tuple(slice(n) for n in shape)].cpu().requires_grad_(tensor.requires_grad)
+        return tensor.detach()[tuple(slice(n) for n in shape)].to(HOST).requires_grad_(tensor.requires_grad)
 
     result: Call = pytree.tree_map_only(torch.Tensor, shrunk, call)
     return result
@@ -148,15 +148,15 @@ def skeleton_with_values(model: nn.Module, units: tuple[str, ...]) -> nn.Module:
     copied = skeleton(model, units)
     for table in (table for part in copied.modules() for table in tensors_in(part)):
         for name, tensor in table.items():
-            if tensor is None or (_has_values(tensor) and tensor.device.type == "cpu"):
+            if tensor is None or (_has_values(tensor) and on_host(tensor.device)):
                 continue
             trained = isinstance(tensor, nn.Parameter)
             if _has_values(tensor):
-                value = tensor.detach().cpu()
+                value = tensor.detach().to(HOST)
             else:
                 # code may write to a buffer
                 value = (
-                    expanded_zeros(tensor, _CPU) if trained else torch.zeros(tensor.shape, dtype=tensor.dtype)
+                    expanded_zeros(tensor, HOST) if trained else torch.zeros(tensor.shape, dtype=tensor.dtype)
                 )
             table[name] = nn.Parameter(value, tensor.requires_grad) if trained else value
     return copied

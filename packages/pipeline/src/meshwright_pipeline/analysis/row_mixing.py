@@ -52,7 +52,6 @@ HUGE = 1e4
 """Values this many times larger than the median are mask values."""
 
 _BATCH_INDEPENDENT = (nn.Linear, nn.Embedding)
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)

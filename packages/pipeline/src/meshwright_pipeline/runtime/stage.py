@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.utils.names import count_of
@@ -79,7 +80,7 @@ class Stage:
         """Inside, code between units finds the parameters of other stages, where it looks for them."""
         if not self.profile.reads:
             return contextlib.nullcontext()
-        device = next((tensor.device for tensor in tensors_of(call)), torch.device("cpu"))
+        device = next((tensor.device for tensor in tensors_of(call)), HOST)
         return others_as_zeros(self.model, self.units, device)
 
     def run(

@@ -72,7 +72,8 @@ class StepEnd:
             place = (action.stage, action.microbatch, NAMES[action.kind])
             raise StageError(*place, verdict.rank, verdict.reason) from cause
         differentiable, kind = divmod(int(verdict[1]), len(_DTYPES))
-        agreed = torch.tensor(verdict[0], dtype=_DTYPES[kind], device=self.context.device)
+        # filled there, not copied from the host
+        agreed = torch.full((), verdict[0], dtype=_DTYPES[kind], device=self.context.device)
         return agreed.requires_grad_(bool(differentiable))
 
     def share(

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor import dropout_noise
 from meshwright_dtensor._torch.line_by_line import LINE_BY_LINE
+from meshwright_dtensor.devices import device_of, on_host
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
 from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
 
@@ -23,7 +24,7 @@ Tensor = torch.Tensor
 
 def explicit_draws(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """`ExplicitDraws` where the kernels of `device` need it."""
-    return contextlib.nullcontext() if device.type == "cpu" else ExplicitDraws(device.type)
+    return contextlib.nullcontext() if on_host(device) else ExplicitDraws(device.type)
 
 
 class ExplicitDraws(TorchFunctionMode):
@@ -40,7 +41,7 @@ class ExplicitDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         # values over a mesh have rules of their own
         if all(kind is Tensor for kind in types):
-            if func in (F.dropout, torch.dropout):
+            if func in (F.dropout, torch.dropout) and device_of(self.kind).fused_dropout:
                 return _dropout(func, args, kwargs)
             if func is F.scaled_dot_product_attention:
                 return _attention(self.kind, *args, **kwargs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright_dtensor.deferred.materialize import has_values
+from meshwright_dtensor.devices import HOST, on_host
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_pipeline.pytrees import expanded_zeros
@@ -50,7 +51,7 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
     for unit in units:
         for path, part in model.get_submodule(unit).named_modules(prefix=unit):
             copied.get_submodule(path).__dict__[_FLAGS] = {
-                name: buffer.to("cpu", copy=True)
+                name: buffer.to(HOST, copy=True)
                 for name, buffer in part.named_buffers(recurse=False)
                 if buffer.dtype == torch.bool and buffer.numel() == 1 and has_values(buffer)
             }
@@ -183,7 +184,7 @@ def meta_tensors(module: nn.Module) -> list[Attribute]:
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
     """Zeros. Pages of large tensors are allocated on first access: of many experts only a few are read."""
-    if device.type != "cpu" or like.nbytes < LARGE:
+    if not on_host(device) or like.nbytes < LARGE:
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     # calloc
     return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape)

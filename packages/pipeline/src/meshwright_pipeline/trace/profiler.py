@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
 from meshwright_dtensor.model.device import forked_random
 from meshwright_dtensor.trace.one_device import on_one_device
@@ -97,7 +98,7 @@ class Profiler:
 
         Raises UnsupportedError: the model cannot be run with its units skipped.
         """
-        device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
+        device = next((t.device for t in tensors_of((args, kwargs))), HOST)
         with (
             forked_random(device),
             torch.no_grad(),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch.core import is_fake
+from meshwright_dtensor._torch.core import fake_mode_active
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.device import generator_of
 from meshwright_dtensor.random import without_pieces
@@ -293,7 +293,7 @@ class ReplayMode(TorchDispatchMode):
         if not draws(func, args, kwargs) or uses_other_generator(kwargs):
             return func(*args, **kwargs)
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if target is not None and (target.is_meta or is_fake(target)):
+        if target is not None and (target.is_meta or fake_mode_active()):
             return func(*args, **kwargs)
         in_place = op_name(func).endswith("_")
         result = target if in_place and target is not None else func(*args, **kwargs)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright_dtensor.cluster import CollectiveKind, MeasuredCollective
+from meshwright_dtensor.devices import on_host
 from meshwright_planner.calibration.operations import device, sync
 
 SIZES = (2**10, 2**14, 2**17, 2**20, 2**23)
@@ -54,7 +55,7 @@ def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iter
     row: threads wait for a core, and ranks for each other. There each collective follows some compute, and its time is the time
     that it adds. `budget`: seconds for each size of each.
     """
-    compute = _step(32) if device().type == "cpu" else None
+    compute = _step(32) if on_host(device()) else None
     for degree in (d for d in range(2, ranks + 1) if ranks % d == 0):
         groups = [dist.new_group(list(range(low, low + degree))) for low in range(0, ranks, degree)]
         group = groups[dist.get_rank() // degree]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.calibration.operations import device, sync
@@ -83,7 +84,7 @@ class Little(nn.Module):
 
 def step_seconds(model: nn.Module, x: Tensor) -> float:
     """Host seconds of a forward and backward, the minimum of several; on a CPU, time of this thread only."""
-    clock = time.thread_time if device().type == "cpu" else time.perf_counter
+    clock = time.thread_time if on_host(device()) else time.perf_counter
     times = []
     for _ in range(STEPS):
         start = clock()

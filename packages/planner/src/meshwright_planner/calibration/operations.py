@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright_dtensor.cluster import MeasuredWork
+from meshwright_dtensor.devices import default_device
 from meshwright_planner.cost.operations import even_bytes
 from meshwright_planner.cost.prices import dtype_name
 
@@ -32,13 +33,12 @@ KEPT_BYTES, MOST_KEPT = 2**26, 1024
 
 def sync() -> None:
     """Wait for the accelerator, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    default_device().synchronize()
 
 
 def device() -> torch.device:
     """The device of ranks on this machine."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return default_device().current()
 
 
 def least(action: Callable[[], object], budget: float, repeats: int = 50) -> float:
@@ -46,7 +46,7 @@ def least(action: Callable[[], object], budget: float, repeats: int = 50) -> flo
 
     On a CPU with one thread, only time of this thread counts.
     """
-    alone = device().type == "cpu" and torch.get_num_threads() == 1
+    alone = default_device().on_host and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
     action()
     sync()

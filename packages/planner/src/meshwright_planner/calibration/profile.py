@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.cluster import Chip, Cluster, LinkLevel, MeasuredCollective
+from meshwright_dtensor.devices import default_device
+from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.process import usable_cores
 from meshwright_planner.calibration import collectives as collectives_module
 from meshwright_planner.calibration import host_overhead, operations
@@ -50,7 +52,8 @@ class RankMeasurements:
 
 def measure_one_rank(name: str) -> Cluster:
     """The measurements of one rank; links need two."""
-    accelerated = device().type == "cuda"
+    record = default_device()
+    accelerated = not record.on_host
     top, room = (4e12, 2**31) if accelerated else (5e9, 2**27)
     curves = []
     operations.settle()
@@ -75,13 +78,19 @@ def measure_one_rank(name: str) -> Cluster:
     memory, machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), platform.machine()
     machine += f", {usable_cores()} cores, {torch.get_num_threads()} thread(s) for each rank"
     if accelerated:
-        device_properties = torch.cuda.get_device_properties(0)
-        memory, machine = device_properties.total_memory, torch.cuda.get_device_name(0)
-        chip = Chip(device_properties.multi_processor_count, device_properties.L2_cache_size)
+        told, machine = record.free_and_total(0), record.chip()
+        if told is None:
+            raise UsageError(
+                f"torch does not say how much memory {machine} ({record.name}) has, and a profile needs it; let the plugin of the "
+                "device answer free_and_total"
+            )
+        memory = told[1]
+        processor = record.processor()
+        chip = None if processor is None else Chip(*processor)
     single, half = rates["float32"], rates["bfloat16"]
     cluster = Cluster(
         name=name,
-        devices_per_node=torch.cuda.device_count() if accelerated else 64,
+        devices_per_node=record.count() if accelerated else 64,
         memory_bytes=memory,
         flops={"float32": single, "float64": single / 2, "float16": half, "bfloat16": half},
         memory_bandwidth=operations.bandwidth(room),
@@ -94,7 +103,7 @@ def measure_one_rank(name: str) -> Cluster:
         update_s=next(m for m in curves if m.kind == "update").forward[0][1],
         hides_launch=accelerated,
         hides_communication=accelerated,
-        fused_attention=accelerated,
+        fused_attention=record.attention is not None and accelerated,
         cores=0 if accelerated else usable_cores(),
         work=tuple(curves),
         chip=chip,

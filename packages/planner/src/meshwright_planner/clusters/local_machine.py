@@ -40,12 +40,18 @@ NEAR = MappingProxyType({"A100": "dgx-a100", "H100": "dgx-h100", "V100": "p3.16x
 
 def at_hand(ranks: int, named: Callable[[str], Cluster]) -> Cluster:
     """The machine of this process, for `ranks` ranks. Raises UsageError: none of the profiles (`named`) is of its device."""
-    import torch
+    from meshwright_dtensor.devices import default_device
 
-    if not torch.cuda.is_available():
+    record = default_device()
+    if record.on_host:
         return _processors(ranks, named(CPU))
-    device = torch.cuda.get_device_properties(0)
-    return _devices(device.name, int(device.total_memory), torch.cuda.device_count(), named)
+    memory = record.free_and_total(0)
+    if memory is None:
+        raise UsageError(
+            f"cluster=None plans for the machine at hand, and torch does not say how much memory its {record.name} devices have; "
+            "name a cluster (`meshwright plugins` lists them) or give the file of one"
+        )
+    return _devices(record.chip(), memory[1], record.count(), named)
 
 
 def _processors(ranks: int, like: Cluster) -> Cluster:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.rules.composites import cross_entropy_rows as whole_rows
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
@@ -169,7 +170,7 @@ class VocabularyLoss(torch.autograd.Function):
         # uint8 has no -100
         target = target.long()
         kept = target != ignore
-        if target.device.type == "cpu" and bool(((target < 0) | (target >= shards.classes))[kept].any()):
+        if on_host(target.device) and bool(((target < 0) | (target >= shards.classes))[kept].any()):
             text = f"a target is outside of the {shards.classes} classes; use ignore_index for rows that do not count"
             raise IndexError(text)
         peak = shards.reduce(scores.amax(-1), dist.ReduceOp.MAX)

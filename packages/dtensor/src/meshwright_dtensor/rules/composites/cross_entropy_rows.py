@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright_dtensor._torch.functional import is_recorded
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.rules.composites.base import LocalContext
 
 ON_CPU, ELSEWHERE = 1 << 20, 256 << 20
@@ -44,7 +45,7 @@ class RowsLoss(torch.autograd.Function):
 def summed(logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
     """The loss, a scalar; no gradient flows through it."""
     kept, index = _looked_up(target, ignore)
-    room = ON_CPU * torch.get_num_threads() if logits.device.type == "cpu" else ELSEWHERE
+    room = ON_CPU * torch.get_num_threads() if on_host(logits.device) else ELSEWHERE
     count = max(LEAST, room // (logits[:1].nbytes or 1), len(logits) // MOST)
     logs = torch.empty_like(logits[:count], memory_format=torch.contiguous_format)
     target_logs = logits.new_empty(index.shape)

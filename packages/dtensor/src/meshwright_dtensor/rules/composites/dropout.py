@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor import dropout_noise
+from meshwright_dtensor.devices import device_of
 from meshwright_dtensor.drawing.whole import Kind
 from meshwright_dtensor.random import PIECE_NUMEL, draw_part
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
@@ -80,4 +81,4 @@ def noise_(full: torch.Tensor, p: float, fused: bool = True) -> torch.Tensor:
 
 def kind_of_noise(device: torch.device, p: float, fused: bool = True) -> Kind:
     """What `noise_` does there."""
-    return Kind("noise_" if device.type == "cpu" or not fused else "dropout_noise_", (p,))
+    return Kind("dropout_noise_" if fused and device_of(device).fused_dropout else "noise_", (p,))

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor._torch.core import default_generator
 from meshwright_dtensor.comm.log import NOWHERE, Site
+from meshwright_dtensor.devices import device_of
 from meshwright_dtensor.drawing.shard_streams import shard_stream
 from meshwright_dtensor.random import DRAWS
 from meshwright_dtensor.rules.composites.base import Bound, Composite, LocalContext, LocalFunction, from_call
@@ -107,7 +107,9 @@ class ScaledDotProductAttention(Composite):
                     q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
                 )
             if alone and dropping and DRAWS.taken is None:
-                with shard_stream(default_generator(q.device), q.device, shape, region):
+                record = device_of(q.device)
+                stream = record.generator(q.device)
+                with shard_stream(stream, q.device, shape, region, record.seed_stream):
                     return F.scaled_dot_product_attention(
                         q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
                     )

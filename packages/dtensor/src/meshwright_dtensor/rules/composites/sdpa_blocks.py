@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor._torch import attention as kernels
+from meshwright_dtensor._torch.attention import AttentionKernels
+from meshwright_dtensor.devices import device_of
 from meshwright_dtensor.sharding.intervals import Interval
 
 Tensor = torch.Tensor
@@ -116,11 +117,20 @@ class Merged:
         old.copy_(new)
 
 
+def _kernels(q: Tensor, v: Tensor) -> AttentionKernels | None:
+    """The fused attention of the device for these queries and values, None where it has none."""
+    kernels = device_of(q.device).attention
+    if kernels is None or q.dim() != 4 or not q.shape[-1] or q.shape[-1] != v.shape[-1]:
+        return None
+    return kernels if kernels.takes(q, v) else None
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, parts: Iterable[Block], terms: Terms, into: Merged) -> None:
     """Merge into ``into`` the attention of ``q`` [b, h, l, e] over ``k`` [b, g, s, e], ``v`` [b, g, s, f]; g divides h."""
     for block in parts:
         qb, kb, vb = q.narrow(-2, *block.rows), *_keys(q, k, v, block)
-        if terms.bare and kernels.has_kernel(qb, vb):
+        kernels = _kernels(qb, vb) if terms.bare else None
+        if kernels is not None:
             out, lse = kernels.forward(qb, kb, vb, block.triangle, terms.scale)
             into.add(block.rows, out, lse)
             continue
@@ -149,7 +159,8 @@ def attend_backward(
     dq, dk, dv = grads
     for block in parts:
         kb, vb = _keys(q, k, v, block)
-        if terms.bare and kernels.has_kernel(q, vb):
+        kernels = _kernels(q, vb) if terms.bare else None
+        if kernels is not None:
             cut = [t.narrow(-2, *block.rows) for t in (gradient, q, out)]
             rows = lse.narrow(-1, *block.rows)
             a, b, c = kernels.backward(cut[0], cut[1], kb, vb, cut[2], rows, block.triangle, terms.scale)

@@ -12,6 +12,7 @@ from meshwright_dtensor import dropout_noise
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.random import DRAWS, PIECE_NUMEL, draw_part
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
@@ -127,7 +128,7 @@ def noise_of(ctx: LocalContext, region: Region | None = None) -> Callable[[Seque
     def draw(tensors: Sequence[Tensor]) -> Tensor:
         q = tensors[0]
         forms: Sequence[Tensor | None] = ()
-        if q.device.type != "cpu" and not per_shard:
+        if not on_host(q.device) and not per_shard:
             of_mask = tensors[3] if ctx.node.args[3] is not None else None
             forms = (*tensors[:3], of_mask)
             if DRAWS.taken is not None:

@@ -11,6 +11,7 @@ import pytest
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.plugins import (
     BackendSpec,
+    DeviceSpec,
     OpRuleSpec,
     PlannerSpec,
     Registered,
@@ -20,6 +21,7 @@ from meshwright_dtensor.plugins import (
 )
 from meshwright_dtensor.testing.conformance import (
     backends,
+    devices,
     distributions,
     op_rules,
     planners,
@@ -36,6 +38,7 @@ CHECKS: dict[type, tuple[Check, ...]] = {
     PlannerSpec: planners.CHECKS,
     BackendSpec: backends.CHECKS,
     OpRuleSpec: op_rules.CHECKS,
+    DeviceSpec: devices.CHECKS,
 }
 
 

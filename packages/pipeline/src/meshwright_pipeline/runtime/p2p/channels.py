@@ -1,7 +1,8 @@
 """The process groups over which the tensors of a pipeline travel.
 
-gloo matches messages by tags: one group does. NCCL matches the sends and receives of two ranks in the order in which each of
-them makes them, whatever their tags. So there each cut has, in each direction, a group of its own among those of its two ranks.
+gloo matches messages by tags: one group does. NCCL and its like match the sends and receives of two ranks in the order in which
+each of them makes them, whatever their tags. So there each cut has, in each direction, a group of its own among those of its
+two ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor._torch.groups import new_group
+from meshwright_dtensor.devices import HOST, device_of
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import backend_of, check_sends
 from meshwright_dtensor.schedule.timetable import Timetable
@@ -61,12 +63,13 @@ def tensor_groups(
     """
     check_sends(group, device, "a pipeline (pp)")
     backend = backend_of(group, device.type)
-    if device.type == "cpu" or backend == "fake":
+    record = device_of(device)
+    if record.matches_tags(backend):
         return {}
-    if backend_of(group, "cpu") is None:
+    if backend_of(group, HOST.type) is None:
         raise UsageError(
             f"a pipeline (pp) sends small messages between ranks on the CPU, and this process group has {backend} for "
-            f"{device.type} alone; let mw.init() make it, or init_process_group('cpu:gloo,cuda:nccl')"
+            f"{device.type} alone; let mw.init() make it, or init_process_group({record.start_backend()!r})"
         )
     check_order(table)
     channels = channels_of(table)

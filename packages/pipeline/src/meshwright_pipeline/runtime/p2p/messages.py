@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.mesh.mesh import message_device
@@ -147,7 +148,7 @@ def _header_tag(channel: Channel, microbatch: int) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
+    return tensor.to(HOST).numpy().tobytes()
 
 
 # ---- messages of actions

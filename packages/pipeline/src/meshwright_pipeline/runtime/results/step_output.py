@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from meshwright_dtensor.devices import moves
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
@@ -52,7 +53,7 @@ class DroppedOutput(Staged, torch.Tensor):
             dtypes = [x.dtype if isinstance(x, torch.Tensor) else x for x in given]
             dtypes = [x for x in dtypes if isinstance(x, torch.dtype)]
             with without_subclasses():
-                cast = args[0] if name in ("to", "cpu", "cuda") else getattr(args[0], name)()
+                cast = args[0] if moves(name) else getattr(args[0], name)()
                 return DroppedOutput.of(cast.to(dtypes[0]) if dtypes else cast, args[0]._device, args[0]._why)
         why = next(
             (x._why for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DroppedOutput)), NOT_KEPT

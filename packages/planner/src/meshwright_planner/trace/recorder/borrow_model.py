@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.devices import default_device
 from meshwright_dtensor.dispatch.module_to import KeptApply
+from meshwright_dtensor.model.device import forked_random
 from meshwright_planner import _torch
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
@@ -64,8 +66,9 @@ def _generators() -> Iterator[None]:
         restore.callback(torch.set_rng_state, torch.get_rng_state())
         if (numpy := sys.modules.get("numpy")) is not None:
             restore.callback(numpy.random.set_state, numpy.random.get_state())
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            restore.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        record = default_device()
+        if record.in_use():
+            restore.enter_context(forked_random(record.current()))
         yield
 
 

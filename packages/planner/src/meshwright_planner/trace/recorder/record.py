@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwright_dtensor.deferred.materialize import has_values
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
 from meshwright_dtensor.hints import observe_marks
 from meshwright_dtensor.model.blocks import has_forward
@@ -120,7 +121,7 @@ def _run_mixed(
 ) -> Tape:
     mode, computed = cache.mode, _dtypes(model, dtype)
     devices = (parameter.device for parameter in model.parameters())
-    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+    device = next((d for d in devices if d.type != "meta"), HOST)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if _is_readable(tensor):

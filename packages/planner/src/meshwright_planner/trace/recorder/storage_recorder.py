@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.trace.graph import DEVICE, Recorder, is_product, leaves
 from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of
@@ -188,7 +189,7 @@ class StorageRecorder(Recorder):
             return out
         x, *weights, hidden = *args[:5], args[10]
         place = rnn_workspace.WORKSPACE
-        if out[place].numel() or x.device.type != "cpu":
+        if out[place].numel() or not on_host(x.device):
             return out
         nbytes = rnn_workspace.workspace_bytes(x, tuple(weights), hidden, tuple(args[7:]))
         with self.fake:

@@ -1,0 +1,91 @@
+"""A device that only a plugin knows: ranks that hold its tensors train as one device does."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plan_once import plan_once
+from zoo import CASES
+
+import meshwright as mw
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+PLANS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
+
+
+@pytest.fixture(scope="module")
+def private_ranks() -> Iterator[RankPool]:
+    # not those of other tests: torch keeps the device as long as a process lives
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def losses(rank: int, size: int, pins: dict[str, int], port: int) -> dict[str, list[float]]:
+    """Of three steps on one CPU and on two devices of the plugin, and how many tensors are not there."""
+    dist.destroy_process_group()
+    started = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update(
+        {key: str(value) for key, value in started.items()}, MESHWRIGHT_SHADOW_DEVICES=str(size)
+    )
+    # the plugin's backend of collectives too
+    device = mw.init("shadow")
+    assert dist.get_backend() == "shadow_gloo"
+    result: dict[str, list[float]] = {"elsewhere": []}
+    for run in ("one", "many"):
+        torch.manual_seed(0)
+        model: Any = CASES["gpt2"].model()
+        batch = CASES["gpt2"].batch()
+        if run == "many":
+            plan = plan_once(model, batch, cluster="laptop-cpu", **pins)
+            model.to(device)
+            # torch makes new parameters on a private device, one for each name of a tied one
+            model.tie_weights()
+            batch = {key: value.to(device) for key, value in batch.items()}
+            model = mw.parallelize(model, plan, batch=batch)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+        result[run] = []
+        torch.manual_seed(1)
+        for _ in range(3):
+            loss = model(**batch).loss
+            loss.backward()
+            mw.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            result[run].append(float(loss.detach()))
+        if run == "many":
+            result["elsewhere"] = [0.0 for p in model.parameters() if p.device.type != "shadow"]
+    return result
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_device_of_a_plugin_trains_as_one_device(private_ranks: RankPool, port: int, name: str) -> None:
+    for result in private_ranks.run(2, losses, PLANS[name], port):
+        assert not result["elsewhere"]
+        assert result["many"] == pytest.approx(result["one"], rel=1e-5)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"device='shadow' is requested, and there is none here; .* cpu"):
+        mw.init("shadow")
+    with pytest.raises(UsageError, match="device 'shadows' is no type of device that torch or a plugin has"):
+        mw.init("shadows")
