@@ -247,7 +247,8 @@ def test_all_reduce_over_a_slow_link() -> None:
     assert elsewhere.seconds == pytest.approx(3.0 + 10 * once)  # tp never leaves the node
     gone = simulate(plan, free, link_faults=[LinkFault(3, level.name, 0.0)])
     outside = replace(free, links=(replace(free.links[0], bandwidth_Bps=free.links[1].bandwidth_Bps,
-                                           latency_s=free.links[1].latency_s), free.links[1]))  # fmt: skip
+                                           latency_s=free.links[1].latency_s,
+                                           protocols=free.links[1].protocols), free.links[1]))  # fmt: skip
     again = outside.link(1, 8).seconds("all_reduce", 10**9, 8)
     assert gone.seconds == pytest.approx(3.0 + 10 * again)
     with pytest.raises(InfeasibleError, match="never ends"):

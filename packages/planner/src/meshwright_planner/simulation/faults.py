@@ -141,9 +141,12 @@ def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:
                 "plan for the ranks that can still be reached"
             )
         bandwidth, latency = levels[index].bandwidth_Bps * share, levels[index].latency_s
+        protocols = levels[index].protocols
         if share == 0:
             outside = levels[index + 1]
             bandwidth = min(levels[index].bandwidth_Bps, outside.bandwidth_Bps)
-            latency = max(latency, outside.latency_s)
-        levels[index] = replace(levels[index], bandwidth_Bps=bandwidth, latency_s=latency)
+            latency, protocols = max(latency, outside.latency_s), outside.protocols or protocols
+        levels[index] = replace(
+            levels[index], bandwidth_Bps=bandwidth, latency_s=latency, protocols=protocols
+        )
     return replace(cluster, links=tuple(levels))
