@@ -39,7 +39,7 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Device of the tensors of collectives."""
-        return message_device(self.group) if self.size > 1 else torch.device("cpu")
+        return message_device(self.group) if self.size > 1 else HOST
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather a JSON value, in rank order: one collective, or two for long values."""
