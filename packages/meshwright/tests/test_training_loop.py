@@ -21,6 +21,23 @@ from meshwright.training.loop import Run, evaluate, train
 from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_dtensor.errors import UsageError
 
+MODEL = """
+import torch
+from torch.nn import functional
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab_size, 8)
+
+    def forward(self, input_ids, labels, **rest):
+        logits = functional.dropout(self.table(input_ids), 0.1, self.training) @ self.table.weight.T
+        return {"loss": functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+def model(vocab_size):
+    return Model(vocab_size)
+"""
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
@@ -86,8 +103,15 @@ def test_a_run_that_is_killed_goes_on_from_its_copies_in_memory(
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("to be, or not to be, that is the question: " * 40)
     monkeypatch.setattr(loop, "PeerCopies", partial(PeerCopies, memory=tmp_path))
-    tiny = "model={model_type='gpt2', n_embd=8, n_layer=1, n_head=1}"
-    words = [tiny, "steps=6", "data=text.txt", "sequence_length=8", "checkpoints.peer_copies=2", "plan.dp=1"]
+    Path("own.py").write_text(MODEL)
+    words = [
+        "model=own.py:model",
+        "steps=6",
+        "data=text.txt",
+        "sequence_length=8",
+        "checkpoints.peer_copies=2",
+        "plan.dp=1",
+    ]
 
     def losses(out: str, killed: int = -1) -> dict[int, float]:
         log, told = MagicMock(), dict[int, float]()
