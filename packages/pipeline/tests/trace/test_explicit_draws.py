@@ -9,8 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright_dtensor.devices.cpu import Cpu
+from meshwright_dtensor.devices.registry import replaced
 from meshwright_pipeline._torch import TorchDispatchMode
 from meshwright_pipeline.trace.explicit_draws import ExplicitDraws
+
+
+class Fused(Cpu):
+    """As if dropout of the CPU were fused."""
+
+    fused_dropout = True
 
 
 class RandomOps(TorchDispatchMode):
@@ -47,7 +55,7 @@ def test_the_numbers_are_drawn_by_an_operation_of_its_own(name: str) -> None:
     expected: Tensor = function(x)
     end = torch.get_rng_state()
     torch.manual_seed(0)
-    with RandomOps() as random_ops, ExplicitDraws("cpu"):
+    with RandomOps() as random_ops, replaced(Fused()), ExplicitDraws("cpu"):
         result = function(x)
     assert torch.allclose(result, expected)
     assert torch.equal(torch.get_rng_state(), end)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +23,10 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def devices(monkeypatch: pytest.MonkeyPatch, name: str, count: int = 4, memory: int = 85 * 10**9) -> None:
     """As if torch saw so many devices of that name."""
-    properties = SimpleNamespace(name=name, total_memory=memory)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (memory, memory))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
 
 
 def test_innermost_link_joins_the_devices_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
