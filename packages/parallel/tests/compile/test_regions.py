@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from meshwright_dtensor.errors import PlanError, UnsupportedError
 from meshwright_dtensor.plan import CompileRule, ParallelPlan, ParameterRule, ZeroRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
+from meshwright_parallel.compile import region
 from meshwright_parallel.compile.install import regions_of
 from meshwright_parallel.compile.region import MAX_PROGRAMS
 from meshwright_parallel.compile.report import regions
@@ -623,3 +625,29 @@ def _sharing(rank: int, size: int) -> int:
 
 def test_arguments_that_share_memory_are_another_call(rank_pool: RankPool) -> None:
     assert min(rank_pool.run(2, _sharing)) > 0
+
+
+def _slow_compiler(rank: int, size: int) -> list[str]:
+    """The warnings of a rank whose compiler takes longer than the limit, and of one whose compiler does not."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("meshwright")
+    logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(region, "SLOW_SECONDS", 0.05 if rank else 60.0)
+        before = region.compile_call
+
+        def compile_slowly(*args: Any) -> Any:
+            time.sleep(0.5)
+            return before(*args)
+
+        patch.setattr(region, "compile_call", compile_slowly)
+        trained(plain, "tp2")
+    logger.removeHandler(handler)
+    return told
+
+
+def test_a_compiler_that_does_not_end_is_told(rank_pool: RankPool) -> None:
+    quick, slow = rank_pool.run(2, _slow_compiler)
+    assert not quick and "leave the module out of compile=" in slow[0]

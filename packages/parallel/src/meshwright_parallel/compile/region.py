@@ -46,6 +46,8 @@ MAX_PROGRAMS = 8
 TOO_MANY = f"calls of more forms than {MAX_PROGRAMS} compilations are for; pad the batches to fewer shapes"
 MAX_FOLLOWED = 64
 """Calls of a kind of region, or of one region with caches, that are followed: further ones run as they are."""
+SLOW_SECONDS = 60.0
+SLOW = "region %s: torch's compiler has worked on one graph for %g s; if it does not end, leave the module out of compile="
 
 _log = logging.getLogger("meshwright")
 
@@ -335,6 +337,9 @@ class Region:
             entry.refuse(kind.failed[-1])
             return
         _INSIDE.running = True
+        slow = threading.Timer(SLOW_SECONDS, _log.warning, (SLOW, kind.name, SLOW_SECONDS))
+        slow.daemon = True
+        slow.start()
         try:
             entry.program = compile_call(
                 self.modules,
@@ -353,6 +358,7 @@ class Region:
                 kind.failed.append(str(error))
             entry.refuse(str(error))
         finally:
+            slow.cancel()
             _INSIDE.running = False
 
 
