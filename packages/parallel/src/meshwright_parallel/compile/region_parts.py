@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright_dtensor._torch.core import dtensor_local, module_tensors
 from meshwright_dtensor.parameter import MeshParameter
@@ -57,7 +57,10 @@ class RegionParts:
                 if p is not None
             ]
         )
-        buffers = tuple([key_of(b, [], []) for b in self.buffers()])
+        current = self.buffers()
+        if any(type(b) is not Tensor for b in current):
+            raise CannotKey("its code has assigned a buffer a value of the mesh, and does so in every call")
+        buffers = tuple([key_of(b, [], []) for b in current])
         return parameters, buffers, tuple([type(each).forward for each in self.modules])
 
     def buffers(self) -> list[Any]:
