@@ -87,11 +87,17 @@ def _end(requests: SimpleQueue[Request | None], thread: threading.Thread) -> Non
 
 
 def _serve(connect: Callable[[], Any], requests: SimpleQueue[Request | None]) -> None:
-    store = None
+    store, failure = None, None
+    try:
+        # before it is needed: the store may end first
+        store = connect()
+    except BaseException as error:
+        failure = error
     while (given := requests.get()) is not None:
         request, answer = given
         try:
-            store = connect() if store is None else store
+            if failure is not None:
+                raise failure
             answer.set_result(request(store))
         except BaseException as error:
             # raised by the thread that asks

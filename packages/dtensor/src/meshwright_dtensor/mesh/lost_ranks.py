@@ -50,7 +50,8 @@ class LostRanks:
     @staticmethod
     def of_job() -> LostRanks:
         """Those of the default process group, over a connection of its own."""
-        store = BoundedStore(lambda: default_store().clone())
+        # the group may be gone when something is asked
+        store = BoundedStore(default_store().clone)
         return LostRanks(store, dist.get_rank(), dist.get_world_size())
 
     def announce(self) -> None:
