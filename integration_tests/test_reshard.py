@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -171,10 +172,8 @@ def draws_alike(rank: int, size: int) -> tuple[list[int], list[int]]:
     """The random states after rank 1 has given its own, on a device that only seems to be there."""
     torch.manual_seed(rank)
     cuda = torch.full((16,), rank, dtype=torch.uint8)
-    with (
-        patch.object(torch.cuda, "get_rng_state", lambda device: cuda),
-        patch.object(torch.cuda, "set_rng_state", lambda state, device: cuda.copy_(state)),
-    ):
+    generator = SimpleNamespace(get_state=lambda: cuda, set_state=cuda.copy_)
+    with patch.object(torch.cuda, "default_generators", (generator,)):
         _share_random_state(Ranks(), [False, True], torch.device("cuda", 0))
     return torch.rand(3).tolist(), cuda.tolist()
 

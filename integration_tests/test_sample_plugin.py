@@ -53,6 +53,7 @@ def test_it_is_listed_with_its_distribution_and_version(capsys: pytest.CaptureFi
         "strategy": "vocabulary-shard",
         "schedule": "one-by-one",
         "cost model": "host-tables",
+        "device": "shadow",
     }
     assert listed["problems"] == []
 
