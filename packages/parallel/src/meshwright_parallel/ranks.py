@@ -66,24 +66,8 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
         "the state of torch's default random generator",
         "the state of torch's random generator on the accelerator",
     ][: len(states)]
-    if differing([zlib.crc32(plan.executed_json().encode())]):
-        rank, first, other = first_other(plan.executed_json())
-        lines = ParallelPlan.from_json(first).diff(ParallelPlan.from_json(other))
-        raise UsageError(
-            f"ranks were given different plans: from rank 0 to rank {rank}, {listing(lines, 4)}; load the same file, or plan "
-            "on one rank and share the plan"
-        )
-    kinds = [f"{t.dtype}{' (deferred)' * is_deferred(t)}" for _, _, t in named]
-    structure = zlib.crc32("\n".join([*labels, *kinds]).encode())
-    if differing([structure, len(labels)]):
-        rows = [f"{label}, {kind}" for label, kind in zip(labels, kinds, strict=False)]
-        rank, first, other = first_other("\n".join(rows))
-        pairs = zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing")
-        mine, its = next(pair for pair in pairs if pair[0] != pair[1])
-        raise UsageError(
-            f"ranks hold different models: rank 0 has {mine} where rank {rank} has {its}; build the same model from the same "
-            "configuration on every rank, deferred on all or on none"
-        )
+    _check_plans(plan)
+    _check_structures(labels, [f"{t.dtype}{' (deferred)' * is_deferred(t)}" for _, _, t in named])
     different = differing(sums) if values else []
     alike = not different or different[-1] < len(named)
     for index in different:
@@ -102,6 +86,31 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
         raise UsageError(
             f"{labels[index]} differs between ranks (rank {rank} has another than rank 0{seeded}), but all ranks must start with "
             "the same model; seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
+        )
+
+
+def _check_plans(plan: ParallelPlan) -> None:
+    """Raise UsageError, on every rank, unless all ranks execute the same plan."""
+    if differing([zlib.crc32(plan.executed_json().encode())]):
+        rank, first, other = first_other(plan.executed_json())
+        lines = ParallelPlan.from_json(first).diff(ParallelPlan.from_json(other))
+        raise UsageError(
+            f"ranks were given different plans: from rank 0 to rank {rank}, {listing(lines, 4)}; load the same file, or plan "
+            "on one rank and share the plan"
+        )
+
+
+def _check_structures(labels: list[str], kinds: list[str]) -> None:
+    """Raise UsageError, on every rank, unless all ranks have tensors of the same names, shapes and dtypes."""
+    structure = zlib.crc32("\n".join([*labels, *kinds]).encode())
+    if differing([structure, len(labels)]):
+        rows = [f"{label}, {kind}" for label, kind in zip(labels, kinds, strict=False)]
+        rank, first, other = first_other("\n".join(rows))
+        pairs = zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing")
+        mine, its = next(pair for pair in pairs if pair[0] != pair[1])
+        raise UsageError(
+            f"ranks hold different models: rank 0 has {mine} where rank {rank} has {its}; build the same model from the same "
+            "configuration on every rank, deferred on all or on none"
         )
 
 

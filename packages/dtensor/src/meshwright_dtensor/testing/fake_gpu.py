@@ -86,13 +86,18 @@ class FakeGpu(TorchDispatchMode):
         if target is not None and target.type == "meta":
             like = self._fake_call(func, args, kwargs)
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=target)
+        to_host = here and target is not None and target.type == HOST.type
+        return self._on_gpu(func, args, kwargs, tensors, to_host)
+
+    def _on_gpu(self, func: Any, args: Any, kwargs: Any, tensors: list[Any], to_host: bool) -> Any:
+        """An operation that a GPU takes part in, as it would wait for it."""
         name = op_name(func).partition("::")[2]
         if name == "_local_scalar_dense":
             self._note("read", name)
             return torch.zeros((), dtype=tensors[0].dtype).item()
         if _has_data_dependent_shape(func, name, tensors, kwargs):
             self._note("shape", name)
-        if here and target is not None and not there and target.type == HOST.type:
+        if to_host:
             self._note("to host", name)
             return self._zeros(func, args, kwargs)
         if name == "copy_" and is_fake(tensors[1]) and not is_fake(tensors[0]):

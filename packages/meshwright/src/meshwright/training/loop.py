@@ -39,6 +39,7 @@ from meshwright.training.log import Log, memory
 from meshwright.training.model_and_optimizer import export, make_model, make_optimizer, set_rate
 from meshwright.training.tokens import tokenizer_of
 from meshwright.training.utilisation import model_flops
+from meshwright_checkpoint import SaveHandle
 from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.state.collect import config_of
@@ -83,32 +84,39 @@ def train(recipe: Recipe, log: Log) -> int:
             done.update(step=done["step"] + 1, rows_seen=done["rows_seen"] + recipe.batch_size)
             step, last = done["step"], done["step"] == recipe.steps
             if not math.isfinite(loss + norm):
-                if saving is not None:
-                    # the ranks end at once
-                    saving.wait()
+                end_saving(run, saving)
                 fix = "lower optimizer.lr, or raise schedule.warm_up"
                 raise UsageError(f"step {step}: the loss is {loss}, and the gradient's norm {norm}; {fix}")
             received, used = (most for _, most in extremes([arrived(), memory(run.device)], None))
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
             if last or received or step % recipe.checkpoints.interval == 0:
-                keep = recipe.checkpoints.model_dump(exclude={"interval", "peer_copies"})
-                where = Path(recipe.out) / "checkpoints" / f"step-{step}"
-                saving = mw.save(where, model=run.model, optimizer=run.optimizer, extra=dict(done), **keep)
+                saving = save(run, step)
+            if saving is not None and saving.committed:
+                run.saved = saving.step
             if run.copies is not None and step % run.copies.interval == 0:
-                if saving is not None and saving.committed:
-                    run.saved = saving.step
                 run.copies.put(run.model, run.optimizer, dict(done), step, run.saved)
             if recipe.evaluation and not received and (last or step % recipe.evaluation.interval == 0):
                 log.evaluated(step, evaluate(run))
-        if saving is not None:
-            saving.wait()
-            if run.copies is not None and saving.step == done["step"]:
-                # the checkpoint has all that they have
-                run.copies.forget()
+        end_saving(run, saving)
     if recipe.export and not received:
         export(recipe, recipe.export, run.model, first=log.active)
     log.end(done["step"], received)
-    return 128 + received if received else 0
+    return received and 128 + received
+
+
+def save(run: Run, step: int) -> SaveHandle:
+    """Begin a checkpoint of this step in the run's folder."""
+    keep = run.recipe.checkpoints.model_dump(exclude={"interval", "peer_copies"})
+    where = Path(run.recipe.out) / "checkpoints" / f"step-{step}"
+    return mw.save(where, model=run.model, optimizer=run.optimizer, extra=dict(run.done), **keep)
+
+
+def end_saving(run: Run, saving: SaveHandle | None) -> None:
+    """Wait for the last checkpoint, for ranks end at once. Copies in memory go where it has all that they have."""
+    if saving is not None:
+        saving.wait()
+        if run.copies is not None and saving.step == run.done["step"]:
+            run.copies.forget()
 
 
 def set_up(recipe: Recipe) -> Run:

@@ -170,9 +170,7 @@ class Workload:
         (place, rank), ranks = actor, self.ranks(actor)
         steps, inside = self.steps[rank], self._inside(ranks)
         overlaps, slowdown = self.cluster.hides_communication, self.cluster.interference
-        # of the rank with most work, which the split is of; for one microbatch
-        times = [(t.forward_seconds + t.backward_seconds) for t in self.stages]
-        heaviest = max(math.fsum(times[s] for s in {step.stage for step in row}) for row in self.steps) or 1.0
+        times, heaviest = self._stage_times()
         blocks = {phase: [join for _, join in self._joins(actor, phase, "blocks")] for phase in PASSES}
         outside = [join for _, join in self._joins(actor, "forward", "outside")]
         again = self.plan.zero is not None and self.plan.zero.stage == 3
@@ -196,11 +194,20 @@ class Workload:
             program += compute_pass(step, seconds, gathers.of(index), last, overlaps, slowdown)
             for axis, costs in inside.items():
                 done, sent = (step.part * part * seconds for seconds in costs[phase])
-                program += [Work(slow * done, f"{axis} of {step}")] if done else []
-                program += [Work(sent, f"{axis} of {step}", "communication")] if sent else []
+                works = (
+                    Work(slow * done, f"{axis} of {step}"),
+                    Work(sent, f"{axis} of {step}", "communication"),
+                )
+                program += [work for work in works if work.seconds]
             if step.gives is not None:
                 program.append(Send((place, *step.gives), self._message(step, place, rank)))
         return program
+
+    def _stage_times(self) -> tuple[list[float], float]:
+        """Seconds of one microbatch in each stage, and in those of the rank with most work, which the split is of."""
+        times = [(t.forward_seconds + t.backward_seconds) for t in self.stages]
+        heaviest = max(math.fsum(times[s] for s in {step.stage for step in row}) for row in self.steps)
+        return times, heaviest or 1.0
 
     # ---- communication
     def _joins(self, actor: tuple[Place, int], phase: str, which: str) -> Joins:
