@@ -18,13 +18,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def is_quantized_in_blocks(tensor: torch.Tensor) -> bool:
-    """Whether this rank's part is a subclass of codes and scales, such as the optimizer states of torchao."""
-    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    # Tensor itself has dequantize()
-    return hasattr(local, "__tensor_flatten__") and hasattr(local, "dequantize")
-
-
 def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor. The view keeps the tensor alive.
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_checkpoint._torch import indices_of, is_quantized_in_blocks, is_sharding, local_of
+from meshwright_checkpoint._torch import indices_of, is_sharding, local_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding import boxes
 from meshwright_dtensor.sharding.boxes import Box, Region
 from meshwright_dtensor.sharding.intervals import Interval
-from meshwright_dtensor.stored.permuted import permuted_layout
+from meshwright_dtensor.stored.permuted import dequantized, permuted_layout
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ def local_shards(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None
         # a global tensor
         tensor = tensor.full_tensor()
     local: Any = local_of(tensor)
-    if is_quantized_in_blocks(tensor):
-        # blocks end elsewhere in another layout
-        local = local.dequantize()
+    # blocks end elsewhere in another layout
+    local = dequantized(local)
     if local.is_meta:
         text = f"{name} is on the meta device and has no values; allocate it first (parallelize, or to_empty)"
         raise UsageError(text)

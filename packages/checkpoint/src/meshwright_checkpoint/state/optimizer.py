@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright_checkpoint._torch import is_quantized_in_blocks
+from meshwright_checkpoint._torch import local_of
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.format.manifest import OptimizerInfo
@@ -20,6 +20,7 @@ from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import slice_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
+from meshwright_dtensor.stored.permuted import is_quantized_in_blocks
 
 Options = dict[str, Any]
 
@@ -96,7 +97,7 @@ class OptimizerTargets:
             source = checkpoint.tensors[full]
             self.used.add(full)
             value = current.get(key)
-            if isinstance(value, torch.Tensor) and is_quantized_in_blocks(value):
+            if isinstance(value, torch.Tensor) and is_quantized_in_blocks(local_of(value)):
                 # a new one, which the next step quantizes
                 value = None
             kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None

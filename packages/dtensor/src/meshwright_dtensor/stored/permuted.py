@@ -58,7 +58,7 @@ class PermutedDTensor(WholeMemory, DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole value in true order on every rank (a collective call)."""
-        return convert(_in_numbers(dtensor_local(self)), self._layout, self._layout.context.replicated)
+        return convert(dequantized(dtensor_local(self)), self._layout, self._layout.context.replicated)
 
     def redistribute(  # type: ignore[override]
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -67,11 +67,15 @@ class PermutedDTensor(WholeMemory, DTensor):
         return redistributed(self, self._layout, placements, device_mesh, options)
 
 
-def _in_numbers(local: Tensor) -> Tensor:
-    """A local tensor, of codes and scales of blocks the numbers that they stand for: other parts have other blocks."""
+def is_quantized_in_blocks(local: Tensor) -> bool:
+    """Whether a local tensor is a subclass of codes and scales, such as the optimizer states of torchao."""
     # Tensor itself has dequantize()
-    quantized = hasattr(local, "__tensor_flatten__") and hasattr(local, "dequantize")
-    return local.dequantize() if quantized else local
+    return hasattr(local, "__tensor_flatten__") and hasattr(local, "dequantize")
+
+
+def dequantized(local: Tensor) -> Tensor:
+    """A local tensor, of codes and scales of blocks the numbers that they stand for: other parts have other blocks."""
+    return local.dequantize() if is_quantized_in_blocks(local) else local
 
 
 def with_order_of(first: Any, result: DTensor) -> DTensor:
@@ -183,7 +187,7 @@ def _converted(x: DTensor, layout: Layout, states: States) -> DTensor:
     """In these states, with an interval shard as a plain shard."""
     target = layout.with_states(tuple(int(s) if isinstance(s, int) else s for s in states))
     with torch.no_grad():
-        local = convert(_in_numbers(dtensor_local(x).detach()), layout, target.states, _SITE)
+        local = convert(dequantized(dtensor_local(x).detach()), layout, target.states, _SITE)
     return stock_dtensor(local, target, layout.shape, dtensor_spec(x).stride)
 
 

@@ -33,6 +33,7 @@ from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.muon import MuonGroups
 from meshwright_parallel.optim.quantized_states import blocks_of
+from meshwright_parallel.optim.step_copy import step_copy
 from meshwright_parallel.optim.whole_blocks import BlockGroups, block_copy, refuse_stages_of_blocks
 from meshwright_parallel.optim.whole_matrices import OwnedGroups, keep_changes, refuse_stages, whole_copy
 from meshwright_parallel.ranks import check_options
@@ -122,7 +123,6 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         states_changed(optimizer, model)
     if replaced:
         keep_changes(optimizer, args[0])
-    if replaced:
         with nullcontext() if model is None else model.entered():
             if isinstance(args[0].param_groups, BlockGroups):
                 args[0].param_groups.keep()
@@ -173,7 +173,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
         return None
     groups: list[dict[str, Any]] = []
     states: dict[Any, dict[str, Any]] = {}
-    local_copy = _copy_with_state(optimizer, states)
+    local_copy = step_copy(optimizer, type(optimizer.state)(dict, states))  # type: ignore[call-arg]
     for group in optimizer.param_groups:
         locals_ = []
         for parameter in _here(group):
@@ -196,13 +196,6 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
 def _here(group: Mapping[str, Any]) -> list[torch.Tensor]:
     """The parameters of a group without those of other stages."""
     return [p for p in group["params"] if not isinstance(p, StageTensor)]
-
-
-def _copy_with_state(optimizer: torch.optim.Optimizer, states: dict[Any, Any]) -> torch.optim.Optimizer:
-    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
-    copied.__dict__.update(optimizer.__dict__)
-    copied.state = type(optimizer.state)(dict, states)  # type: ignore[call-arg]
-    return copied
 
 
 def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -242,7 +235,6 @@ def muon_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | 
     """A copy of a Muon with the same states, for one step, whose matrices are each computed on one rank; None for other classes."""
     if type(optimizer) is not Muon:
         return None
-    copied: torch.optim.Optimizer = object.__new__(Muon)
-    copied.__dict__.update(optimizer.__dict__)
+    copied = step_copy(optimizer, optimizer.state)
     copied.param_groups = MuonGroups(optimizer)  # type: ignore[assignment]
     return copied

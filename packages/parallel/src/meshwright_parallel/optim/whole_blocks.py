@@ -25,10 +25,11 @@ from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import complete
 from meshwright_dtensor.stages.stage_tensor import StageTensor, value_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
-from meshwright_dtensor.stored.permuted import permuted_layout, placed_dtensor
+from meshwright_dtensor.stored.permuted import dequantized, permuted_layout, placed_dtensor
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.block_layouts import whole_block_states
+from meshwright_parallel.optim.step_copy import step_copy
 
 Tensor = torch.Tensor
 _MARK = "_meshwright_blocks"
@@ -190,9 +191,7 @@ def block_copy(optimizer: torch.optim.Optimizer, blocks: Blocks) -> torch.optim.
             for p in group["params"]
         ):
             return None
-    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
-    copied.__dict__.update(optimizer.__dict__)
-    copied.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
+    copied = step_copy(optimizer, type(optimizer.state)(dict))  # type: ignore[call-arg]
     copied.param_groups = BlockGroups(optimizer, copied, blocks)  # type: ignore[assignment]
     return copied
 
@@ -251,9 +250,8 @@ def _local_state(part: _Part, blocks: Blocks, key: str, x: Any) -> Any:
     source = (permuted_layout(x) or stock_layout(x)) if isinstance(x, DTensor) else None
     if source is not None and source.states == target.states:
         return local
-    if hasattr(local, "__tensor_flatten__") and hasattr(local, "dequantize"):
-        # codes and scales of other blocks
-        local = local.dequantize()
+    # codes and scales are those of other blocks
+    local = dequantized(local)
     if source is None:
         return read_region(local, target.region).clone()
     return convert(local, source, target.states, _SITE)

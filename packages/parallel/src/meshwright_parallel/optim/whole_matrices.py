@@ -27,6 +27,7 @@ from meshwright_dtensor.stored.elementwise import parts_correspond
 from meshwright_dtensor.stored.permuted import like_parameter
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.matrix_owners import OwnerExchange, balanced_owners
+from meshwright_parallel.optim.step_copy import step_copy
 
 Tensor = torch.Tensor
 _MARK = "_meshwright_whole_matrices"
@@ -63,9 +64,7 @@ def whole_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None
     """A copy of a marked optimizer for one step on whole matrices; None for any other."""
     if not optimizer.__dict__.get(_MARK):
         return None
-    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
-    copied.__dict__.update(optimizer.__dict__)
-    copied.state = defaultdict(dict)
+    copied = step_copy(optimizer, defaultdict(dict))
     copied.param_groups = OwnedGroups(optimizer, copied.state)  # type: ignore[assignment]
     return copied
 
