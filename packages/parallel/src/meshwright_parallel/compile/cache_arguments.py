@@ -161,7 +161,13 @@ def filled(before: Sequence[Sequence[Any]], after: Sequence[Sequence[Any]]) -> s
 
 def go_on(caches: Sequence[Any], layers: Collection[int]) -> bool:
     """Whether one of these layers has tokens already."""
-    return any(keys[n] is not None for keys in contents(caches) for n in layers if n < len(keys))
+    of_all = [cache.layers for cache in caches if not is_pair(cache)]
+    return any(
+        getattr(of_cache[n], "keys", None) is not None
+        for of_cache in of_all
+        for n in layers
+        if n < len(of_cache)
+    )
 
 
 def _is_of_transformers(kind: Any, *names: str) -> bool:
