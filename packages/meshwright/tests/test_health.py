@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshwright import health
-from meshwright.health import Check, checks_of_host, checks_of_ranks
+from meshwright.commands import health
+from meshwright.commands.health import Check, checks_of_host, checks_of_ranks
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 Usage = namedtuple("Usage", "total used free")

@@ -160,6 +160,10 @@ class Ranks:
         """Run `work` on rank 0. If it fails, every rank raises (collective)."""
         self.run_checked(lambda: work() if self.rank == 0 else None)
 
+    def result_of_first(self, work: Callable[[], Any]) -> Any:
+        """The JSON result of `work` on rank 0, on every rank. If it fails, every rank raises (collective)."""
+        return self.first(self.run_checked(lambda: work() if self.rank == 0 else None))
+
 
 def _words(text: str, number: int) -> list[int]:
     """A digest of a text as numbers of 46 bits."""

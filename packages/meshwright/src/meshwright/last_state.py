@@ -46,7 +46,7 @@ def last_state(folder: str | os.PathLike[str], copies: PeerCopies | None = None)
     """
     ranks = Ranks()
     # of rank 0: another rank may see the folder later
-    path = ranks.gather_checked(lambda: None if ranks.rank else latest(folder))[0]
+    path = ranks.result_of_first(lambda: latest(folder))
     manifest = None if path is None else storage_of(path, DEFAULT).manifest()
     saved = None if manifest is None else manifest.step
     held, reasons = (None, []) if copies is None else copies.newest(saved)

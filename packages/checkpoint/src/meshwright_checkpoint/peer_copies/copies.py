@@ -26,11 +26,11 @@ from meshwright_checkpoint._torch import unwrapped
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.loading import load_from
 from meshwright_checkpoint.peer_copies import restore, run_record
-from meshwright_checkpoint.peer_copies.copying import Copying
 from meshwright_checkpoint.peer_copies.exchange import holders
 from meshwright_checkpoint.peer_copies.held_file import OWN, PEERS, Generation, NewFile
 from meshwright_checkpoint.peer_copies.host_folder import MEMORY, HostFolder
 from meshwright_checkpoint.peer_copies.pieces import fill, held_pieces
+from meshwright_checkpoint.peer_copies.rank_copy import RankCopy
 from meshwright_checkpoint.peer_copies.restore import HeldCheckpoint
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read.wanted import Wanted
@@ -85,7 +85,7 @@ class PeerCopies:
         self._group = host_group("meshwright copies") if self.hosts > 1 else None
         self._plans = WritePlans()
         self._newest: Generation | None = None
-        self._copying: Copying | None = None
+        self._copying: RankCopy | None = None
         self._sizes: list[int] = []
         if first and self.hosts == 1:
             _log.warning(
@@ -132,7 +132,7 @@ class PeerCopies:
         metadata, described = collected.metadata, collect.describe_shards(collected.shards)
         # no rank writes a piece of them
         empty = {} if ranks.rank else {key: kind for key, kind in types.items() if not prod(kind[0])}
-        copying = Copying(
+        copying = RankCopy(
             ranks.rank,
             body,
             {
@@ -187,8 +187,7 @@ class PeerCopies:
         ranks = self._ranks
         ranks.run_checked(self.wait)
         self.drop(None)
-        begun = ranks.gather_checked(lambda: None if ranks.rank else run_record.begin(self._run_folder))
-        self._start = begun[0][1]
+        _, self._start = ranks.result_of_first(lambda: run_record.begin(self._run_folder))
 
     def _check_sizes(self, sizes: list[int]) -> None:
         """Raise CheckpointError, on all ranks, where a host has no room for the files. `sizes`: of each rank's file."""

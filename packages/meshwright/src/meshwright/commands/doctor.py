@@ -25,7 +25,7 @@ from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.utils.console import Table, show
 
 if TYPE_CHECKING:
-    from meshwright.health import Check
+    from meshwright.commands.health import Check
 
 DISTRIBUTIONS = "meshwright meshwright-dtensor meshwright-parallel meshwright-planner transformers".split()
 
@@ -120,7 +120,7 @@ def measured(folder: Path) -> list[Check]:
     import torch.distributed as dist
 
     import meshwright as mw
-    from meshwright.health import checks_of_host, checks_of_ranks
+    from meshwright.commands.health import checks_of_host, checks_of_ranks
 
     checks = list(checks_of_host(folder)) if ranks.rank() == 0 else []
     if ranks.world_size() > 1:

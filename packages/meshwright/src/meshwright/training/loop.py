@@ -91,17 +91,14 @@ def train(recipe: Recipe, log: Log) -> int:
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
             if last or received or step % recipe.checkpoints.interval == 0:
                 saving = save(run, step)
-            if saving is not None and saving.committed:
-                run.saved = saving.step
-            if run.copies is not None and step % run.copies.interval == 0:
-                run.copies.put(run.model, run.optimizer, dict(done), step, run.saved)
+            copy_in_memory(run, saving, step)
             if recipe.evaluation and not received and (last or step % recipe.evaluation.interval == 0):
                 log.evaluated(step, evaluate(run))
         end_saving(run, saving)
     if recipe.export and not received:
         export(recipe, recipe.export, run.model, first=log.active)
     log.end(done["step"], received)
-    return received and 128 + received
+    return 128 + received if received else 0
 
 
 def save(run: Run, step: int) -> SaveHandle:
@@ -109,6 +106,14 @@ def save(run: Run, step: int) -> SaveHandle:
     keep = run.recipe.checkpoints.model_dump(exclude={"interval", "peer_copies"})
     where = Path(run.recipe.out) / "checkpoints" / f"step-{step}"
     return mw.save(where, model=run.model, optimizer=run.optimizer, extra=dict(run.done), **keep)
+
+
+def copy_in_memory(run: Run, saving: SaveHandle | None, step: int) -> None:
+    """Copy the state of this step to the memory of the hosts, if the recipe has copies of it."""
+    if run.copies is not None and step % run.copies.interval == 0:
+        if saving is not None and saving.committed:
+            run.saved = saving.step
+        run.copies.put(run.model, run.optimizer, dict(run.done), step, run.saved)
 
 
 def end_saving(run: Run, saving: SaveHandle | None) -> None:

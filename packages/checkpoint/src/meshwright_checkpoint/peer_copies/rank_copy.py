@@ -24,7 +24,7 @@ EXIT_SECONDS = 10.0
 """How long a process that ends waits for a file that is being sent."""
 
 
-class Copying:
+class RankCopy:
     """A copy of this rank.
 
     Attributes:
