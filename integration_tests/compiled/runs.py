@@ -22,6 +22,10 @@ _SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_att
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
         "Llama": ("LlamaForCausalLM", {**_SMALL, "intermediate_size": 128, "attention_dropout": 0.1}),
+        "Llama without cache": (
+            "LlamaForCausalLM",
+            {**_SMALL, "intermediate_size": 128, "attention_dropout": 0.1, "use_cache": False},
+        ),
         "GPT2": ("GPT2LMHeadModel", {"vocab_size": 128, "n_embd": 64, "n_layer": 4, "n_head": 4}),
         "Bert": ("BertForMaskedLM", {**_SMALL, "intermediate_size": 128}),
         "T5": (

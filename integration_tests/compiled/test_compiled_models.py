@@ -23,6 +23,7 @@ CASES = [
     ("ViT", "dp2", "aot_eager"),
     ("Mixtral", "tp2", "aot_eager"),
     ("Llama", "zero3", "inductor"),
+    ("Llama without cache", "bf16", "inductor"),
     ("Llama", "bf16", "aot_eager"),
     ("ViT", "bf16", "aot_eager"),
 ]
@@ -39,7 +40,7 @@ def test_a_model_is_that_of_one_device(rank_pool: RankPool, name: str, layout: s
     for run in rank_pool.run(ranks, compiled_run, name, layout, plan, steps, timeout=200):
         assert run.loss <= tolerance and run.drawn and not run.missing and run.freed
         # in lower precision next to the same plan uncompiled, of which the recorded operations are the same
-        assert run.gradient <= (0.0 if layout == "bf16" else tolerance)
+        assert run.gradient <= (0.0 if (layout, backend) == ("bf16", "aot_eager") else tolerance)
         assert sum(row.compiled for row in run.rows) > sum(row.other for row in run.rows) / 2
 
 

@@ -46,8 +46,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in told if line.endswith("\n")]
 
 
-def torture(folder: Path, kills: int, seed: int) -> int:
+def torture(folder: Path, kills: int, seed: int, longest: float = 4.0) -> int:
     """Kill a run so often, each time after it has begun to load or train. The number of kills until it had ended.
+
+    longest: seconds from its beginning to a kill.
 
     Raises AssertionError: the run does not go on by itself, or a committed step was lost.
     """
@@ -55,7 +57,7 @@ def torture(folder: Path, kills: int, seed: int) -> int:
     while True:
         ranks = choose.choice([1, 2, 2, 2, 3])
         with launched(folder, ranks) as job:
-            while _wait_for_start(folder, job, None if done >= kills else choose.uniform(0, 4)):
+            while _wait_for_start(folder, job, None if done >= kills else choose.uniform(0, longest)):
                 committed = _committed(folder)
                 # the whole machine, or one rank, which torchrun starts again
                 whole = choose.random() < 0.2
