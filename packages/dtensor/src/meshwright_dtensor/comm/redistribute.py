@@ -78,9 +78,21 @@ class Conversion:
     Attributes:
         moves: whether the forward conversion is a collective.
         keep: whether a converted value is kept for its other readers.
+        by_way_of: where a Partial becomes X, the states with I there: all readers share the reduction.
     """
 
-    __slots__ = ("context", "source", "target", "shape", "_forward", "_backward", "_ordered", "keep", "moves")
+    __slots__ = (
+        "context",
+        "source",
+        "target",
+        "shape",
+        "_forward",
+        "_backward",
+        "_ordered",
+        "by_way_of",
+        "keep",
+        "moves",
+    )
 
     def __init__(self, context: MeshContext, source: States, target: States, shape: torch.Size) -> None:
         self.context, self.source, self.target, self.shape = context, source, target, shape
@@ -92,6 +104,8 @@ class Conversion:
             ordered_steps(context, source, shape, [step for _, step, _ in steps], "forward"),
             ordered_steps(context, target, shape, [step for _, _, step in reversed(steps)], "backward"),
         )
+        reduced = tuple("I" if (a, b) == ("P", "X") else a for a, b in zip(source, target, strict=True))
+        self.by_way_of = None if reduced == source else reduced
         self.moves = any(step.collective is not None for _, step, _ in steps)
         # an alias costs no memory, and readers share a gathered or reduced value; a slice is cheap
         self.keep = self.moves or not self._forward

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import any_autocast, dtensor_local, make_subclass, pytree
+from meshwright_dtensor._torch.core import any_autocast, dtensor_local
 from meshwright_dtensor._torch.functional import is_recorded
 from meshwright_dtensor._torch.modes import functorch_active, kept_dispatch_keys
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
-from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.devices import autocast_types
 from meshwright_dtensor.dispatch import fallback, tensor_methods
+from meshwright_dtensor.dispatch.call_key import freeze, repeats
 from meshwright_dtensor.dispatch.derive import TensorCall, derive
-from meshwright_dtensor.dispatch.gathered_views import ViewWrite, gathered_view
+from meshwright_dtensor.dispatch.gathered_views import ViewWrite
 from meshwright_dtensor.dispatch.planned_calls import Target
-from meshwright_dtensor.dispatch.program import Program, build, note, remember
+from meshwright_dtensor.dispatch.program import build, note, remember
+from meshwright_dtensor.dispatch.program_run import Runner, runner_of
 from meshwright_dtensor.dispatch.value_readers import READERS
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
@@ -30,9 +30,8 @@ from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.propagate.choose import Underivable
 from meshwright_dtensor.sharding.states import States
-from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
-from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, wrap
-from meshwright_dtensor.tensor.staged import Staged, StagedOperand
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor
+from meshwright_dtensor.tensor.staged import StagedOperand
 from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, Args, Function, Kwargs, is_in_place
 from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.trace.module_stack import FRAMES
@@ -40,56 +39,6 @@ from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of, in_mo
 
 Tensor = torch.Tensor
 _NORMS = (F.batch_norm, F.instance_norm)
-_HASHED = frozenset(
-    {type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
-)
-
-
-def _freeze(a: Any, tensors: list[Any]) -> Any:
-    """A hashable key for an argument; its tensors are appended to ``tensors`` in pytree order."""
-    t = type(a)
-    if t is GlobalTensor:
-        tensors.append(a)
-        return a._layout
-    if t in _HASHED:
-        return a
-    if t is int or t is bool:
-        return (t, a)
-    if t is float:
-        # -0.0 is not 0.0, and nan is nan
-        return (t, a.hex())
-    if isinstance(a, Tensor):
-        if isinstance(a, Staged):
-            raise StagedOperand
-        tensors.append(a)
-        if isinstance(a, DetachedView):
-            a.check_fresh()
-            return ("view", a._layout)
-        if isinstance(a, MeshParameter):
-            return a._key
-        if isinstance(a, DTensor):
-            return ("dtensor", layout_of_dtensor(a))
-        if functorch_active():
-            # equal to nothing: run on gathered values, every time
-            return object()
-        return (a.shape, a.dtype)
-    if t is tuple or t is list or t is torch.Size:
-        return (t, tuple([_freeze(x, tensors) for x in a]))
-    if t is slice:
-        return ("slice", _freeze(a.start, tensors), _freeze(a.stop, tensors), _freeze(a.step, tensors))
-    if t is dict:
-        return tuple((k, _freeze(v, tensors)) for k, v in a.items())
-    # equal to nothing: derived again for every call
-    return (t, a) if _can_be_kept(a) else object()
-
-
-def _can_be_kept(a: Any) -> bool:
-    """Whether an argument can be part of a key. A closure that is kept would keep a model with it."""
-    try:
-        hash(a)
-    except TypeError:
-        return False
-    return type(a) is not FunctionType or a.__closure__ is None
 
 
 def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -111,11 +60,11 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
                 tensors.append(a)
                 key.append(a._key)
             else:
-                key.append(_freeze(a, tensors))
+                key.append(freeze(a, tensors))
         if kwargs:
             for name in kwargs:
                 key.append(name)
-                key.append(_freeze(kwargs[name], tensors))
+                key.append(freeze(kwargs[name], tensors))
         else:
             kwargs = {}
     except StagedOperand:
@@ -123,7 +72,7 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
         return NotImplemented
     count = len(tensors)
     if count > 1 and (tensors[0] is tensors[1] if count == 2 else len(set(map(id, tensors))) < count):
-        key.append(_repeats(tensors))
+        key.append(repeats(tensors))
     if any_autocast():
         key.append(tuple([(d, torch.get_autocast_dtype(d)) for d in autocast_types()]))
     stack = FRAMES.stack
@@ -134,18 +83,18 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
     if context is None:
         context = _context_of(tensors)
     frozen = tuple(key)
-    program = context.programs.get(frozen)
-    if program is None:
+    run = context.programs.get(frozen)
+    if run is None:
         result = _run_special(func, args, kwargs)
         if result is not NotImplemented:
             return result
         context = _context_of(tensors)
-        program = _make(context, func, args, kwargs, tensors, target)
-        remember(context, frozen, program)
+        run = _make(context, func, args, kwargs, tensors, target)
+        remember(context, frozen, run)
     site = NOWHERE
     if CommLog._active:
         site = Site(stack[-1].where if stack else "", function_name(func))
-    return _run(program, args, kwargs, tensors, site)
+    return run(args, kwargs, tensors, site)
 
 
 def _run_special(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -163,101 +112,6 @@ def _run_special(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("out") is not None:
         return fallback.run_with_out(func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k))
     return READERS[func](*args, **kwargs) if func in READERS else NotImplemented
-
-
-def _repeats(tensors: list[Any]) -> tuple[int, ...]:
-    """For every tensor its first position among the arguments: ``x * x`` is another program than ``x * y``."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
-
-
-def _run(
-    program: Program | fallback.Replicated | ViewWrite, args: Any, kwargs: Any, tensors: list[Any], site: Site
-) -> Any:
-    if not isinstance(program, Program):
-        return program.run(args, kwargs, site)
-    if program.unchanged:
-        locals_ = [t._local for t in tensors] if len(tensors) > 1 else [tensors[0]._local]
-    else:
-        locals_ = []
-        for t, states in zip(tensors, program.targets):
-            if type(t) is GlobalTensor:
-                locals_.append(t._local if states is None else local_in(t, states, site))
-            elif states is None and type(t) is MeshParameter:
-                locals_.append(dtensor_local(t) if t._copy is None else t._copy.take())
-            else:
-                locals_.append(_local_of(t, states, program, site))
-    if program.writes:
-        refuse_write_to_copy(locals_[0])
-    if program.takes_arguments:
-        result = program.local(args, kwargs, locals_)
-    else:
-        result = program.local(locals_, site)
-    out = program.out
-    if type(out) is not Layout:
-        if program.gathered_view:
-            return _views(result, out, tensors[0], program.func, args, kwargs)
-        return _label(result, out)
-    if program.returns_input:
-        same = _input_that_is(result, out, tensors, locals_)
-        if same is not None:
-            return same
-    if program.gathered_view:
-        return gathered_view(result, out, tensors[0], program.func, args, kwargs)
-    # wrap(), without the call
-    made: Any = make_subclass(GlobalTensor, out.template)
-    made._local = result
-    made._layout = out
-    return made
-
-
-def _input_that_is(result: Any, out: Layout, tensors: list[Any], locals_: list[Any]) -> Any:
-    """The input that ``result`` is, so that the caller gets the same object; None if it is new."""
-    for t, local in zip(tensors, locals_, strict=True):
-        if t is result:
-            return t
-        if local is result and isinstance(t, (GlobalTensor, MeshParameter)):
-            if (t._layout if isinstance(t, GlobalTensor) else t.compute_layout) is out:
-                return t
-    return None
-
-
-def _label(result: Any, out: Any) -> Any:
-    if type(out) is Layout:
-        return wrap(result, out)
-    if isinstance(result, (tuple, list)):
-        if not isinstance(out, (tuple, list)):
-            out = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
-        made = [_label(r, o) for r, o in zip(result, out, strict=True)]
-        # a tuple, a list or one of torch's structseqs: all of them take one iterable
-        return type(result)(made)
-    return result
-
-
-def _views(result: Any, out: Any, base: Any, func: Function, args: Any, kwargs: Any) -> Any:
-    """The results of a call, which are views of a base that had to be gathered."""
-    layouts = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
-    leaves, spec = pytree.tree_flatten(result)
-    made = [
-        gathered_view(leaf, layout, base, func, args, kwargs, place) if isinstance(layout, Layout) else leaf
-        for place, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
-    ]
-    return pytree.tree_unflatten(made, spec)
-
-
-def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Tensor:
-    if isinstance(t, GlobalTensor):
-        return t._local if states is None else local_in(t, states, site)
-    if isinstance(t, DTensor):
-        if states is None and program.writes:
-            # autograd records no write to a view that a function of its own has made
-            return dtensor_local(t)
-        return parameter_local(t, states or layout_of_dtensor(t).states, site)
-    if states is None:
-        return t  # type: ignore[no-any-return]
-    context: MeshContext = program.context
-    conversion = conversion_between(context, context.replicated, states, t.shape)
-    return t if conversion is None else conversion.apply(t, site)
 
 
 def _context_of(tensors: Sequence[Any]) -> MeshContext:
@@ -284,19 +138,19 @@ def _context_of(tensors: Sequence[Any]) -> MeshContext:
 @kept_dispatch_keys()
 def _make(
     context: MeshContext, func: Function, args: Any, kwargs: Any, tensors: list[Any], target: Target | None
-) -> Program | fallback.Replicated | ViewWrite:
+) -> Runner:
     pairs = [_layout_and_local(context, t) for t in tensors]
     layouts = [layout for layout, _ in pairs]
     name = function_name(func)
     _check_not_recorded(name, pairs)
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
-        return ViewWrite(func)
+        return ViewWrite(func).run
     if func in _NORMS:
         _check_statistics(func, args, kwargs)
     if name in DATA_DEPENDENT:
         note(context, name, 3, layouts, "depends on the data")
-        return fallback.Replicated(context, func, in_place)
+        return fallback.Replicated(context, func, in_place).run
     forced: list[States | None] = [None] * len(tensors)
     goal: tuple[Any, ...] = ()
     if target is not None:
@@ -305,21 +159,19 @@ def _make(
             # the written tensor keeps its layout: a write to a converted copy would be lost
             forced[0] = None
     try:
-        repeats = _repeats(tensors)
-        distinct = sorted(set(repeats))
+        first = repeats(tensors)
+        distinct = sorted(set(first))
         inputs, parts = [tensors[i] for i in distinct], [pairs[i][1] for i in distinct]
         weights = frozenset(k for k, t in enumerate(inputs) if isinstance(t, MeshParameter))
         call = TensorCall(context, func, args, kwargs, inputs, parts, weights)
         d = derive(call, [layouts[i] for i in distinct], [forced[i] for i in distinct], goal)
-        bare = all(type(t) is GlobalTensor for t in tensors)
-        places = [distinct.index(i) for i in repeats]
-        program = build(context, func, args, kwargs, layouts, places, d, bare)
-        program.writes = in_place
+        places = [distinct.index(i) for i in first]
+        program = build(call, layouts, places, d, in_place)
     except Underivable as e:
         note(context, name, 3, layouts, str(e))
-        return fallback.Replicated(context, func, in_place)
+        return fallback.Replicated(context, func, in_place).run
     note(context, name, d.tier, layouts, d.reason)
-    return program
+    return runner_of(program)
 
 
 def _check_not_recorded(name: str, pairs: Sequence[tuple[Layout, Tensor]]) -> None:

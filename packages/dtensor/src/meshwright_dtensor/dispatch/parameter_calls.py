@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import with_order_of
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import computing, touch
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import (
     FILLS,
@@ -38,11 +40,24 @@ _STOCK = frozenset(
 )
 """Functions that ask about or change the parameter itself, or make optimizer state like it: stock DTensor runs them."""
 
+_OF_VALUES = frozenset({(MeshParameter,), (MeshParameter, GlobalTensor), (GlobalTensor, MeshParameter)})
+
+
+@cache
+def _computes(func: Function) -> bool:
+    """Whether a function computes a new value, whatever its arguments are."""
+    name = getattr(func, "__name__", "")
+    asks = name in _STOCK or name == "__get__" or name.startswith(("_foreach", "_fused"))
+    return not asks and not kind_of(func) and not (name.endswith("_") and not name.endswith("__"))
+
 
 def parameter_call(
     cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
     """``__torch_function__`` of mesh parameters."""
+    if not kwargs and types in _OF_VALUES and _computes(func) and torch.is_grad_enabled():
+        # the shortest way for what models do most
+        return dispatch(cls, func, types, args)
     copy = args[0]._copy if args and type(args[0]) is MeshParameter else None
     # while a forward runs, it may need the compute copy
     if copy is None or not copy.computing:

@@ -13,8 +13,8 @@ import torch
 
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.log import Site
-from meshwright_dtensor.comm.redistribute import conversion_between
-from meshwright_dtensor.dispatch.derive import Derivation, local_context, localised
+from meshwright_dtensor.comm.redistribute import Conversion, conversion_between
+from meshwright_dtensor.dispatch.derive import Derivation, TensorCall, local_context, localised
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext, TierEntry
 from meshwright_dtensor.mesh.layout import Layout, layout_of
@@ -23,6 +23,7 @@ from meshwright_dtensor.rules import LocalContext, NodeView, across, is_random
 from meshwright_dtensor.rules.book import rule_book
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 from meshwright_dtensor.trace.graph import Ref, is_ref
 
@@ -39,7 +40,7 @@ class Program:
     """A cached local program.
 
     Attributes:
-        targets: per tensor argument the states it is converted to, None for no conversion.
+        conversions: per tensor argument its conversion to the wanted states, None where it has them.
         unchanged: every argument is a global tensor that is not converted.
         local: (args, kwargs, locals) or (locals, site) -> local outputs, by ``takes_arguments``.
         out: tree of layouts of the outputs.
@@ -47,10 +48,11 @@ class Program:
         returns_input: an output may be an input itself.
         func: the function of the call.
         writes: the first argument is written to.
+        operands: where ``local`` calls ``func`` with tensors and then other arguments as they are: how many tensors.
     """
 
     context: MeshContext
-    targets: tuple[States | None, ...]
+    conversions: tuple[Conversion | None, ...]
     unchanged: bool
     local: Callable[..., Any]
     takes_arguments: bool
@@ -58,40 +60,56 @@ class Program:
     gathered_view: bool
     returns_input: bool
     func: Function
-    writes: bool = False
+    writes: bool
+    operands: int | None
 
 
 def build(
-    context: MeshContext,
-    func: Function,
-    args: Any,
-    kwargs: Any,
-    layouts: Sequence[Layout],
-    places: Sequence[int],
-    d: Derivation,
-    bare: bool,
+    call: TensorCall, layouts: Sequence[Layout], places: Sequence[int], d: Derivation, writes: bool
 ) -> Program:
     """The program of a derivation.
 
     Args:
         layouts: of every tensor argument.
         places: for every tensor argument, its input of the derivation (one tensor may be given twice).
-        bare: every tensor argument is a plain :class:`GlobalTensor`.
+        writes: the first argument is written to.
     """
-    targets = tuple(
-        None if m.states == d.first[i] else d.first[i] for m, i in zip(layouts, places, strict=True)
+    context = call.context
+    conversions = tuple(
+        conversion_between(context, m.states, d.first[i], m.shape)
+        for m, i in zip(layouts, places, strict=True)
     )
-    unchanged = bare and all(t is None for t in targets)
+    unchanged = all(type(t) is GlobalTensor for t in call.tensors) and not any(conversions)
     inputs = [places.index(i) for i in range(len(d.first))]
     direct = d.one_call and d.composite is None
+    operands = None
     local: Callable[..., Any]
     if direct:
-        local = _direct_runner(func, args, kwargs, d.direct)
+        local = _direct_runner(call.func, call.args, call.kwargs, d.direct)
+        operands = _leading(call.args, call.kwargs) if d.direct is None else None
     elif d.composite is not None:
         local = _composite_runner(context, d.composite, inputs, len(layouts))
     else:
         local = _Steps(context, d, inputs)
-    return Program(context, targets, unchanged, local, direct, d.out, d.gathered_view, d.returns_input, func)
+    return Program(
+        context,
+        conversions,
+        unchanged,
+        local,
+        direct,
+        d.out,
+        d.gathered_view,
+        d.returns_input,
+        call.func,
+        writes,
+        operands,
+    )
+
+
+def _leading(args: Args, kwargs: Kwargs) -> int | None:
+    """How many arguments are tensors, if they are the first ones; None if there is another tensor, or none at all."""
+    count = next((i for i, a in enumerate(args) if not isinstance(a, Tensor)), len(args))
+    return count if count and not _has_tensors((args[count:], kwargs)) else None
 
 
 def _composite_runner(
@@ -113,20 +131,9 @@ def _direct_runner(
     """Calls ``func`` with the local tensors in place of its tensors: the shortest way that the arguments allow."""
     if sized is not None:
         return lambda a, k, locals_: func(locals_[0], *sized)
-    places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-    if not _has_tensors([*(a for a in args if not isinstance(a, Tensor)), kwargs]):
-        if places == [0] and not kwargs:
-            return lambda a, k, locals_: func(locals_[0], *a[1:])
-        if places == [0, 1] and len(args) == 2 and not kwargs:
-            return lambda a, k, locals_: func(locals_[0], locals_[1])
-
-        def run_flat(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
-            values = list(a)
-            for place, t in zip(places, locals_, strict=True):
-                values[place] = t
-            return func(*values, **k)
-
-        return run_flat
+    count = _leading(args, kwargs)
+    if count is not None:
+        return lambda a, k, locals_: func(*locals_, *a[count:], **k)
     first: Any = args[0] if args else None
     if (
         type(first) in (list, tuple)
@@ -135,6 +142,16 @@ def _direct_runner(
     ):
         # cat, stack
         return lambda a, k, locals_: func(locals_, *a[1:], **k)
+    if not _has_tensors([*(a for a in args if not isinstance(a, Tensor)), kwargs]):
+        places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+
+        def run_flat(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
+            values = list(a)
+            for place, t in zip(places, locals_, strict=True):
+                values[place] = t
+            return func(*values, **k)
+
+        return run_flat
 
     def run_nested(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
         following = iter(locals_)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch.core import dtensor_local, make_subclass
 from meshwright_dtensor.comm.log import NOWHERE, Site
-from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.comm.redistribute import Conversion, conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, states_of
@@ -230,15 +230,15 @@ def version_of(t: Tensor) -> int:
 def local_in(t: GlobalTensor, states: States, site: Site = NOWHERE) -> Tensor:
     """The local tensor of ``t`` in ``states``; gathered and reduced values and aliases are kept with the tensor."""
     layout = t._layout
-    if states == layout.states:
-        return t._local
-    between = _reduced_first(layout.states, states)
-    if between is not None:
-        return local_in(_through(t, between, site), states, site)
     conversion = conversion_between(layout.context, layout.states, states, layout.shape)
+    return t._local if conversion is None else converted(t, conversion, site)
+
+
+def converted(t: GlobalTensor, conversion: Conversion, site: Site = NOWHERE) -> Tensor:
+    """The local tensor of ``t`` after a conversion from its states (see :func:`local_in`)."""
+    if conversion.by_way_of is not None:
+        return local_in(_through(t, conversion.by_way_of, site), conversion.target, site)
     local = t._local
-    if conversion is None:
-        return local
     grad = local.requires_grad and torch.is_grad_enabled()
     memo = t._memo
     if memo is not None:
@@ -263,13 +263,6 @@ def _through(t: GlobalTensor, states: States, site: Site) -> GlobalTensor:
         kept = wrap(local, layout.with_states(states))
         t.__dict__["_middle"] = kept
     return kept  # type: ignore[no-any-return]
-
-
-def _reduced_first(source: States, target: States) -> States | None:
-    """The states between ``source`` and ``target`` where a Partial becomes X by way of I: all readers share the reduction."""
-    if not any(a == "P" and b == "X" for a, b in zip(source, target, strict=True)):
-        return None
-    return tuple("I" if a == "P" and b == "X" else a for a, b in zip(source, target, strict=True))
 
 
 def check_shardable(context: MeshContext, shape: Sequence[int], states: States) -> None:

@@ -1,0 +1,84 @@
+"""The key of a call: what its local program depends on, its function, layouts and static arguments."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor._torch.modes import functorch_active
+from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor
+from meshwright_dtensor.tensor.staged import Staged, StagedOperand
+
+Tensor = torch.Tensor
+_HASHED = frozenset(
+    {type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
+)
+_SEQUENCES = frozenset({tuple, list, torch.Size})
+_INTEGERS = frozenset({int})
+_BOUNDS = frozenset({int, type(None)})
+
+
+def freeze(a: Any, tensors: list[Any]) -> Any:
+    """A hashable key for an argument; its tensors are appended to ``tensors`` in pytree order.
+
+    Raises StagedOperand: the argument has a tensor whose own rules run the call.
+    """
+    t = type(a)
+    if t is GlobalTensor:
+        tensors.append(a)
+        return a._layout
+    if t in _HASHED:
+        return a
+    if t is int or t is bool:
+        return (t, a)
+    if t is float:
+        # -0.0 is not 0.0, and nan is nan
+        return (t, a) if a and a == a else (t, a.hex())
+    if t in _SEQUENCES:
+        if _INTEGERS.issuperset(map(type, a)):
+            return (t, tuple(a))
+        return (t, tuple([freeze(x, tensors) for x in a]))
+    if t is slice:
+        if _BOUNDS.issuperset((type(a.start), type(a.stop), type(a.step))):
+            return ("slice", a.start, a.stop, a.step)
+        return ("slice", *[freeze(x, tensors) for x in (a.start, a.stop, a.step)])
+    if isinstance(a, Tensor):
+        return _freeze_tensor(a, tensors)
+    if t is dict:
+        return tuple((k, freeze(v, tensors)) for k, v in a.items())
+    # equal to nothing: derived again for every call
+    return (t, a) if _can_be_kept(a) else object()
+
+
+def _freeze_tensor(a: Tensor, tensors: list[Any]) -> Any:
+    if isinstance(a, Staged):
+        raise StagedOperand
+    tensors.append(a)
+    if isinstance(a, DetachedView):
+        a.check_fresh()
+        return ("view", a._layout)
+    if isinstance(a, MeshParameter):
+        return a._key
+    if isinstance(a, DTensor):
+        return ("dtensor", layout_of_dtensor(a))
+    # equal to nothing: run on gathered values, every time
+    return object() if functorch_active() else (a.shape, a.dtype)
+
+
+def _can_be_kept(a: Any) -> bool:
+    """Whether an argument can be part of a key. A closure that is kept would keep a model with it."""
+    try:
+        hash(a)
+    except TypeError:
+        return False
+    return type(a) is not FunctionType or a.__closure__ is None
+
+
+def repeats(tensors: list[Any]) -> tuple[int, ...]:
+    """For every tensor its first position among the arguments: ``x * x`` is another program than ``x * y``."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))

@@ -1,0 +1,191 @@
+"""Runs a local program: takes the local tensors in the states that it wants, calls it, labels its outputs.
+
+Each program has a runner, a function of (args, kwargs, tensor arguments, site): the shortest one that its conversions and its
+outputs allow, since a model makes hundreds of calls a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor._torch.core import dtensor_local, make_subclass, pytree
+from meshwright_dtensor.comm.log import Site
+from meshwright_dtensor.comm.redistribute import Conversion
+from meshwright_dtensor.dispatch.gathered_views import gathered_view
+from meshwright_dtensor.dispatch.program import Program
+from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, converted, wrap
+from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
+
+Tensor = torch.Tensor
+Runner = Callable[[Args, Kwargs, list[Any], Site], Any]
+
+
+def runner_of(program: Program) -> Runner:
+    """The function that runs ``program``."""
+    whole = type(program.out) is Layout and not (program.gathered_view or program.writes)
+    if whole and program.returns_input and program.unchanged and program.operands == 1:
+        return _maybe_same(program.func, program.out)
+    if not whole or program.returns_input:
+        return lambda args, kwargs, tensors, site: _run(program, args, kwargs, tensors, site)
+    if not program.unchanged:
+        return _wrapping(program)
+    if program.operands in (1, 2):
+        return _direct(program.func, program.operands, program.out)
+    return _unchanged(program)
+
+
+def _direct(func: Function, operands: int, out: Layout) -> Runner:
+    """Calls ``func`` with the first arguments, as many as ``operands``, as local tensors, and wraps the result."""
+    template = out.template
+
+    def run_one(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
+        made: Any = make_subclass(GlobalTensor, template)
+        made._local = func(tensors[0]._local, *args[1:], **kwargs)
+        made._layout = out
+        return made
+
+    def run_two(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
+        made: Any = make_subclass(GlobalTensor, template)
+        made._local = func(tensors[0]._local, tensors[1]._local, *args[2:], **kwargs)
+        made._layout = out
+        return made
+
+    return run_one if operands == 1 else run_two
+
+
+def _maybe_same(func: Function, out: Layout) -> Runner:
+    """Calls ``func``, such as ``float`` or ``contiguous``, which may return its only tensor, in the layout that it has."""
+
+    def run(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
+        tensor = tensors[0]
+        local = tensor._local
+        result = func(local, *args[1:], **kwargs)
+        return tensor if result is local and tensor._layout is out else wrap(result, out)
+
+    return run
+
+
+def _unchanged(program: Program) -> Runner:
+    """Every argument is a global tensor in the wanted states, the output is one new global tensor."""
+    local, takes_arguments, out, template = (
+        program.local,
+        program.takes_arguments,
+        program.out,
+        program.out.template,
+    )
+
+    def run(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
+        locals_ = [t._local for t in tensors]
+        made: Any = make_subclass(GlobalTensor, template)
+        made._local = local(args, kwargs, locals_) if takes_arguments else local(locals_, site)
+        made._layout = out
+        return made
+
+    return run
+
+
+def _wrapping(program: Program) -> Runner:
+    """The output is one new global tensor."""
+    local, takes_arguments, out, template = (
+        program.local,
+        program.takes_arguments,
+        program.out,
+        program.out.template,
+    )
+    conversions = program.conversions
+
+    def run(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
+        locals_ = []
+        for t, conversion in zip(tensors, conversions):
+            if type(t) is GlobalTensor:
+                locals_.append(t._local if conversion is None else converted(t, conversion, site))
+            else:
+                locals_.append(_local_of(t, conversion, False, site))
+        made: Any = make_subclass(GlobalTensor, template)
+        made._local = local(args, kwargs, locals_) if takes_arguments else local(locals_, site)
+        made._layout = out
+        return made
+
+    return run
+
+
+def _run(program: Program, args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
+    locals_ = [
+        _local_of(t, conversion, program.writes, site)
+        for t, conversion in zip(tensors, program.conversions, strict=True)
+    ]
+    if program.writes:
+        refuse_write_to_copy(locals_[0])
+    if program.takes_arguments:
+        result = program.local(args, kwargs, locals_)
+    else:
+        result = program.local(locals_, site)
+    out = program.out
+    if type(out) is not Layout:
+        if program.gathered_view:
+            return _views(result, out, tensors[0], program.func, args, kwargs)
+        return _label(result, out)
+    if program.returns_input:
+        same = _input_that_is(result, out, tensors, locals_)
+        if same is not None:
+            return same
+    if program.gathered_view:
+        return gathered_view(result, out, tensors[0], program.func, args, kwargs)
+    return wrap(result, out)
+
+
+def _local_of(t: Any, conversion: Conversion | None, writes: bool, site: Site) -> Tensor:
+    """The local tensor of an argument, converted; ``writes``: the call writes to an argument."""
+    if isinstance(t, GlobalTensor):
+        return t._local if conversion is None else converted(t, conversion, site)
+    if not isinstance(t, DTensor):
+        local = t
+    elif conversion is None and writes:
+        # autograd records no write to a view that a function of its own has made
+        return dtensor_local(t)
+    elif isinstance(t, MeshParameter):
+        local = dtensor_local(t) if t._copy is None else t._copy.take()
+    else:
+        local = t.to_local()
+    return local if conversion is None else conversion.apply(local, site)
+
+
+def _input_that_is(result: Any, out: Layout, tensors: list[Any], locals_: list[Any]) -> Any:
+    """The input that ``result`` is, so that the caller gets the same object; None if it is new."""
+    for t, local in zip(tensors, locals_, strict=True):
+        if t is result:
+            return t
+        if local is result and isinstance(t, (GlobalTensor, MeshParameter)):
+            if (t._layout if isinstance(t, GlobalTensor) else t.compute_layout) is out:
+                return t
+    return None
+
+
+def _label(result: Any, out: Any) -> Any:
+    if type(out) is Layout:
+        return wrap(result, out)
+    if isinstance(result, (tuple, list)):
+        if not isinstance(out, (tuple, list)):
+            out = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
+        made = [_label(r, o) for r, o in zip(result, out, strict=True)]
+        # a tuple, a list or one of torch's structseqs: all of them take one iterable
+        return type(result)(made)
+    return result
+
+
+def _views(result: Any, out: Any, base: Any, func: Function, args: Any, kwargs: Any) -> Any:
+    """The results of a call, which are views of a base that had to be gathered."""
+    layouts = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
+    leaves, spec = pytree.tree_flatten(result)
+    made = [
+        gathered_view(leaf, layout, base, func, args, kwargs, place) if isinstance(layout, Layout) else leaf
+        for place, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
+    ]
+    return pytree.tree_unflatten(made, spec)
