@@ -44,8 +44,11 @@ class RowsLoss(torch.autograd.Function):
 
 def summed(logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
     """The loss, a scalar; no gradient flows through it."""
-    kept, index = _looked_up(target, ignore)
     room = ON_CPU * torch.get_num_threads() if on_host(logits.device) else ELSEWHERE
+    if logits.nbytes <= room:
+        # in one part
+        return F.cross_entropy(logits.detach(), target, ignore_index=ignore, reduction="sum")
+    kept, index = _looked_up(target, ignore)
     count = max(LEAST, room // (logits[:1].nbytes or 1), len(logits) // MOST)
     logs = torch.empty_like(logits[:count], memory_format=torch.contiguous_format)
     target_logs = logits.new_empty(index.shape)
