@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,77 +98,44 @@ def draw_part(
     `kind`: what `draw` does, which ways on GPUs depend on, and remember. `per_shard`: not the numbers of one device, but
     those of a stream of the part (see `shard_stream`): `draw` then fills a tensor of the part's shape.
     """
-    draws = partial(
-        _drawn,
-        draw,
-        shape,
-        dim_order,
-        dtype,
-        device,
-        box,
-        generator=generator,
-        piece_numel=piece_numel,
-        gaps=gaps,
-        kind=kind,
-        per_shard=per_shard,
-    )
-    if DRAWS.taken is None:
-        return draws(target=target)
-    numbers = DRAWS.taken(draws)
-    if target is None:
-        return numbers
-    # what is taken is drawn again later, when these tensors are gone
-    target.put(numbers, *target.tensors)
-    return target.tensors[0]
-
-
-def _drawn(
-    draw: Draw,
-    shape: Sequence[int],
-    dim_order: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    box: boxes.Place,
-    *,
-    generator: torch.Generator | None,
-    piece_numel: int | None,
-    gaps: bool,
-    kind: Kind | None,
-    per_shard: bool,
-    target: Target | None = None,
-) -> torch.Tensor:
     shape, order, device = tuple(shape), tuple(dim_order), torch.device(device)
     if piece_numel is not None and piece_numel % _BLOCK:
         raise UsageError(
             f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
         )
     stream = device_of(device).generator(device) if generator is None else generator
-    if per_shard:
-        return _drawn_alone(draw, shape, order, dtype, device, box, stream, target)
-    strides = boxes.strides_of(shape, order, gaps)
-    whole = boxes.single_box(box) == boxes.whole_box(shape)
-    if (
-        piece_numel is not None
-        and not _WHOLE.get()
-        and math.prod(shape) > 2 * piece_numel
-        and (gaps or not whole)
-    ):
-        contiguous = torch.empty_strided(shape, strides, device="meta").is_contiguous()
-        described = Whole(draw, dtype, device, contiguous, gaps, stream, piece_numel, kind)
-        held = Held.of(shape, order, box)
-        way = _way(described, held)
-        if way is not None:
-            if target is None:
-                target = Target((_empty_part(order, dtype, device, box),))
-            way(described, held, target.on(lambda t: t.permute(order)))
+
+    def drawn(target: Target | None = None) -> torch.Tensor:
+        if per_shard:
+            return _drawn_alone(draw, shape, order, dtype, device, box, stream, target)
+        strides = boxes.strides_of(shape, order, gaps)
+        whole = boxes.single_box(box) == boxes.whole_box(shape)
+        pieces = 0 if piece_numel is None or _WHOLE.get() else piece_numel
+        if pieces and math.prod(shape) > 2 * pieces and (gaps or not whole):
+            contiguous = torch.empty_strided(shape, strides, device="meta").is_contiguous()
+            described = Whole(draw, dtype, device, contiguous, gaps, stream, pieces, kind)
+            held = Held.of(shape, order, box)
+            way = _way(described, held)
+            if way is not None:
+                target = target or Target((_empty_part(order, dtype, device, box),))
+                way(described, held, target.on(lambda t: t.permute(order)))
+                return target.tensors[0]
+            _say_whole(shape, dtype, box)
+        full = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        draw(full)
+        if target is not None:
+            target.put(boxes.read_region(full, box), *target.tensors)
             return target.tensors[0]
-        _say_whole(shape, dtype, box)
-    full = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    draw(full)
-    if target is not None:
-        target.put(boxes.read_region(full, box), *target.tensors)
-        return target.tensors[0]
-    return full if whole else boxes.copy_region(full, box)
+        return full if whole else boxes.copy_region(full, box)
+
+    if DRAWS.taken is None:
+        return drawn(target)
+    numbers = DRAWS.taken(drawn)
+    if target is None:
+        return numbers
+    # what is taken is drawn again later, when these tensors are gone
+    target.put(numbers, *target.tensors)
+    return target.tensors[0]
 
 
 def _drawn_alone(
