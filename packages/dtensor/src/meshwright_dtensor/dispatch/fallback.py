@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from meshwright_dtensor._torch.core import declared_writes, dtensor_local, pytree, stock_call, storage_key
 from meshwright_dtensor._torch.modes import outside_functorch, without_functorch
 from meshwright_dtensor.comm.log import Site, current_site
-from meshwright_dtensor.dispatch.elementwise_function import runs_on_shards
 from meshwright_dtensor.dispatch.gathered_views import (
     COPIES,
     gathered_view,
@@ -27,6 +26,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import Layout, replicated_layout
 from meshwright_dtensor.mesh.mesh import extremes, group_over
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
+from meshwright_dtensor.propagate.elementwise_function import runs_on_shards
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, local_in, version_of, wrap
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, check_strided

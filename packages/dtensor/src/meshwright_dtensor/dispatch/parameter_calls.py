@@ -18,7 +18,7 @@ from meshwright_dtensor.stored.functions import optimizer_call
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import with_order_of
 from meshwright_dtensor.stored.writes import MeshView
-from meshwright_dtensor.tensor.compute_copy import computing, touch
+from meshwright_dtensor.tensor.compute_copy import ComputeCopy, computing, touch
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.tensor.staged import Staged
 from meshwright_dtensor.trace.function_kinds import (
@@ -51,14 +51,18 @@ def _computes(func: Function) -> bool:
     return not asks and not kind_of(func) and not (name.endswith("_") and not name.endswith("__"))
 
 
+def _computes_value(func: Function, types: Any, kwargs: Kwargs | None) -> bool:
+    return not kwargs and types in _OF_VALUES and _computes(func) and torch.is_grad_enabled()
+
+
 def parameter_call(
     cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
 ) -> Any:
     """``__torch_function__`` of mesh parameters."""
-    if not kwargs and types in _OF_VALUES and _computes(func) and torch.is_grad_enabled():
+    if _computes_value(func, types, kwargs):
         # the shortest way for what models do most
         return dispatch(cls, func, types, args)
-    copy = args[0]._copy if args and type(args[0]) is MeshParameter else None
+    copy = _copy_of(args[0]) if args else None
     # while a forward runs, it may need the compute copy
     if copy is None or not copy.computing:
         result = fast_elementwise(func, args, kwargs)
@@ -70,7 +74,7 @@ def parameter_call(
     name, kind = getattr(func, "__name__", ""), kind_of(func)
     # torch.nn.init names it
     written: Any = args[0] if args else (kwargs or {}).get("tensor")
-    copy = written._copy if isinstance(written, MeshParameter) else None
+    copy = _copy_of(written)
     if copy is not None and (kind == "init" or is_in_place(name)):
         # the write goes to the stored value
         written.compute_with(None)
@@ -89,6 +93,10 @@ def parameter_call(
     if _is_computation(func, name, args, kwargs):
         return dispatch(cls, func, types, args, kwargs)
     return _optimizer_function(func, name, args, kwargs)
+
+
+def _copy_of(x: Any) -> ComputeCopy | None:
+    return x._copy if isinstance(x, MeshParameter) else None
 
 
 def _is_computation(func: Function, name: str, args: Sequence[Any], kwargs: Kwargs | None) -> bool:
