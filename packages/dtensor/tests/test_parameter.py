@@ -19,6 +19,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_dtensor.utils.process import settle
 
 
 def mesh_of(world):
@@ -124,6 +125,8 @@ def case_hooks_let_go(mesh):
     (parameter * 2).sum().backward()
     seen = weakref.ref(parameter)
     del parameter
+    # a gloo thread may hold a tensor of the collective that distributed the value
+    settle()
     gc.collect()
     assert seen() is None
 
