@@ -46,7 +46,7 @@ def trained(
     memory.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(rank // 2))
-        patch.setattr("meshwright.elastic_loop.PeerCopies", partial(PeerCopies, memory=memory))
+        patch.setattr("meshwright.runs.run_states.PeerCopies", partial(PeerCopies, memory=memory))
         run = mw.elastic(
             Path(folder, "run"),
             model=model,
@@ -58,8 +58,8 @@ def trained(
     losses = {}
     for step, batch in run.batches(DataLoader(rows, batch_size=8, shuffle=True), STEPS):
         if step == lost:
-            assert run._copies is not None
-            run._copies.wait()
+            assert run._states.copies is not None
+            run._states.copies.wait()
             break
         loss = (model(batch) - batch.sin()).square().mean()
         if step == bad and run.rewind(float("nan")):

@@ -122,7 +122,9 @@ def unrestored(rank: int, size: int, folder: str) -> tuple[dict[int, float], int
     trained(rank, size, folder, lost=4)
     load = mw.load
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.last_state.load", lambda path, **given: load(path, random=False, **given))
+        patch.setattr(
+            "meshwright.runs.run_states.load", lambda path, **given: load(path, random=False, **given)
+        )
         return trained(rank, size, folder)
 
 

@@ -16,9 +16,12 @@ from torch import nn
 import meshwright as mw
 from meshwright.recipes.recipe_input import read_recipe
 from meshwright.recipes.schema import Recipe
+from meshwright.runs import run_states
+from meshwright.runs.run_states import RunStates
 from meshwright.training import loop
 from meshwright.training.loop import Run, evaluate, train
 from meshwright_checkpoint.peer_copies.copies import PeerCopies
+from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
 
 MODEL = """
@@ -57,7 +60,9 @@ class Noisy(nn.Module):
 def test_training_has_the_same_random_numbers_after_an_evaluation(recipe: Recipe) -> None:
     model = Noisy()
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    run = Run(recipe, torch.device("cpu"), model, optimizer, iter([]), [{"x": torch.ones(2)}] * 2, {})
+    run = Run(
+        recipe, torch.device("cpu"), model, optimizer, MagicMock(), iter([]), [{"x": torch.ones(2)}] * 2, {}
+    )
     drawn = []
     for evaluated in (False, True):
         for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -74,7 +79,7 @@ def test_a_function_without_labels_may_be_held_out(recipe: Recipe) -> None:
     model.forward = lambda x, labels=None: {"loss": x.sum()}
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     held_out = [{"x": x}, {"x": 2 * x}]
-    run = Run(padded, torch.device("cpu"), model, optimizer, iter([]), held_out, {})
+    run = Run(padded, torch.device("cpu"), model, optimizer, MagicMock(), iter([]), held_out, {})
     assert evaluate(run) == 1.5
     run.held_out = [{"x": x, "labels": torch.ones(1, 3)}, {"x": 2 * x, "labels": torch.ones(1, 2)}]
     assert evaluate(run) == pytest.approx(4 / 3)
@@ -85,13 +90,22 @@ def test_a_run_ends_with_the_checkpoint_that_is_being_written(
 ) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     done = {"step": 0, "rows_seen": 0}
-    run = Run(recipe, torch.device("cpu"), nn.Identity(), optimizer, iter([]), [], done)
+    run = Run(
+        recipe,
+        torch.device("cpu"),
+        nn.Identity(),
+        optimizer,
+        RunStates("run", Retention()),
+        iter([]),
+        [],
+        done,
+    )
     losses, handle = iter([1.0, float("nan")]), MagicMock()
     often = recipe.checkpoints.model_copy(update={"interval": 1})
     monkeypatch.setattr(loop, "set_up", lambda recipe: run)
     monkeypatch.setattr(loop, "train_step", lambda run, batches: (next(losses), 1.0))
     monkeypatch.setattr(loop, "extremes", lambda values, group: [(value, value) for value in values])
-    monkeypatch.setattr(loop.mw, "save", lambda *args, **keywords: handle)
+    monkeypatch.setattr(run_states, "save", lambda *args, **keywords: handle)
     with pytest.raises(UsageError, match="step 2: the loss is nan"):
         train(recipe.model_copy(update={"checkpoints": often}), MagicMock())
     handle.wait.assert_called_once_with()
@@ -102,7 +116,7 @@ def test_a_run_that_is_killed_goes_on_from_its_copies_in_memory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("to be, or not to be, that is the question: " * 40)
-    monkeypatch.setattr(loop, "PeerCopies", partial(PeerCopies, memory=tmp_path))
+    monkeypatch.setattr(run_states, "PeerCopies", partial(PeerCopies, memory=tmp_path))
     Path("own.py").write_text(MODEL)
     words = [
         "model=own.py:model",

@@ -12,8 +12,8 @@ from meshwright_dtensor.utils.exports import load_on_first_use
 
 if TYPE_CHECKING:
     from meshwright import debug as debug
-    from meshwright.elastic_loop import elastic as elastic
     from meshwright.resharding import reshard as reshard
+    from meshwright.runs.elastic_loop import elastic as elastic
     from meshwright_checkpoint import check_replicas as check_replicas
     from meshwright_checkpoint import export as export
     from meshwright_checkpoint import full_state_dict as full_state_dict
@@ -51,8 +51,8 @@ __all__, __getattr__, __dir__ = load_on_first_use(
     __name__,
     {
         ".debug": "",
-        ".elastic_loop": "elastic",
         ".resharding": "reshard",
+        ".runs.elastic_loop": "elastic",
         "meshwright_checkpoint": "check_replicas, export, full_state_dict, latest, load, prepare_save, save, watch_replicas",
         "meshwright_dtensor.api": "distribute",
         "meshwright_dtensor.deferred.materialize": "deferred_init",

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 import meshwright as mw
-from meshwright.last_state import last_state
 from meshwright.ranks import first_rank_first, signals
 from meshwright.recipes.schema import Recipe
+from meshwright.runs.run_states import RunStates
 from meshwright.sources import loss_of
 from meshwright.training.data import (
     IGNORED,
@@ -39,10 +39,9 @@ from meshwright.training.log import Log, memory
 from meshwright.training.model_and_optimizer import export, make_model, make_optimizer, set_rate
 from meshwright.training.tokens import tokenizer_of
 from meshwright.training.utilisation import model_flops
-from meshwright_checkpoint import SaveHandle
-from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.state.collect import config_of
+from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 
@@ -51,19 +50,18 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Run:
-    """What a loop needs: batches without end, those of the evaluation, `done`, which checkpoints keep, and operations of a step
-    (None if unknown); the copies in memory, if any, and the step of the last checkpoint (None without one)."""
+    """What a loop needs: checkpoints, batches without end, those of the evaluation, `done`, which checkpoints keep, and operations
+    of a step (None if unknown)."""
 
     recipe: Recipe
     device: torch.device
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    states: RunStates
     batches: Iterator[Batch]
     held_out: Iterable[Batch]
     done: dict[str, Any]
     flops: float | None = None
-    copies: PeerCopies | None = None
-    saved: int | None = None
 
 
 def train(recipe: Recipe, log: Log) -> int:
@@ -73,7 +71,7 @@ def train(recipe: Recipe, log: Log) -> int:
     Raises what planning, applying and loading raise, and UsageError where recipe, data and model do not fit.
     """
     run = set_up(recipe)
-    done, saving, received = run.done, None, 0
+    done, received = run.done, 0
     log.begin(run.model, done["step"], run.flops)
     with signals() as arrived:
         while done["step"] < recipe.steps and not received:
@@ -84,44 +82,21 @@ def train(recipe: Recipe, log: Log) -> int:
             done.update(step=done["step"] + 1, rows_seen=done["rows_seen"] + recipe.batch_size)
             step, last = done["step"], done["step"] == recipe.steps
             if not math.isfinite(loss + norm):
-                end_saving(run, saving)
+                run.states.end(step)
                 fix = "lower optimizer.lr, or raise schedule.warm_up"
                 raise UsageError(f"step {step}: the loss is {loss}, and the gradient's norm {norm}; {fix}")
             received, used = (most for _, most in extremes([arrived(), memory(run.device)], None))
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
             if last or received or step % recipe.checkpoints.interval == 0:
-                saving = save(run, step)
-            copy_in_memory(run, saving, step)
+                run.states.save(run.model, run.optimizer, dict(done), step)
+            run.states.copy(run.model, run.optimizer, lambda: dict(done), step)
             if recipe.evaluation and not received and (last or step % recipe.evaluation.interval == 0):
                 log.evaluated(step, evaluate(run))
-        end_saving(run, saving)
+        run.states.end(done["step"])
     if recipe.export and not received:
         export(recipe, recipe.export, run.model, first=log.active)
     log.end(done["step"], received)
     return 128 + received if received else 0
-
-
-def save(run: Run, step: int) -> SaveHandle:
-    """Begin a checkpoint of this step in the run's folder."""
-    keep = run.recipe.checkpoints.model_dump(exclude={"interval", "peer_copies"})
-    where = Path(run.recipe.out) / "checkpoints" / f"step-{step}"
-    return mw.save(where, model=run.model, optimizer=run.optimizer, extra=dict(run.done), **keep)
-
-
-def copy_in_memory(run: Run, saving: SaveHandle | None, step: int) -> None:
-    """Copy the state of this step to the memory of the hosts, if the recipe has copies of it."""
-    if run.copies is not None and step % run.copies.interval == 0:
-        if saving is not None and saving.committed:
-            run.saved = saving.step
-        run.copies.put(run.model, run.optimizer, dict(run.done), step, run.saved)
-
-
-def end_saving(run: Run, saving: SaveHandle | None) -> None:
-    """Wait for the last checkpoint, for ranks end at once. Copies in memory go where it has all that they have."""
-    if saving is not None:
-        saving.wait()
-        if run.copies is not None and saving.step == run.done["step"]:
-            run.copies.forget()
 
 
 def set_up(recipe: Recipe) -> Run:
@@ -138,10 +113,10 @@ def set_up(recipe: Recipe) -> Run:
     with mw.deferred_init():
         model = make_model(recipe, tokenizer)
     done, same = {"step": 0, "rows_seen": 0}, identity(rows, recipe, tokenizer)
-    folder, copies = Path(recipe.out) / "checkpoints", None
-    if recipe.checkpoints.peer_copies is not None:
-        copies = PeerCopies(folder, recipe.checkpoints.peer_copies)
-    state = last_state(folder, copies)
+    kept = recipe.checkpoints
+    retention = Retention(kept.keep_last, kept.keep_every)
+    states = RunStates(Path(recipe.out) / "checkpoints", retention, kept.peer_copies)
+    state = states.last()
     if state is not None:
         saved = state.manifest
         check_same(
@@ -167,14 +142,12 @@ def set_up(recipe: Recipe) -> Run:
             group.update(optimizer.defaults)
     elif isinstance(recipe.model, str) and Path(recipe.model).is_dir():
         mw.load(recipe.model, model=model, cast=True)
-    if copies is not None:
-        copies.check_room(model, optimizer)
+    states.check_room(model, optimizer)
     order = Order(len(rows), size, recipe.seed, first=done["rows_seen"])
     endless = iter(batches(rows, order, recipe.data.workers))
     evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
     flops = None if flops is None else flops * recipe.accumulate
-    last = None if state is None else state.saved
-    return Run(recipe, device, model, optimizer, endless, evaluated, {**done, **same}, flops, copies, last)
+    return Run(recipe, device, model, optimizer, states, endless, evaluated, {**done, **same}, flops)
 
 
 def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:

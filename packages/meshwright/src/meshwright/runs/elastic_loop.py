@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.last_state import last_state
-from meshwright.loss_guard import LossGuard
 from meshwright.ranks import signals
-from meshwright_checkpoint import CheckpointError, SaveHandle, save
-from meshwright_checkpoint.peer_copies.copies import PeerCopies
+from meshwright.runs.loss_guard import LossGuard
+from meshwright.runs.run_states import RunStates
+from meshwright_checkpoint import CheckpointError
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.storage.retention import Retention
@@ -65,9 +64,9 @@ def elastic(
         UsageError: an argument is wrong, or the folder is that of another loop.
         CheckpointError: a checkpoint cannot be read (see `mw.load`), or the memory of a host has no room for the copies.
     """
-    retention, guard = Retention(keep_last, keep_every), LossGuard(spike, rewinds)
-    copies = None if peer_copies is None else PeerCopies(folder, peer_copies)
-    return ElasticLoop(folder, model, optimizer, dict(state or {}), interval, retention, guard, copies)
+    guard = LossGuard(spike, rewinds)
+    states = RunStates(folder, Retention(keep_last, keep_every), peer_copies)
+    return ElasticLoop(states, model, optimizer, dict(state or {}), interval, guard)
 
 
 class ElasticLoop:
@@ -81,14 +80,12 @@ class ElasticLoop:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        states: RunStates,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         state: dict[str, Any],
         interval: int,
-        retention: Retention,
         guard: LossGuard,
-        copies: PeerCopies | None,
     ) -> None:
         if type(interval) is not int or interval < 1:
             raise UsageError(f"interval={interval!r} is not a number of steps; pass at least 1")
@@ -98,18 +95,13 @@ class ElasticLoop:
                 raise UsageError(f"state[{name!r}] is a {type(owner).__name__}, which {rule}")
         self.step = self.received = self.left_out = 0
         self._guard, self._goes_back = guard, False
-        self._folder, self._model, self._optimizer, self._state = folder, model, optimizer, state
-        self._interval, self._retention, self._ranks = interval, retention, Ranks()
-        self._saving: SaveHandle | None = None
-        self._copies = copies
-        # of the last checkpoint that is committed
-        self._saved: int | None = None
+        self._states, self._model, self._optimizer, self._state = states, model, optimizer, state
+        self._interval, self._ranks = interval, Ranks()
         self._batches: _Batches | None = None
         self._place: dict[str, Any] | None = None
         self._runs = False
-        self._load(copies)
-        if copies is not None:
-            copies.check_room(model, optimizer)
+        self._load()
+        states.check_room(model, optimizer)
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of `total`, counted from 0.
@@ -138,18 +130,15 @@ class ElasticLoop:
                     if self._ranks.size > 1:
                         ((_, self.received),) = extremes([self.received], self._ranks.group)
                     if self.received or self.step == total or self.step % self._interval == 0:
-                        self._save()
-                    if self._copies is not None and self.step % self._copies.interval == 0:
-                        self._copy(self._copies)
-            self._wait()
-            if self._copies is not None and self._saved == self.step:
-                # the checkpoint has all that they have
-                self._copies.forget()
+                        self._guard.forgive()
+                        self._states.save(self._model, self._optimizer, self._extra(), self.step)
+                    self._states.copy(self._model, self._optimizer, self._extra, self.step)
+            self._states.end(self.step)
         finally:
             self._runs = False
             # after a `break`, or an error in the loop
             with suppress(CheckpointError):
-                self._wait()
+                self._states.wait()
 
     def batches(self, loader: Iterable[Any], total: int) -> Iterator[tuple[int, Any]]:
         """The steps that are left of `total`, with the batch of each: what a run that never ended would see.
@@ -202,25 +191,24 @@ class ElasticLoop:
     def _go_back(self) -> None:
         left = self.left_out + self.step + 1
         self._goes_back = False
-        self._wait()
+        self._states.wait()
         # a step that was not taken has left them
         self._model.zero_grad()
-        if self._copies is not None:
+        if self._states.copies is not None:
             # they may have the state that gave this loss
-            self._copies.forget()
-        if not self._load(None):
+            self._states.copies.forget()
+        if not self._load(in_memory=False):
             raise FloatingPointError(
                 f"step {self.step}: there is no checkpoint yet to go back to; begin with a smaller learning rate, or save "
                 "more often (interval=)"
             )
         self.left_out = left - self.step
 
-    def _load(self, copies: PeerCopies | None) -> bool:
+    def _load(self, in_memory: bool = True) -> bool:
         """Load the last state. Whether there is one."""
-        state = last_state(self._folder, copies)
+        state = self._states.last(in_memory)
         if state is None:
             return False
-        self._saved = state.saved
         path, extra = state.where, state.load(self._model, self._optimizer)
         if not isinstance(extra, dict) or not _KEYS - {"left_out"} <= extra.keys() <= _KEYS:
             raise UsageError(f"{path} was not written by mw.elastic; give another folder, or use mw.load")
@@ -233,29 +221,6 @@ class ElasticLoop:
             owner.load_state_dict(extra["state"][name])
         self.step, self._place, self.left_out = extra["step"], extra["place"], extra.get("left_out", 0)
         return True
-
-    def _wait(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
-            self._saved = saving.step
-
-    def _copy(self, copies: PeerCopies) -> None:
-        if self._saving is not None and self._saving.committed:
-            self._saved = self._saving.step
-        copies.put(self._model, self._optimizer, self._extra(), self.step, self._saved)
-
-    def _save(self) -> None:
-        self._guard.forgive()
-        self._saving = save(
-            f"{os.fspath(self._folder)}/step-{self.step}",
-            model=self._model,
-            optimizer=self._optimizer,
-            extra=self._extra(),
-            step=self.step,
-            keep_last=self._retention.keep_last,
-            keep_every=self._retention.keep_every,
-        )
 
     def _extra(self) -> dict[str, Any]:
         place = self._place if self._batches is None else self._batches.place()
