@@ -13,6 +13,7 @@ import torch
 
 from meshwright.ranks import signals
 from meshwright.recipes.recipe_input import read_recipe
+from meshwright.runs.stragglers import Straggler
 from meshwright.training.log import Log
 from meshwright_dtensor.plan import ParallelPlan
 
@@ -116,3 +117,14 @@ def test_records_tell_the_share_of_the_peak_and_what_the_plan_predicts() -> None
 def test_a_model_that_cannot_be_profiled_has_no_share() -> None:
     run(log_of("steps=1"), 0, 1)
     assert "mfu" not in json.loads(Path("run/metrics.jsonl").read_text())
+
+
+def test_a_change_of_slow_ranks_is_a_record() -> None:
+    log = log_of("steps=2")
+    run(log, 0, 2)
+    slow = Straggler(1, "node-1", 3.0, 1.0)
+    for step, ranks in enumerate([[], [slow], [slow], []]):
+        log.slow_ranks(step, ranks)
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    told = {record["step"]: record["slow_ranks"] for record in records if "slow_ranks" in record}
+    assert told == {1: [{"rank": 1, "host": "node-1", "seconds": 3.0, "median": 1.0}], 3: []}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright import debug as debug
     from meshwright.resharding import reshard as reshard
     from meshwright.runs.elastic_loop import elastic as elastic
+    from meshwright.runs.stragglers import watch_stragglers as watch_stragglers
     from meshwright_checkpoint import check_replicas as check_replicas
     from meshwright_checkpoint import export as export
     from meshwright_checkpoint import full_state_dict as full_state_dict
@@ -53,6 +54,7 @@ __all__, __getattr__, __dir__ = load_on_first_use(
         ".debug": "",
         ".resharding": "reshard",
         ".runs.elastic_loop": "elastic",
+        ".runs.stragglers": "watch_stragglers",
         "meshwright_checkpoint": "check_replicas, export, full_state_dict, latest, load, prepare_save, save, watch_replicas",
         "meshwright_dtensor.api": "distribute",
         "meshwright_dtensor.deferred.materialize": "deferred_init",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor._torch import functional
+from meshwright_dtensor.mesh.waits import waiting
 
 Tensor = torch.Tensor
 
@@ -40,7 +41,8 @@ def all_reduce_(
     """The reduction over the ranks: contiguous `t` itself, which is overwritten, or another tensor while a compiler records."""
     if _is_recorded("all_reduce", t, group):
         return functional.all_reduce(t, op, group)
-    dist.all_reduce(t, op, group=group)
+    with waiting():
+        dist.all_reduce(t, op, group=group)
     return t
 
 
@@ -50,7 +52,8 @@ def all_gather(t: Tensor, group: dist.ProcessGroup, shape: Sequence[int] | None 
     if _is_recorded("all_gather_into_tensor", t, group):
         return functional.all_gather(t.contiguous()[None], group).view(shape)
     out = t.new_empty(shape)
-    dist.all_gather_single(out.view(-1), t.contiguous().view(-1), group=group)
+    with waiting():
+        dist.all_gather_single(out.view(-1), t.contiguous().view(-1), group=group)
     return out
 
 
@@ -59,7 +62,8 @@ def reduce_scatter(t: Tensor, group: dist.ProcessGroup, shape: Sequence[int]) ->
     if _is_recorded("reduce_scatter_tensor", t, group):
         return functional.reduce_scatter(t, group).view(shape)
     out = t.new_empty(shape)
-    dist.reduce_scatter_single(out.view(-1), t, group=group)
+    with waiting():
+        dist.reduce_scatter_single(out.view(-1), t, group=group)
     return out
 
 
@@ -68,7 +72,8 @@ def all_to_all(t: Tensor, received: Sequence[int], sent: Sequence[int], group: d
     if _is_recorded("all_to_all_single", t, group):
         return functional.all_to_all(t, received, sent, group)
     out = t.new_empty(sum(received))
-    dist.all_to_all_single(out, t, list(received), list(sent), group=group)
+    with waiting():
+        dist.all_to_all_single(out, t, list(received), list(sent), group=group)
     return out
 
 

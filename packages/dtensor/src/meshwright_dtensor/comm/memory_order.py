@@ -15,6 +15,7 @@ import torch.distributed as dist
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, local_shape_of, uneven_dims
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States
@@ -61,7 +62,8 @@ class OrderedSteps:
         code = 0 if order is None else 1 + sum(dim * len(order) ** at for at, dim in enumerate(order))
         largest_and_least = torch.tensor([code, -code], device=device)
         for axis in self._axes:
-            dist.all_reduce(largest_and_least, dist.ReduceOp.MAX, group=self.context.group(axis))
+            with waiting():
+                dist.all_reduce(largest_and_least, dist.ReduceOp.MAX, group=self.context.group(axis))
         largest, least = largest_and_least.tolist()
         return order if largest == -least else None
 

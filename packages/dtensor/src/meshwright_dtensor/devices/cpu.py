@@ -73,6 +73,9 @@ class Cpu(Device):
     def synchronize(self, device: torch.device | None = None) -> None:
         """An operation has ended when its call returns."""
 
+    def wait_for_stream(self) -> None:
+        """As `synchronize`."""
+
     def peak_bytes(self, device: torch.device) -> int | None:
         """Torch does not count them."""
         return None

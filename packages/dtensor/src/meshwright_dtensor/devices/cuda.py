@@ -27,6 +27,11 @@ class Cuda(Device):
         # the offset of the stream is not known during a capture
         return None if torch.cuda.is_current_stream_capturing() else gpu.chosen(whole, held)
 
+    def wait_for_stream(self) -> None:
+        """Nothing is waited for while a graph is captured."""
+        if not torch.cuda.is_current_stream_capturing():
+            super().wait_for_stream()
+
     def pinned(self, nbytes: int, index: int | None) -> torch.Tensor | None:
         """Memory that the driver has locked for this GPU."""
         with torch.cuda.device(index):

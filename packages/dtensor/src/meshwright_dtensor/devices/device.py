@@ -119,6 +119,14 @@ class Device:
         """Wait for all that was launched on the device."""
         self.module().synchronize(device)
 
+    def wait_for_stream(self) -> None:
+        """Wait for what this process has launched on its device, in the stream that it uses now."""
+        stream = getattr(self.module(), "current_stream", None)
+        if stream is None:
+            self.synchronize()
+        else:
+            stream().synchronize()
+
     # ---- memory
     def peak_bytes(self, device: torch.device) -> int | None:
         """The most bytes that tensors of this process have had there; None where torch does not count them."""

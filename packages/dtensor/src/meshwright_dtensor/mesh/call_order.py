@@ -24,6 +24,7 @@ from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor._torch.modes import in_backward
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.users_line import users_line
+from meshwright_dtensor.mesh.waits import waiting
 
 _KEY = "meshwright/calls/"
 _POLLS = (0.0005, 1.0)
@@ -80,7 +81,8 @@ class CallOrder:
             self._store.set(f"{key}/end", json.dumps([first, mine]))
         elif self._store.add(f"{key}/here", 1) == dist.get_world_size():
             self._store.set(f"{key}/end", "[]")
-        self._wait(f"{key}/end", _told(mine))
+        with waiting():
+            self._wait(f"{key}/end", _told(mine))
         different = json.loads(self._store.get(f"{key}/end"))
         if different:
             raise UsageError(

@@ -30,6 +30,7 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
 from meshwright_dtensor.mesh.error_report import report_to_torchrun
 from meshwright_dtensor.mesh.start_store import start_store
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.utils.names import count_of, listing
 from meshwright_dtensor.utils.process import settle_at_exit
 
@@ -180,7 +181,8 @@ def extremes(values: Sequence[int], group: dist.ProcessGroup | None) -> list[tup
     # transforms of the caller (vmap) have no rules for collectives
     with without_functorch():
         both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        with waiting():
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         largest, negated = both.view(2, -1).tolist()
     return [(-low, high) for low, high in zip(negated, largest, strict=True)]
 

@@ -13,6 +13,7 @@ from meshwright_dtensor._torch.modes import functorch_active
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.stages.stage_tensor import StageValue, held, value_of
 from meshwright_dtensor.stored.gather import as_global
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
@@ -89,10 +90,12 @@ def _shared(model: Any, sources: Sequence[int], wholes: Sequence[Tensor]) -> lis
     kind = "broadcast" if len(set(sources)) == 1 else "all_reduce"
     record(kind, "pp", buffer.numel(), function="values of stages")
     if kind == "broadcast":
-        dist.broadcast(buffer, group=model.group, group_src=sources[0])
+        with waiting():
+            dist.broadcast(buffer, group=model.group, group_src=sources[0])
     else:
         # every other rank adds zero bits
-        dist.all_reduce(buffer.view(torch.int64), group=model.group)
+        with waiting():
+            dist.all_reduce(buffer.view(torch.int64), group=model.group)
     return [
         part[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
         for part, x in zip(parts, wholes, strict=True)

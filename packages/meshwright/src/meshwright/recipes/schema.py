@@ -143,6 +143,7 @@ class Recipe(Table):
     packing: Annotated[bool, obeys(rules.packing)] = True
     export: Annotated[str | None, obeys(rules.absent)] = None
     check_replicas: Count | None = None
+    check_stragglers: Count | None = 100
     optimizer: Optimizer = Optimizer()
     schedule: Annotated[Schedule, obeys(rules.warms_up)] = Schedule()
     plan: Annotated[Plan, BeforeValidator(plan_table), obeys(rules.plan)] = Plan()

@@ -14,6 +14,7 @@ from torch import nn
 from meshwright.ranks import signals
 from meshwright.runs.loss_guard import LossGuard
 from meshwright.runs.run_states import RunStates
+from meshwright.runs.stragglers import StragglerWatch, watch_stragglers
 from meshwright_checkpoint import CheckpointError
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.state import rng
@@ -38,6 +39,7 @@ def elastic(
     spike: float | None = None,
     rewinds: int = 3,
     peer_copies: int | None = None,
+    stragglers: int | None = 100,
 ) -> ElasticLoop:
     """A loop that is started again after any end, with any number of ranks, and goes on (a collective call)::
 
@@ -59,6 +61,8 @@ def elastic(
         peer_copies: steps between two copies of the state in the memory of the hosts, each on two of them (nodes of torchrun);
             ranks that torchrun starts again go on from the last one, and need no checkpoint of the folder while one of the two
             hosts is there. None: no copies.
+        stragglers: every so many steps the ranks compare how long a step takes each of them, see `mw.watch_stragglers`. None:
+            they do not.
 
     Raises:
         UsageError: an argument is wrong, or the folder is that of another loop.
@@ -66,7 +70,10 @@ def elastic(
     """
     guard = LossGuard(spike, rewinds)
     states = RunStates(folder, Retention(keep_last, keep_every), peer_copies)
-    return ElasticLoop(states, model, optimizer, dict(state or {}), interval, guard)
+    run = ElasticLoop(states, model, optimizer, dict(state or {}), interval, guard)
+    if stragglers is not None:
+        run.watch = watch_stragglers(model, interval=stragglers)
+    return run
 
 
 class ElasticLoop:
@@ -76,6 +83,7 @@ class ElasticLoop:
         step: steps that are done, also by earlier starts.
         received: the signal (SIGTERM, SIGINT) after which the loop ended; 0 if none.
         left_out: batches that were left out by `rewind`, also by earlier starts.
+        watch: names slow ranks; None where nothing is compared.
     """
 
     def __init__(
@@ -94,6 +102,7 @@ class ElasticLoop:
                 rule = "has no state_dict() and load_state_dict()"
                 raise UsageError(f"state[{name!r}] is a {type(owner).__name__}, which {rule}")
         self.step = self.received = self.left_out = 0
+        self.watch: StragglerWatch | None = None
         self._guard, self._goes_back = guard, False
         self._states, self._model, self._optimizer, self._state = states, model, optimizer, state
         self._interval, self._ranks = interval, Ranks()
@@ -126,6 +135,8 @@ class ElasticLoop:
                         self._go_back()
                         continue
                     self.step += 1
+                    if self.watch is not None:
+                        self.watch.end_step()
                     self.received = arrived()
                     if self._ranks.size > 1:
                         ((_, self.received),) = extremes([self.received], self._ranks.group)
@@ -136,6 +147,8 @@ class ElasticLoop:
             self._states.end(self.step)
         finally:
             self._runs = False
+            if self.watch is not None:
+                self.watch.pause()
             # after a `break`, or an error in the loop
             with suppress(CheckpointError):
                 self._states.wait()

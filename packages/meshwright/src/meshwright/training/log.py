@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from meshwright.recipes.schema import Recipe
+from meshwright.runs.stragglers import Straggler
 from meshwright.training.utilisation import Utilisation
 from meshwright_dtensor.devices import device_of
 from meshwright_dtensor.utils.bytesize import human_bytes
@@ -34,6 +37,7 @@ class Log:
         self.task = self.progress.add_task("training", total=recipe.steps)
         self.board: Any = None
         self.utilisation = Utilisation()
+        self.slow: list[int] = []
 
     def begin(self, model: nn.Module, step: int, flops: float | None = None) -> None:
         """Show the plan, and take up the files of the run after `step` steps. flops: operations of the model in a step."""
@@ -81,15 +85,28 @@ class Log:
         """The mean loss of an evaluation."""
         self.write(step, f"evaluation: loss {loss:.4f}", {"evaluation_loss": loss})
 
-    def write(self, step: int, text: str, numbers: dict[str, float]) -> None:
+    def slow_ranks(self, step: int, slow: Sequence[Straggler]) -> None:
+        """The ranks that are slow now; a record where they are others than before."""
+        ranks = [each.rank for each in slow]
+        if ranks != self.slow:
+            self.slow = ranks
+            shown = [
+                f"{each.rank} on {each.host} ({each.seconds / each.median:.1f} times the median)"
+                for each in slow
+            ]
+            self.write(
+                step, f"slow ranks: {', '.join(shown) or 'none'}", {"slow_ranks": list(map(asdict, slow))}
+            )
+
+    def write(self, step: int, text: str, values: dict[str, Any]) -> None:
         """Add a record to the files; in a log, show it."""
         if not self.active:
             return
-        self.record |= {"step": step, **numbers}
+        self.record |= {"step": step, **values}
         with open(self.file, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
-        for name, number in numbers.items() if self.board else ():
-            self.board.add_scalar(name, number, step)
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items() if self.board else ():
+            self.board.add_scalar(name, len(value) if isinstance(value, list) else value, step)
         if not self.console.is_terminal:
             self.say(f"step {step:>{len(str(self.recipe.steps))}}/{self.recipe.steps}  {text}")
 

@@ -24,6 +24,7 @@ import meshwright as mw
 from meshwright.ranks import first_rank_first, signals
 from meshwright.recipes.schema import Recipe
 from meshwright.runs.run_states import RunStates
+from meshwright.runs.stragglers import StragglerWatch
 from meshwright.sources import loss_of
 from meshwright.training.data import (
     IGNORED,
@@ -51,7 +52,7 @@ Batch = dict[str, torch.Tensor]
 @dataclass
 class Run:
     """What a loop needs: checkpoints, batches without end, those of the evaluation, `done`, which checkpoints keep, and operations
-    of a step (None if unknown)."""
+    of a step (None if unknown); who names slow ranks, if anybody."""
 
     recipe: Recipe
     device: torch.device
@@ -62,6 +63,7 @@ class Run:
     held_out: Iterable[Batch]
     done: dict[str, Any]
     flops: float | None = None
+    watch: StragglerWatch | None = None
 
 
 def train(recipe: Recipe, log: Log) -> int:
@@ -87,6 +89,7 @@ def train(recipe: Recipe, log: Log) -> int:
                 raise UsageError(f"step {step}: the loss is {loss}, and the gradient's norm {norm}; {fix}")
             received, used = (most for _, most in extremes([arrived(), memory(run.device)], None))
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
+            log.slow_ranks(step, () if run.watch is None else run.watch.slow)
             if last or received or step % recipe.checkpoints.interval == 0:
                 run.states.save(run.model, run.optimizer, dict(done), step)
             run.states.copy(run.model, run.optimizer, lambda: dict(done), step)
@@ -131,6 +134,8 @@ def set_up(recipe: Recipe) -> Run:
     optimizer = make_optimizer(recipe, model)
     if recipe.check_replicas:
         mw.watch_replicas(model, optimizer, recipe.check_replicas)
+    interval = recipe.check_stragglers
+    watch = None if interval is None else mw.watch_stragglers(model, optimizer, interval)
 
     def batches(rows: Any, order: Iterable[list[int]], workers: int) -> Iterable[Batch]:
         return mw.shard_loader(loader_of(rows, order, workers), model=model)
@@ -147,7 +152,7 @@ def set_up(recipe: Recipe) -> Run:
     endless = iter(batches(rows, order, recipe.data.workers))
     evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
     flops = None if flops is None else flops * recipe.accumulate
-    return Run(recipe, device, model, optimizer, states, endless, evaluated, {**done, **same}, flops)
+    return Run(recipe, device, model, optimizer, states, endless, evaluated, {**done, **same}, flops, watch)
 
 
 def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:

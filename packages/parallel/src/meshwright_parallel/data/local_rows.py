@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.devices import HOST, device_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
 from meshwright_dtensor.model.batch_text import describe
 from meshwright_dtensor.sharding.boxes import chunk_box
@@ -109,7 +110,8 @@ class LocalRows:
         """The values of every rank of the run."""
         here = torch.tensor(values, dtype=torch.int64, device=self.device)
         everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, here)
+        with waiting():
+            dist.all_gather(everywhere, here)
         gathered: list[list[int]] = torch.stack(everywhere).tolist()
         return gathered
 
@@ -165,7 +167,8 @@ class LocalRows:
         leaves, structure = pytree.tree_flatten(batch)
         here = [leaf.to(HOST) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (here, structure) if rows[self.data_rank] else None)
+        with waiting():
+            dist.all_gather_object(everywhere, (here, structure) if rows[self.data_rank] else None)
         parts = [everywhere[peers.index(data_rank)] for data_rank, count in enumerate(rows) if count]
         columns = zip(*(leaves for leaves, _ in parts), strict=True)
         whole = [torch.cat(c).to(self.device) if isinstance(c[0], torch.Tensor) else None for c in columns]

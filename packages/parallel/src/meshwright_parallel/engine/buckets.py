@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.mesh.mesh import group_over, message_device
+from meshwright_dtensor.mesh.waits import wait_for
 from meshwright_parallel._torch.core import is_only_user, is_only_user_after_accumulation, local_of
 from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 
@@ -193,7 +194,7 @@ class Bucket:
     def advance(self, mesh: DeviceMesh) -> None:
         """After the reduce-scatter, all-reduce over the replicas. All ranks must call it in the same order."""
         if self.shard_axis and self.work is not None:
-            self.work.wait()
+            wait_for(self.work)
             self.work = None
             self.rows = None
             assert self.result is not None
@@ -206,8 +207,7 @@ class Bucket:
 
     def flags(self) -> list[float] | None:
         """Number of ranks that had a gradient, per flag; None where this rank had all gradients."""
-        if self.work is not None:
-            self.work.wait()
+        wait_for(self.work)
         # reading the flags would make the host wait for an accelerator
         if self.complete:
             return None
@@ -216,8 +216,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Forget the pass, after waiting for a sum in flight, which uses the buffer."""
-        if self.work is not None:
-            self.work.wait()
+        wait_for(self.work)
         # a pass that adds to existing gradients leaves them in the earlier buffer
         if self.reuse and self.in_gradients:
             self.previous = self.rows
@@ -267,8 +266,7 @@ class Single(Bucket):
         self.flag_bucket.arrived.add(self.flag_bucket.flag_slots[slot.index])
 
     def finish(self) -> list[Slot]:
-        if self.work is not None:
-            self.work.wait()
+        wait_for(self.work)
         if self.arrived:
             return self.slots
         assert self.flag_bucket is not None

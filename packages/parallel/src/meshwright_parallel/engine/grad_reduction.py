@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.staged import check_copied
@@ -271,7 +272,8 @@ class DataReduction:
         axes = tuple(axis for axis in self.axes if axis in slot.all_axes)
         if axes:
             record("all_reduce", "+".join(axes), total.nbytes, "backward", function="data", why="X->I")
-            dist.all_reduce(total, group=group_over(self.mesh, axes))
+            with waiting():
+                dist.all_reduce(total, group=group_over(self.mesh, axes))
         return with_local(gradient, total)
 
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.mesh.waits import wait_for
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy, mark_as_copy
@@ -261,7 +262,7 @@ class ParamGroup:
     def _wait(self) -> torch.Tensor | None:
         """Wait for the all-gathers; returns the gathered rows."""
         for work in self._works:
-            work.wait()
+            wait_for(work)
         rows, self._rows, self._works = self._rows, None, []
         return rows
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import CommLog, record
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor
@@ -36,7 +37,8 @@ class Route:
         sent = sent.contiguous()
         received = torch.empty_like(sent)
         self.note(sent, "forward", "how many rows each expert gets")
-        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group)
+        with waiting():
+            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group)
         return received
 
     def rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
@@ -65,7 +67,8 @@ def sum_over_axes(counts: Tensor, context: MeshContext, axes: Iterable[int], mod
         counts = counts.clone(memory_format=torch.contiguous_format)
         why = "which experts have rows"
         record("all_reduce", context.axes[axis], counts.nbytes, "forward", module, "experts", why)
-        dist.all_reduce(counts, group=context.group(axis))
+        with waiting():
+            dist.all_reduce(counts, group=context.group(axis))
     return counts
 
 
@@ -78,7 +81,8 @@ class _Exchange(torch.autograd.Function):
         tensor = tensor.contiguous()
         result = tensor.new_empty((sum(received), *tensor.shape[1:]))
         route.note(tensor, phase, why)
-        dist.all_to_all_single(result, tensor, list(received), list(sent), group=route.group)
+        with waiting():
+            dist.all_to_all_single(result, tensor, list(received), list(sent), group=route.group)
         return result
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import follow_call
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.model.stage_info import StageInfo, is_repeated, stage_link
 from meshwright_dtensor.stages.whole_model import own_tensors
 from meshwright_parallel._torch.core import local_of, scale_in_place
@@ -119,7 +120,8 @@ def _over_stages(
         power = powers.double().sum().to(device)
     op = dist.ReduceOp.SUM if not math.isinf(p) else dist.ReduceOp.MIN if lowest else dist.ReduceOp.MAX
     record("all_reduce", "pp", 8, "backward", function="clip_grad_norm_")
-    dist.all_reduce(power, op=op, group=stages.group)
+    with waiting():
+        dist.all_reduce(power, op=op, group=stages.group)
     return _root(power, p).to(dtype)
 
 
@@ -183,7 +185,8 @@ def _reduce(values: torch.Tensor, mesh: DeviceMesh, axis: int, p: float) -> torc
         values = torch.cat([sign * values.nan_to_num(nan=0.0, posinf=math.inf), flags])
     follow_call(mesh, "clip_grad_norm_")
     record("all_reduce", name, values.numel() * values.element_size(), "backward", function="clip_grad_norm_")
-    dist.all_reduce(values, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+    with waiting():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     if not infinite:
         return values
     extreme, is_nan = values.chunk(2)

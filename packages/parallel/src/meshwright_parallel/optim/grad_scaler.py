@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.devices import default_device
 from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.stages.whole_model import own_tensors, whole_model_among
 from meshwright_parallel._torch.core import local_of, unscale_in_place
 
@@ -51,9 +52,11 @@ class GradScaler(torch.amp.GradScaler):
             group = None if mesh.size() == dist.get_world_size() else group_over(mesh, names)
             nbytes = nonfinite.element_size()
             record("all_reduce", "+".join(names), nbytes, "backward", function="GradScaler")
-            dist.all_reduce(nonfinite, op=dist.ReduceOp.MAX, group=group)
+            with waiting():
+                dist.all_reduce(nonfinite, op=dist.ReduceOp.MAX, group=group)
         stages = whole_model_among(parameters)
         if stages is not None:
             record("all_reduce", "pp", nonfinite.element_size(), "backward", function="GradScaler")
-            dist.all_reduce(nonfinite, op=dist.ReduceOp.MAX, group=stages.group)
+            with waiting():
+                dist.all_reduce(nonfinite, op=dist.ReduceOp.MAX, group=stages.group)
         return {nonfinite.device: nonfinite}

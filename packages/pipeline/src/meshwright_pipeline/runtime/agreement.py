@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.mesh.mesh import extremes, group_over, message_device
+from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.model.batch_text import SAME_BATCH, SAME_RANDOM, difference, split_random_state
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_pipeline.runtime.p2p.messages import packets, receive_bytes, send_to_each
@@ -188,7 +189,8 @@ class Broadcast:
             header = pickle.loads(receive_bytes(self.group, source, _BROADCAST)())
             tensors = buffers(header)
             for place, tensor in enumerate(tensors):
-                dist.recv(tensor, group=self.group, group_src=source, tag=_BROADCAST + 2 + place)
+                with waiting():
+                    dist.recv(tensor, group=self.group, group_src=source, tag=_BROADCAST + 2 + place)
         except RuntimeError as error:
             raise RankLost(source, _result_lost(error)) from error
         return header, tensors

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.mesh import message_device
+from meshwright_dtensor.mesh.waits import wait_for, waiting
 from meshwright_dtensor.model.tied_parameters import all_names
 from meshwright_pipeline._torch import local_gradient
 from meshwright_pipeline.runtime.agreement import RankLost
@@ -163,7 +164,8 @@ class TiedSum:
             return
         peer = "group_dst" if move is dist.send else "group_src"
         try:
-            move(tensor, group=self.group, tag=tag, **{peer: rank})
+            with waiting():
+                move(tensor, group=self.group, tag=tag, **{peer: rank})
         except RuntimeError as error:
             self._note_lost(rank, tie, error)
 
@@ -202,7 +204,7 @@ def _swap(ours: Tensor, theirs: Tensor, group: dist.ProcessGroup, peer: int, tag
     both = ((dist.isend, ours), (dist.irecv, theirs))
     operations = [dist.P2POp(move, t, group=group, group_peer=peer, tag=tag) for move, t in both]
     for work in dist.batch_isend_irecv(operations):
-        work.wait()
+        wait_for(work)
 
 
 class TiedFlags:

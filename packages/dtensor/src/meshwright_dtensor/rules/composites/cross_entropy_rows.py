@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from meshwright_dtensor._torch.functional import is_recorded
 from meshwright_dtensor.devices import on_host
+from meshwright_dtensor.mesh.waits import wait_for
 from meshwright_dtensor.rules.composites.base import LocalContext
 
 ON_CPU, ELSEWHERE = 1 << 20, 256 << 20
@@ -165,8 +166,7 @@ class SharedRowsLoss(torch.autograd.Function):
             ctx.record("all_reduce", axis, pair.nbytes, "forward")
             if not number and early is not None and early():
                 context.made = early.keep(unscaled(logits, target, ignore))
-            if work is not None:
-                work.wait()
+            wait_for(work)
         total, count = (scalar.clone() for scalar in pair.unbind())
         context.mark_non_differentiable(count)
         return total, count

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from meshwright_dtensor.comm.log import CommLog, Site, record
 from meshwright_dtensor.mesh.mesh import check_sends
+from meshwright_dtensor.mesh.waits import wait_for
 from meshwright_dtensor.rules.composites.sdpa_blocks import Merged, Terms, attend, attend_backward, blocks
 from meshwright_dtensor.sharding.intervals import Intervals
 
@@ -150,7 +151,7 @@ def _shift(ranks: Ranks, sent: Tensor, source: int, site: Site, phase: str, why:
 
     def wait() -> Tensor:
         for request in work:
-            request.wait()
+            wait_for(request)
         # keeps the tensor alive until it is sent
         assert sent is not received
         return received

@@ -19,6 +19,7 @@ from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.mesh.mesh import message_device
+from meshwright_dtensor.mesh.waits import wait_for, waiting
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
@@ -107,13 +108,13 @@ def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int) -> Callable[[],
     work = dist.irecv(head, group=group, group_src=peer, tag=tag)
 
     def content() -> bytes:
-        if work is not None:
-            work.wait()
+        wait_for(work)
         data = _bytes_of(head)
         length = int.from_bytes(data[:8], "little")
         if length > _PACKET - 8:
             rest = torch.empty(length - _PACKET + 8, dtype=torch.uint8, device=device)
-            dist.recv(rest, group=group, group_src=peer, tag=tag + 1)
+            with waiting():
+                dist.recv(rest, group=group, group_src=peer, tag=tag + 1)
             data += _bytes_of(rest)
         return data[8 : 8 + length]
 
@@ -136,7 +137,7 @@ def send_to_each(
         if work is None or rank in lost:
             continue
         try:
-            work.wait()
+            wait_for(work)
         except RuntimeError as error:
             lost[rank] = error
     return lost
@@ -210,8 +211,7 @@ class Transport:
 
         def tensors() -> list[Tensor]:
             for work in works:
-                if work is not None:
-                    work.wait()
+                wait_for(work)
             return buffers
 
         return tensors
@@ -222,8 +222,8 @@ class Transport:
         Works of gloo have to be waited for; they do not notice by themselves that they have ended.
         """
         for sent in self._sent:
-            if sent.peer == peer and sent.place <= place and sent.work is not None:
-                sent.work.wait()
+            if sent.peer == peer and sent.place <= place:
+                wait_for(sent.work)
         self._sent = [sent for sent in self._sent if sent.peer != peer or sent.place > place]
 
     def flush(self, lost_ranks: Collection[int]) -> tuple[Sent, RuntimeError] | None:
@@ -235,7 +235,7 @@ class Transport:
             if sent.work is None or sent.peer in dead:
                 continue
             try:
-                sent.work.wait()
+                wait_for(sent.work)
             except RuntimeError as error:
                 # the other ranks still wait for their messages
                 dead.add(sent.peer)
