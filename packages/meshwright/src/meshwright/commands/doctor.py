@@ -14,7 +14,7 @@ import platform
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -24,10 +24,8 @@ from meshwright.commands import options as opt
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.utils.console import Table, show
 
-if TYPE_CHECKING:
-    from meshwright.commands.health import Check
-
-DISTRIBUTIONS = "meshwright meshwright-dtensor meshwright-parallel meshwright-planner transformers".split()
+_PARTS = "dtensor parallel pipeline planner checkpoint".split()
+DISTRIBUTIONS = ("meshwright", *(f"meshwright-{part}" for part in _PARTS), "transformers")
 
 
 @click.command("doctor")
@@ -55,7 +53,7 @@ def command(
     """Report the environment: versions, devices, backends, threads, ranks, and the problems of plugins.
 
     With --model, also every call of that model that has no local form (it runs op by op, or on gathered values), with the reason.
-    With --health, limits, memory, disk, clocks, processors and links of the ranks, each with what to do where it is bad.
+    With --health, limits, memory, disk, clocks, processors, links, versions and plugins of hosts and ranks, each with what to do.
     With --compile, three steps are run, and each kind of module is listed with the calls that ran compiled, and why others did not.
     """
     pins = opt.parse_degrees(degrees, state.host)
@@ -73,7 +71,9 @@ def command(
     facts = environment() | {"plugin problems": list(map(str, state.host.problems))}
     facts["plugins turned off"] = list(state.host.disabled)
     if health:
-        facts["health"] = list(map(asdict, measured(Path(folder))))
+        from meshwright.commands.health import checks_of_job
+
+        facts["health"] = list(map(asdict, checks_of_job(Path(folder), state.host)))
     if model is not None:
         facts["programs"] = programs(opt.ModelChoice(model, batch_size, sequence_length), pins, compile)
     if ranks.rank() == 0:
@@ -113,21 +113,6 @@ def print_facts(facts: dict[str, Any]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
         for reason, count in row["reasons"]:
             console.print(f"    {count}: {reason}", highlight=False, markup=False, soft_wrap=True)
-
-
-def measured(folder: Path) -> list[Check]:
-    """The checks of this host, and of the ranks of this job, if there are several."""
-    import torch.distributed as dist
-
-    import meshwright as mw
-    from meshwright.commands.health import checks_of_host, checks_of_ranks
-
-    checks = list(checks_of_host(folder)) if ranks.rank() == 0 else []
-    if ranks.world_size() > 1:
-        mw.init()
-        checks += checks_of_ranks()
-        dist.barrier()
-    return checks
 
 
 def programs(chosen: opt.ModelChoice, pins: dict[str, int], compile: bool | str | None) -> dict[str, Any]:
