@@ -111,7 +111,7 @@ def test_the_time_of_waiting_is_what_tells_them_apart(rank_pool: RankPool) -> No
 def told(
     rank: int, size: int, table: list[list[int]], options: dict[str, Any]
 ) -> tuple[list[list[int]], list[str]]:
-    """Who is slow after each step, and the log. table: of each step, what it takes each rank, by a clock of its own."""
+    """Who is slow after each step, and the log. table: of each step the seconds of each rank, by a clock of its own."""
     mw.init()
     now, lines = [0.0], list[str]()
     watch = StragglerWatch(0, 1, clock=lambda: now[0], **options)

@@ -160,6 +160,27 @@ def test_no_room_is_an_error_and_not_the_end_of_the_process(
     begin(tmp_path).check_room(model_of(0), None)
 
 
+def test_the_room_for_states_that_are_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(1024, 1024)
+    # the parameters alone are 4 MiB, a copy of them and two states 13 MiB, and there are two copies
+    monkeypatch.setattr(HostFolder, "room", lambda folder: 20 << 20)
+    begin(tmp_path).check_room(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        CheckpointError, match=r"needs 26\.0 MiB in .*, with the states that the optimizer will have"
+    ):
+        begin(tmp_path).check_room(model, optimizer)
+    assert not optimizer.state and torch.equal(model.weight, model.weight.detach())
+
+    class Own(torch.optim.SGD):
+        pass
+
+    begin(tmp_path).check_room(model, Own(model.parameters(), lr=0.1))
+    assert "the states of Own are not known before its first step" in caplog.text
+
+
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     begin(tmp_path)
     next((tmp_path / "memory").iterdir()).chmod(0o777)

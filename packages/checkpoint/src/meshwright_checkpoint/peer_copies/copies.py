@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from meshwright_checkpoint._torch import unwrapped
 from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.format.safetensors_file import FileLayout
 from meshwright_checkpoint.loading import load_from
 from meshwright_checkpoint.peer_copies import restore, run_record
 from meshwright_checkpoint.peer_copies.exchange import holders
@@ -37,6 +38,8 @@ from meshwright_checkpoint.read.wanted import Wanted
 from meshwright_checkpoint.saving.saving import WritePlans
 from meshwright_checkpoint.saving.staging import copy_file
 from meshwright_checkpoint.state import collect, rng
+from meshwright_checkpoint.state.collect import MODEL, named_tensors
+from meshwright_checkpoint.state.expected_states import bytes_per_element, is_predictable
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import host_group
 from meshwright_dtensor.stages.optimizers import own_state
@@ -95,15 +98,33 @@ class PeerCopies:
     # --- writing ----------------------------------------------------------------------------------------------------------
 
     def check_room(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Raise CheckpointError, on all ranks, where a host has no room for the copies of what there is (a collective call).
+        """Raise CheckpointError, on all ranks, where a host has no room for the copies (a collective call).
 
-        An optimizer without states yet counts nothing; the first `put` sees them.
+        States that an optimizer will have after its first step count too, if it is one of torch's; of others rank 0 warns, and the
+        first `put` sees them.
         """
         with own_state(unwrapped(model), optimizer):
             shared = rng.shared(rng.digests(), self._ranks)
             save_id = uuid.uuid4().hex
             _, _, body = self._plans.collect(model, optimizer, None, self._ranks, shared, save_id)
-            self._check_sizes(self._ranks.gather(body.nbytes))
+            predicted = 0 if optimizer is None else self._predicted(unwrapped(model), optimizer, body)
+            sizes = self._ranks.gather([body.nbytes, predicted])
+        self._check_sizes([nbytes + more for nbytes, more in sizes], any(more for _, more in sizes))
+
+    def _predicted(self, model: nn.Module, optimizer: Optimizer, body: FileLayout) -> int:
+        """Bytes of states that the optimizer will have, of the parameters that this rank writes."""
+        if not is_predictable(optimizer):
+            if self._ranks.rank == 0 and not optimizer.state:
+                _log.warning(
+                    "peer_copies: the states of %s are not known before its first step, so the room in %s is checked again "
+                    "with the first copy",
+                    type(optimizer).__name__,
+                    self._memory,
+                )
+            return 0
+        each = bytes_per_element(optimizer, named_tensors(model).names)
+        counts = [(piece.key.removeprefix(MODEL), prod(n for _, n in piece.box)) for piece, _ in body.pieces]
+        return round(sum(each.get(name, 0.0) * count for name, count in counts))
 
     def put(
         self, model: nn.Module, optimizer: Optimizer | None, extra: Any, step: int, saved: int | None = None
@@ -189,8 +210,11 @@ class PeerCopies:
         self.drop(None)
         _, self._start = ranks.result_of_first(lambda: run_record.begin(self._run_folder))
 
-    def _check_sizes(self, sizes: list[int]) -> None:
-        """Raise CheckpointError, on all ranks, where a host has no room for the files. `sizes`: of each rank's file."""
+    def _check_sizes(self, sizes: list[int], predicted: bool = False) -> None:
+        """Raise CheckpointError, on all ranks, where a host has no room for the files.
+
+        sizes: of each rank's file. predicted: they have states of the optimizer that are not there yet.
+        """
         # `extra` grows and shrinks by a few bytes
         sizes = [-(-size // MIB) * MIB for size in sizes]
         if sizes == self._sizes:
@@ -202,6 +226,9 @@ class PeerCopies:
             room, needed = self._folder.room(), GENERATIONS * (here + other)
             if needed > room:
                 parts = f"{_mib(here)} of its own ranks and {_mib(other)} of ranks of another host"
+                parts += (
+                    ", with the states that the optimizer will have after its first step" if predicted else ""
+                )
                 raise CheckpointError(
                     f"peer_copies needs {_mib(needed)} in {self._memory} of {socket.gethostname()} ({GENERATIONS} copies, each of "
                     f"{parts}), and there is room for {_mib(room)}: make it larger (docker: --shm-size; Kubernetes: an emptyDir of "

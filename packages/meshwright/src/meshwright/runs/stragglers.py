@@ -149,23 +149,24 @@ class StragglerWatch:
         columns: list[list[float]] = everyone.view(-1, len(seconds)).T.tolist()
         return columns
 
-    def _compare(self, own: Sequence[float], steps: Sequence[float]) -> None:
-        """Judge a step. own, steps: seconds of each rank, the part that is its own and the whole."""
+    def _compare(self, active: Sequence[float], steps: Sequence[float]) -> None:
+        """Judge a step. active, steps: seconds of each rank, the part that is its own and the whole."""
         was, now = {each.rank for each in self.slow}, []
         for ranks in self._peers:
-            medians = medians_of_others([own[rank] for rank in ranks]) if len(ranks) > 1 else []
+            medians = medians_of_others([active[rank] for rank in ranks]) if len(ranks) > 1 else []
             # the only rank of its stage is compared with nobody
             for rank, median in zip(ranks, medians, strict=False):
                 is_slow = (
-                    own[rank] > self._factor * median and own[rank] - median >= LEAST_SHARE * steps[rank]
+                    active[rank] > self._factor * median
+                    and active[rank] - median >= LEAST_SHARE * steps[rank]
                 )
                 self._against[rank] = self._against[rank] + 1 if is_slow != (rank in was) else 0
                 changes = self._against[rank] == self._checks
                 if changes:
                     self._against[rank] = 0
-                    self._tell(Straggler(rank, self._hosts[rank], own[rank], median), is_slow)
+                    self._tell(Straggler(rank, self._hosts[rank], active[rank], median), is_slow)
                 if is_slow if changes else rank in was:
-                    now.append(Straggler(rank, self._hosts[rank], own[rank], median))
+                    now.append(Straggler(rank, self._hosts[rank], active[rank], median))
         self.slow = tuple(sorted(now, key=lambda each: each.rank))
 
     def _tell(self, rank: Straggler, is_slow: bool) -> None:
