@@ -148,6 +148,13 @@ def refused(rank: int, size: int, plan: ParallelPlan, good: ParallelPlan) -> dic
     before = values(model, optimizer)
     refuse("other model", model, optimizer, plan)
     refuse("ranks", model, optimizer, good.replace(world_size=8, degrees={"dp": 8}))
+    refuse(
+        "plans",
+        model,
+        optimizer,
+        good.replace(sequence_parallel=True, world_size=2 + 6 * rank) if rank else good,
+    )
+    refuse("one optimizer", model, optimizer if rank else None, good)
     refuse("other optimizer", model, torch.optim.AdamW(CASES["gpt2"].model().parameters()), good)
     optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
     refuse("options", model, optimizer, good)
@@ -164,8 +171,11 @@ def test_what_is_refused_changes_nothing(rank_pool: RankPool) -> None:
     assert "has a gradient" in told["gradient"] and "zero_grad" in told["gradient"]
     assert "provenance.model" in told["other model"]
     assert "there are 2 ranks" in told["ranks"]
+    assert "different plans: from rank 0 to rank 1, " in told["plans"]
+    assert "sequence_parallel: false -> true" in told["plans"] and "world_size: 2 -> 8" in told["plans"]
+    assert "an optimizer on ranks 1, and none on ranks 0;" in told["one optimizer"]
     assert "is not a parameter of the model" in told["other optimizer"]
-    assert "group 0 of the optimizer has different options" in told["options"]
+    assert "group 0 of the optimizer has lr=0.002 on rank 1, and lr=0.001 on rank 0" in told["options"]
 
 
 def draws_alike(rank: int, size: int) -> tuple[list[int], list[int]]:

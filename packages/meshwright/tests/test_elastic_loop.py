@@ -226,3 +226,23 @@ def test_a_run_that_stays_bad_ends(tmp_path: Path) -> None:
             mw.elastic(tmp_path / "none", model=model, **wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="outside of the loop"):
         mw.elastic(tmp_path / "none", model=model).rewind(1.0)
+
+
+def other_options(rank: int, size: int, folder: str) -> list[str]:
+    told = []
+    for options in (
+        {"interval": 5 + rank},
+        {"state": {"rate": nn.Linear(1, 1)} if rank else {}},
+        {"peer_copies": rank or None},
+    ):
+        with pytest.raises(UsageError) as error:
+            mw.elastic(folder, model=nn.Linear(2, 2), **options)  # type: ignore[arg-type]
+        told.append(str(error.value))
+    return told
+
+
+def test_other_options_on_another_rank_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    for interval, state, copies in rank_pool.run(2, other_options, str(tmp_path)):
+        assert interval.startswith("mw.elastic has interval=6 on rank 1, and interval=5 on rank 0;")
+        assert "state=['rate'] on rank 1, and state=[] on rank 0" in state
+        assert "peer_copies=1 on rank 1, and peer_copies=None on rank 0" in copies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import zlib
 from typing import TypeVar
 
 import torch
@@ -17,9 +16,10 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import destroy_groups, init, restrict_world, set_default_world
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.utils.names import count_of
+from meshwright_dtensor.utils.names import count_of, listing
 from meshwright_parallel import parallelize
 from meshwright_parallel.placement.unparallelize import drop_values, unparallelize
+from meshwright_parallel.ranks import check_plans
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer | None)  # noqa: E741
@@ -53,16 +53,20 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     device = init()
     ranks = Ranks()
     old = getattr(model, "parallel_plan", None)
-    told = ranks.gather([old is not None, zlib.crc32(plan.executed_json().encode()), optimizer is not None])
+    told = ranks.gather([old is not None, optimizer is not None])
+    check_plans(plan)
     if plan.world_size > ranks.size:
         rule = f"there are {count_of(ranks.size, 'rank')}; start more, and make a default process group of all of them first"
         raise PlanError("world_size", plan.world_size, rule, str(ranks.size))
-    if not any(there for there, *_ in told):
+    if not any(there for there, _ in told):
         kind = type(model).__name__
         raise UsageError(f"this {kind} is on no plan; call parallelize() or auto_parallelize() first")
-    if len({(digest, optimizes) for _, digest, optimizes in told}) > 1:
-        text = "ranks were given different plans, or an optimizer on some of them only; call reshard() alike"
-        raise UsageError(text)
+    having, lacking = ([r for r, (_, has) in enumerate(told) if has == given] for given in (True, False))
+    if having and lacking:
+        raise UsageError(
+            f"reshard() was given an optimizer on ranks {listing(map(str, having), 8)}, and none on ranks "
+            f"{listing(map(str, lacking), 8)}; give it on all or on none"
+        )
     state = ranks.run_checked(lambda: LiveState.of(model, optimizer) if old is not None else LiveState())
     trained = {name: flag for flags in ranks.gather(state.trained) for name, flag in flags.items()}
     off = unparallelize(model) if old is not None else drop_values(model)
@@ -72,7 +76,7 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         if stays:
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))
-        _share_random_state(ranks, [there for there, *_ in told], device)
+        _share_random_state(ranks, [there for there, _ in told], device)
         ranks.run_checked(lambda: _apply(model, plan, ranks))
         agreed = state.check(model, optimizer, ranks=ranks, here=stays)
     except BaseException:

@@ -66,7 +66,7 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
         "the state of torch's default random generator",
         "the state of torch's random generator on the accelerator",
     ][: len(states)]
-    _check_plans(plan)
+    check_plans(plan)
     _check_structures(labels, [f"{t.dtype}{' (deferred)' * is_deferred(t)}" for _, _, t in named])
     different = differing(sums) if values else []
     alike = not different or different[-1] < len(named)
@@ -89,7 +89,7 @@ def check_ranks_agree(model: nn.Module, plan: ParallelPlan, device: torch.device
         )
 
 
-def _check_plans(plan: ParallelPlan) -> None:
+def check_plans(plan: ParallelPlan) -> None:
     """Raise UsageError, on every rank, unless all ranks execute the same plan."""
     if differing([zlib.crc32(plan.executed_json().encode())]):
         rank, first, other = first_other(plan.executed_json())

@@ -7,6 +7,7 @@ import random
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parallel_models import make, plan_of
@@ -112,13 +113,16 @@ def test_each_rank_reads_its_rows(
     rank_pool: RankPool, world_size: int, degrees: dict[str, int], share: int
 ) -> None:
     results = rank_pool.run(world_size, read_rows, degrees, 0)
-    for read, local_rows in results:
+    # a data rank that does not have the first row of a batch reads it too, in the three batches that are compared
+    more = [3 * (rank * degrees["dp"] // world_size) for rank in range(world_size)]
+    for (read, local_rows), extra in zip(results, more, strict=True):
         assert local_rows == share
         # 5 batches of 4, and the last of 3, which does not divide by 2 and is read whole
-        assert len(read) == 2 * (5 * share + 3)
+        assert len(read) == 2 * (5 * share + 3) + extra
     if degrees["dp"] == 2:
-        read = [r[0][: 5 * share] for r in results]
-        assert not set(read[0]) & set(read[-1])  # no row is read twice
+        (first, _), (last, _) = results[0], results[-1]
+        fourth_and_fifth = [set(first[3 * share : 5 * share]), set(last[3 * share + 3 : 5 * share + 3])]
+        assert not set.intersection(*fourth_and_fifth)  # no row is read twice
 
 
 @pytest.mark.slow
@@ -303,3 +307,78 @@ def test_local_rows_that_cannot_be_put_together_are_refused(rank_pool: RankPool)
         assert ("disk is gone" if rank == 1 else "the loader of rank 1 has failed") in breaks
         assert "'y' has shape [3] for 2 rows" in sizes
         assert "holds a str" in text
+
+
+class Rich(Dataset[Any]):
+    """Rows with tensors, arrays, texts and bytes; `change` is what one rank has instead."""
+
+    def __init__(self, change: str = "") -> None:
+        self.change, self.generator = change, random.Random(3)
+
+    def __len__(self) -> int:
+        return 24 if self.change != "length" else 25
+
+    def __getitem__(self, index: int) -> Any:
+        row = {
+            "ids": torch.arange(3) * index,
+            "area": np.ones(2, np.float32),
+            "name": f"row {index}",
+            "raw": b"x" * 300,
+        }
+        if self.change == "tensor":
+            row["ids"] += 1
+        if self.change == "array":
+            row["area"] *= 2
+        if self.change == "text":
+            row["name"] += "?"
+        if self.change == "bytes":
+            row["raw"] = b"y" * 300
+        if self.change == "last row" and index == 7:
+            row["ids"] += 1
+        if self.change == "generator":
+            row["ids"] = row["ids"] + self.generator.randrange(10**6)
+        return row
+
+
+def stacked(rows: list[Any]) -> Any:
+    return {"ids": torch.stack([row["ids"] for row in rows])}
+
+
+def other_data(rank: int, size: int, degrees: dict[str, int], changes: list[str]) -> list[str]:
+    """The error of each kind of data that the last rank has."""
+    model = parallelize(make(), plan_of(degrees=degrees))
+    told = []
+    for change in changes:
+        dataset = Rich(change if rank == size - 1 or change == "generator" else "")
+        loader = shard_loader(DataLoader(dataset, batch_size=8, collate_fn=stacked), model=model)
+        try:
+            told.append(str(len(list(loader))))
+        except UsageError as error:
+            told.append(str(error))
+    return told
+
+
+def test_other_data_in_the_same_order_is_refused(rank_pool: RankPool) -> None:
+    changes = ["", "tensor", "array", "text", "bytes", "length", "generator"]
+    same, *errors = rank_pool.run(2, other_data, {"dp": 2}, changes)[0]
+    assert same == "3"
+    tensor, array, text, raw, length, generator = errors
+    start = "rank 1 reads other data than rank 0 (row 0: "
+    assert tensor.startswith(f"{start}the values of 0.ids [3] int64 differ); give every rank the same data")
+    assert array.startswith(f"{start}the values of 0.area [2] float32 differ)")
+    assert text.startswith(f"{start}0.name=row 0 against 0.name=row 0?)")
+    assert raw.startswith(f"{start}0.raw=300 characters, ")
+    assert length.startswith(
+        "rank 1 has a dataset of 25 rows, rank 0 one of 24; give every rank the same data"
+    )
+    assert generator.startswith(f"{start}the values of 0.ids") and "depend on its index alone" in generator
+
+
+def test_ranks_of_one_data_rank_compare_all_their_rows(rank_pool: RankPool) -> None:
+    same, error = rank_pool.run(2, other_data, {"dp": 1, "tp": 2}, ["", "last row"])[0]
+    assert same == "3"
+    assert error.startswith(
+        "rank 1 reads other data than rank 0 (rows from place 0 of the batch on: the values of ids [8, 3]"
+    )
+    _, error = rank_pool.run(4, other_data, {"dp": 2, "tp": 2}, ["", "last row"])[3]
+    assert error.startswith("rank 3 reads other data than rank 2 (rows from place 4 of the batch on: ")

@@ -180,17 +180,20 @@ class _NewOptimizer:
         """
         states, shards_of_ranks, kinds = zip(*gathered, strict=True)
         optimizers = [state for state in states if state is not None]
+        having = [rank for rank, state in enumerate(states) if state is not None]
         if any(kind != kinds[0] for kind in kinds):
             raise UsageError(
                 f"ranks have different optimizers ({list(kinds)}); create the same class with the same groups on every rank"
             )
         group_of: dict[str, int] = {}
-        for saved in optimizers:
+        for rank, saved in zip(having, optimizers, strict=True):
             for number, group in enumerate(saved["groups"]):
-                if group["options"] != optimizers[0]["groups"][number]["options"]:
+                here, first = group["options"], optimizers[0]["groups"][number]["options"]
+                name = next((n for n in {**first, **here} if here.get(n) != first.get(n)), None)
+                if name is not None:
                     raise UsageError(
-                        f"group {number} of the optimizer has different options on different ranks ({group['options']}); set the "
-                        "same options on all ranks"
+                        f"group {number} of the optimizer has {name}={here.get(name)} on rank {rank}, and {name}={first.get(name)} "
+                        f"on rank {having[0]}; set the same options on all ranks"
                     )
                 for name in group["params"]:
                     if group_of.setdefault(name, number) != number:

@@ -28,7 +28,7 @@ def bytes_per_element(optimizer: Optimizer, names: Mapping[int, str]) -> dict[st
     names: id of a parameter -> its name. States that do not have the shape of the parameter (a count of steps, the
     factors of Adafactor) count nothing: they are small.
     """
-    found: dict[str, float] = {}
+    expected: dict[str, float] = {}
     tried: dict[tuple[int, torch.Size, torch.dtype], float] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -40,8 +40,8 @@ def bytes_per_element(optimizer: Optimizer, names: Mapping[int, str]) -> dict[st
                 tried[key] = _try(
                     optimizer, group, torch.ones(shape, dtype=parameter.dtype, device=parameter.device)
                 )
-            found[names[id(parameter)]] = tried[key]
-    return found
+            expected[names[id(parameter)]] = tried[key]
+    return expected
 
 
 def _smaller(shape: torch.Size) -> torch.Size:

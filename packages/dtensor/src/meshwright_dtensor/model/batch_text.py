@@ -84,10 +84,11 @@ def difference(who: str, text: str, other: str, than: str = "rank 0") -> str:
     """What the rank `who` was given that `than` was not, and the fix. `text`, `other`: what `than` and what `who` was given."""
     if split_random_state(text)[0] == split_random_state(other)[0]:
         return f"{who} has other random numbers than {than}, {SAME_RANDOM}"
-    return f"{who} was given another batch than {than} ({_first_difference(text, other)}); {SAME_BATCH}"
+    return f"{who} was given another batch than {than} ({first_difference(text, other)}); {SAME_BATCH}"
 
 
-def _first_difference(text: str, other: str) -> str:
+def first_difference(text: str, other: str) -> str:
+    """The first leaf in which two descriptions differ."""
     for leaf, other_leaf in zip_longest(text.split("; "), other.split("; "), fillvalue="nothing"):
         if leaf != other_leaf:
             form, other_form = (described.partition(" values ")[0] for described in (leaf, other_leaf))

@@ -65,15 +65,41 @@ def elastic(
             they do not.
 
     Raises:
-        UsageError: an argument is wrong, or the folder is that of another loop.
+        UsageError: an argument is wrong, or another one on another rank, or the folder is that of another loop.
         CheckpointError: a checkpoint cannot be read (see `mw.load`), or the memory of a host has no room for the copies.
     """
     guard = LossGuard(spike, rewinds)
+    _check_ranks_agree(
+        folder=os.fspath(folder),
+        state=sorted(state or {}),
+        interval=interval,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        spike=spike,
+        rewinds=rewinds,
+        peer_copies=peer_copies,
+        stragglers=stragglers,
+    )
     states = RunStates(folder, Retention(keep_last, keep_every), peer_copies)
     run = ElasticLoop(states, model, optimizer, dict(state or {}), interval, guard)
     if stragglers is not None:
         run.watch = watch_stragglers(model, interval=stragglers)
     return run
+
+
+def _check_ranks_agree(**options: Any) -> None:
+    """Raise UsageError, on every rank, where a rank has other options: it would save, copy or go back alone."""
+    ranks = Ranks()
+    if ranks.same(options):
+        return
+    first, *others = ranks.gather(options)
+    for rank, other in enumerate(others, 1):
+        for name, value in other.items():
+            if value != first[name]:
+                raise UsageError(
+                    f"mw.elastic has {name}={value!r} on rank {rank}, and {name}={first[name]!r} on rank 0; "
+                    "give every rank the same"
+                )
 
 
 class ElasticLoop:

@@ -18,17 +18,15 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
-from meshwright_dtensor.model.batch_text import describe, difference
+from meshwright_dtensor.model.batch_text import describe, difference, is_compared
 from meshwright_dtensor.sharding.boxes import chunk_box
 from meshwright_dtensor.sharding.states import States
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.data.local_rows import LocalRows, check_leaves, joined
 from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
+from meshwright_parallel.data.same_rows import PartRead, SharedRow, check_same_rows, length_of
 from meshwright_parallel.placement.inputs import ModelPlacement, only_live_placement, placement_of, size_of
 from meshwright_parallel.ranks import differing, first_other
-
-MAX_TEXT = 120
-"""Characters of a rank's rows in an error."""
 
 
 def shard_loader(
@@ -50,7 +48,7 @@ def shard_loader(
 
     Raises:
         UsageError: a loader of global rows has a DistributedSampler, or `model` is not parallel. While iterating: no
-            model is parallel, or ranks do not agree on the order of rows.
+            model is parallel, or ranks have other data, or another order of its rows.
         UnsupportedError: while iterating: the dataset draws random numbers, or a collated batch does not consist of rows.
     """
     if rows not in ("global", "local"):
@@ -119,8 +117,9 @@ class _LocalLoader:
 
     def __init__(self, loader: Any, placed: ModelPlacement) -> None:
         self.placed = placed
-        # the indices of each batch that is being loaded
-        self.pending: deque[list[Any]] = deque()
+        # of each batch that is being loaded: its indices, and whether ranks compare what they read
+        self.pending: deque[tuple[list[Any], bool]] = deque()
+        self._dataset_rows = length_of(loader.dataset)
         same = "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator persistent_workers"
         options: dict[str, Any] = {name: getattr(loader, name) for name in same.split()}
         if loader.num_workers:
@@ -140,13 +139,13 @@ class _LocalLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.pending.clear()
-        for batch in self._loader:
-            yield self._global_batch(batch, self.pending.popleft())
+        for shared, batch in self._loader:
+            yield self._global_batch(batch, *self.pending.popleft(), shared)
 
-    def _global_batch(self, batch: Any, indices: list[Any]) -> Any:
-        """The global batch of the rows `indices`, of which `batch` is this rank's part."""
+    def _global_batch(self, batch: Any, indices: list[Any], compared: bool, shared: str) -> Any:
+        """The global batch of the rows `indices`, of which `batch` is this rank's part. `shared`: see `PartRead`."""
         count = len(indices)
-        _, length = self.rows(count)
+        offset, length = self.rows(count)
         by_row = self.states("rows", (count,), count)
         mesh = self.placed.mesh
         descriptions: list[str] = []
@@ -172,7 +171,11 @@ class _LocalLoader:
         map_tensors(check, args, kwargs)
         if length != count:
             check_leaves(batch)
-        _check_ranks_agree(indices, "; ".join(descriptions))
+        content = describe(args, kwargs, values=True) if compared else ""
+        read = PartRead(indices, offset, "; ".join(descriptions), self._dataset_rows, shared, content)
+        check_same_rows(
+            read, mesh, [axis for axis, state in enumerate(by_row) if state != 0 and mesh.size(axis) > 1]
+        )
         return joined(batch, *map_tensors(as_global, args, kwargs))
 
 
@@ -180,33 +183,18 @@ class _RankRows:
     """A batch sampler that yields this rank's rows of each batch."""
 
     def __init__(self, batches: Iterable[list[Any]], owner: _LocalLoader) -> None:
-        self.batches = batches
-        self.owner = owner
+        self.batches, self.owner, self.count = batches, owner, 0
 
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in self.batches:
-            indices = list(batch)
-            self.owner.pending.append(indices)
+            indices, compared = list(batch), is_compared(self.count)
+            self.count += 1
+            self.owner.pending.append((indices, compared))
             offset, length = self.owner.rows(len(indices))
-            yield indices[offset : offset + length]
+            part = indices[offset : offset + length]
+            if compared and length != len(indices):
+                part.append(SharedRow(indices[0], None if offset else 0))
+            yield part
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
-
-
-def _check_ranks_agree(indices: list[Any], collated: str) -> None:
-    """Raise UsageError, on every rank, where ranks read other rows, or collate them to other shapes."""
-    rows = f"{len(indices)} rows: {indices}"
-    different = differing([zlib.crc32(rows.encode()), zlib.crc32(collated.encode())])
-    if not different:
-        return
-    if 0 in different:
-        rank, *texts = first_other(rows)
-        what, fix = "order of rows", "seed the sampler alike on every rank"
-    else:
-        rank, *texts = first_other(collated)
-        what, fix = "shape of rows", "pad to a length that does not depend on the rows"
-    first, other = (text if len(text) < MAX_TEXT else text[:MAX_TEXT] + "..." for text in texts)
-    raise UsageError(
-        f"rank {rank} has another {what} than rank 0 ({other} against {first}); {fix}, or loop over the plain loader"
-    )

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_parallel.data.same_rows import RowsAndText, SharedRow, row_text
 
 
 class WatchedDataset(Dataset[Any]):
@@ -35,12 +36,20 @@ class WatchedDataset(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitems__(self, indices: Sequence[Any]) -> Any:
-        before = _generators()
-        many = getattr(self.dataset, "__getitems__", None)
-        rows = many(indices) if callable(many) else [self.dataset[index] for index in indices]
+    def __getitems__(self, indices: Sequence[Any]) -> RowsAndText:
+        """The rows, and what all ranks compare where the last index asks for it."""
+        before, text = _generators(), ""
+        shared = indices[-1] if indices and isinstance(indices[-1], SharedRow) else None
+        rows = self._rows(indices[:-1] if shared is not None else indices)
+        if shared is not None:
+            here = shared.position is not None and isinstance(rows, list)
+            text = row_text(rows[shared.position] if here else self._rows([shared.index])[0])
         _check(before, f"dataset {type(self.dataset).__name__}")
-        return rows
+        return RowsAndText(rows, text)
+
+    def _rows(self, indices: Sequence[Any]) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(indices) if callable(many) else [self.dataset[index] for index in indices]
 
 
 class WatchedCollate:
@@ -49,11 +58,12 @@ class WatchedCollate:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, rows: Any) -> Any:
+    def __call__(self, read: RowsAndText) -> tuple[str, Any]:
+        """The text of what was read, and the batch."""
         before = _generators()
-        batch = self.collate(rows)
+        batch = self.collate(read.rows)
         _check(before, "collate_fn")
-        return batch
+        return read.text, batch
 
 
 def _generators() -> tuple[Any, ...]:
