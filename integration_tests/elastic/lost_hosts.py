@@ -1,4 +1,4 @@
-"""A run on two hosts of two ranks each, of which one is lost and comes back, again and again."""
+"""A run on several hosts, of which one is lost and comes back, again and again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +28,42 @@ time.sleep(100000)
 """The store of the rendezvous, on a host of its own that is never lost."""
 
 
-def lose_hosts(folder: Path, losses: int, seed: int) -> list[str]:
+@dataclass(frozen=True)
+class Shape:
+    """hosts: of the run, each with so many ranks. megabits: of each link and second; None for all there is."""
+
+    hosts: int = 2
+    ranks: int = 2
+    megabits: int | None = None
+
+    @property
+    def all_ranks(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.ranks
+
+
+def lose_hosts(folder: Path, losses: int, seed: int, shape: Shape) -> list[str]:
     """How each host was lost ("killed" or "cut off"). AssertionError where the run does not go on by itself.
 
     The script is that of `kills`; torchrun of a lost host is started again by us, as a scheduler does. A host that was killed has
     lost its memory (/dev/shm), one that was cut off comes back with its memory.
     """
     choose, told = random.Random(seed), []
-    with hosts(3) as made, _store(made), _memories(made):
-        agents = {host: _agent(made, host, folder) for host in (0, 1)}
+    everyone, rest = shape.all_ranks, shape.all_ranks - shape.ranks
+    with hosts(shape.hosts + 1, shape.megabits) as made, _store(made, shape.hosts), _memories(made, shape):
+        agents = {host: _agent(made, host, folder, shape) for host in range(shape.hosts)}
         try:
             for _ in range(losses):
-                _wait(folder, 4, agents)
+                _wait(folder, everyone, agents)
                 _wait_for_steps(folder, choose.randrange(1, 12))
-                lost, kind = choose.choice([0, 1]), choose.choice(["killed", "cut off"])
+                lost, kind = choose.randrange(shape.hosts), choose.choice(["killed", "cut off"])
                 told.append(kind)
                 if kind == "cut off":
                     made.cut(lost)
                 else:
                     made.kill(lost)
                 agent = agents.pop(lost)
-                _wait(folder, 2, agents)
+                _wait(folder, rest, agents)
                 made.kill(lost)
                 agent.wait()
                 if kind == "killed":
@@ -55,9 +71,9 @@ def lose_hosts(folder: Path, losses: int, seed: int) -> list[str]:
                     _memory(made, lost).mkdir()
                 made.mend(lost)
                 _wait_for_steps(folder, choose.randrange(1, 4))
-                agents[lost] = _agent(made, lost, folder)
+                agents[lost] = _agent(made, lost, folder, shape)
                 # it is there again
-                _wait(folder, 4, agents)
+                _wait(folder, everyone, agents)
             end = time.monotonic() + SECONDS
             while lines(folder)[-1] != {"done": True}:
                 assert time.monotonic() < end, _last(folder)
@@ -87,32 +103,33 @@ def _memory(made: Hosts, host: int) -> Path:
 
 
 @contextmanager
-def _memories(made: Hosts) -> Iterator[None]:
+def _memories(made: Hosts, shape: Shape) -> Iterator[None]:
     try:
-        for host in (0, 1):
+        for host in range(shape.hosts):
             _memory(made, host).mkdir()
         yield
     finally:
-        for host in (0, 1):
+        for host in range(shape.hosts):
             shutil.rmtree(_memory(made, host), ignore_errors=True)
 
 
 @contextmanager
-def _store(made: Hosts) -> Iterator[None]:
-    command = made.command(2, [sys.executable, "-c", STORE, made.addresses[2]])
+def _store(made: Hosts, host: int) -> Iterator[None]:
+    command = made.command(host, [sys.executable, "-c", STORE, made.addresses[host]])
     with subprocess.Popen(command, stdout=subprocess.PIPE) as store:
         assert store.stdout is not None and store.stdout.readline() == b"ready\n"
         try:
             yield
         finally:
-            made.kill(2)
+            made.kill(host)
 
 
-def _agent(made: Hosts, host: int, folder: Path) -> subprocess.Popen[bytes]:
+def _agent(made: Hosts, host: int, folder: Path, shape: Shape) -> subprocess.Popen[bytes]:
     """torchrun on a host."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
+    words = [sys.executable, "-m", "torch.distributed.run"]
+    words += [f"--nnodes=1:{shape.hosts}", f"--nproc-per-node={shape.ranks}"]
     words += ["--max-restarts=10000", "--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-id=run"]
-    words += [f"--rdzv-endpoint={made.addresses[2]}:{PORT}", f"--local-addr={made.addresses[host]}"]
+    words += [f"--rdzv-endpoint={made.addresses[-1]}:{PORT}", f"--local-addr={made.addresses[host]}"]
     words += ["--rdzv-conf=is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": made.interface}
     # see docs/elastic.md
