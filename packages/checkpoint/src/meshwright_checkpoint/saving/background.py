@@ -27,7 +27,7 @@ from meshwright_checkpoint.io.worker import Worker, yield_to_training
 from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_file
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.mesh.lost_ranks import leave_note, note_of, silent_ranks
+from meshwright_dtensor.mesh.lost_ranks import JobNotes
 
 T = TypeVar("T")
 CHUNK = 16 << 20
@@ -124,24 +124,25 @@ class SaveHandle:
         return f"{type(self).__name__}({self.path!r}, {state})"
 
     def _run(self, job: Job) -> None:
+        notes = JobNotes()
         try:
             if job.background:
                 time.sleep(START_DELAY)
                 yield_to_training()
             _write(job)
             if job.rank == 0:
-                _commit(job)
+                _commit(job, notes)
             else:
                 # rank 0 commits or fails
-                if not _awaited(lambda: job.storage.outcome(job.save_id)):
-                    raise CheckpointError(note_of(job.save_id) or NOT_COMMITTED)
+                if not _awaited(lambda: job.storage.outcome(job.save_id), notes):
+                    raise CheckpointError(notes.text(job.save_id) or NOT_COMMITTED)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
             # rank 0 has removed the files
             gone = isinstance(error, FileNotFoundError) and job.rank
-            self._error = CheckpointError(note_of(job.save_id) or NOT_COMMITTED) if gone else error
+            self._error = CheckpointError(notes.text(job.save_id) or NOT_COMMITTED) if gone else error
             if job.rank == 0:
                 # before the others see that it has failed
-                leave_note(
+                notes.leave(
                     job.save_id,
                     str(error) if isinstance(error, CheckpointError) else f"rank 0 failed: {error}",
                 )
@@ -160,7 +161,7 @@ class SaveHandle:
             self._done.set()
 
 
-def _awaited(look: Callable[[], T | None]) -> T:
+def _awaited(look: Callable[[], T | None], others: JobNotes) -> T:
     """What `look` returns, once it is not None: what another rank does.
 
     Raises CheckpointError: the main thread has ended, and a rank does not answer. It would be waited for to no end.
@@ -172,7 +173,7 @@ def _awaited(look: Callable[[], T | None]) -> T:
             ended = time.monotonic()
         if ended is not None and time.monotonic() - ended > GRACE_SECONDS:
             ended = time.monotonic()
-            silent = silent_ranks()
+            silent = others.silent()
             if silent:
                 raise CheckpointError("; ".join(silent))
     return value
@@ -212,10 +213,10 @@ def describe_file(rank: int, body: FileLayout, sums: Sequence[str]) -> dict[str,
     }
 
 
-def _commit(job: Job) -> None:
+def _commit(job: Job, others: JobNotes) -> None:
     notes: list[Any] = []
     for rank in range(job.ranks):
-        notes.append(json.loads(_awaited(partial(job.storage.read_note, rank))))
+        notes.append(json.loads(_awaited(partial(job.storage.read_note, rank), others)))
         if "error" in notes[-1]:
             raise CheckpointError(f"rank {rank} failed: {notes[-1]['error']}")
     about = {**about_save(job.save_id, job.step, job.ranks), **job.metadata, **merge_notes(notes)}

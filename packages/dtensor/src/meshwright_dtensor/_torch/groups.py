@@ -38,17 +38,6 @@ def set_timeout(seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
-def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """`group`, whose operations wait as long as those of the default group; torch would give it half an hour, or ten minutes."""
-    world = dist.distributed_c10d._get_default_group()
-    for device in world._device_types:
-        if device in group._device_types:
-            options = getattr(world._get_backend(device), "options", None)
-            if options is not None:
-                group._get_backend(device)._set_default_timeout(options._timeout)
-    return group
-
-
 @contextmanager
 def _timeout_of_world() -> Iterator[None]:
     """Inside, groups are made with the timeout of the default group: messages of gloo between two ranks know no later one."""
@@ -72,24 +61,20 @@ def _timeout_of_world() -> Iterator[None]:
 def new_group(ranks: Sequence[int], backend: str | None = None, description: str | None = None) -> Any:
     """A group of these ranks, or on other ranks what torch gives them (a collective call of all ranks)."""
     with _timeout_of_world():
-        group: Any = dist.new_group(list(ranks), backend=backend, group_desc=description)
-    return with_timeout(group) if isinstance(group, dist.ProcessGroup) else group
+        return dist.new_group(list(ranks), backend=backend, group_desc=description)
 
 
 def new_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """A mesh of all ranks, in the order of their numbers."""
     with _timeout_of_world(), groups_of_this_rank():
-        mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
-    for name in names:
-        with_timeout(mesh.get_group(name))
-    return mesh
+        return init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
 
 
 def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The process group over the product of several mesh axes; made on first use, so every rank must call this."""
     # the mesh keeps it
     with _timeout_of_world(), groups_of_this_rank():
-        return with_timeout(mesh[axes]._flatten().get_group())
+        return mesh[axes]._flatten().get_group()
 
 
 def message_device_type(group: dist.ProcessGroup | None) -> str:

@@ -71,7 +71,6 @@ def _watch_store(seconds: float, over: threading.Event) -> None:
     store, main = lost.store, threading.main_thread().ident or 0
     lost.announce()
     clock = time.pthread_getcpuclockid(main)
-    rank, world = dist.get_rank(), dist.get_world_size()
     used, sent, since, polls, has_looked = 0.0, 0, time.monotonic(), 0, False
     heard = 0.0
     while not over.wait(POLL_SECONDS):
@@ -83,16 +82,16 @@ def _watch_store(seconds: float, over: threading.Event) -> None:
         frame = sys._current_frames().get(main)
         if works or frame is None or not _communicates(frame):
             if polls:
-                store.delete_key(_KEY + str(rank))
+                store.delete_key(_KEY + str(lost.rank))
             since, polls, has_looked = time.monotonic(), 0, False
             continue
         if time.monotonic() - since < seconds:
             continue
         polls += 1
-        store.set(_KEY + str(rank), json.dumps([polls, *users_line(frame)]))
-        waits = _all_waits(store, world)
+        store.set(_KEY + str(lost.rank), json.dumps([polls, *users_line(frame)]))
+        waits = _all_waits(store, lost.ranks)
         if waits and min(count for count, *_ in waits) > 2 and len({tuple(place) for _, *place in waits}) > 1:
-            _end(rank, [(where, line) for _, where, line in waits])
+            _end(lost.rank, [(where, line) for _, where, line in waits])
         if not has_looked and not waits:
             has_looked = True
             _say_who_is_silent(lost, users_line(frame))

@@ -13,14 +13,17 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor.mesh.bounded_store import BoundedStore
 from meshwright_dtensor.mesh.users_line import users_line
+
+T = TypeVar("T")
 
 ANSWER_SECONDS = 4.0
 """How long a rank may take to answer."""
@@ -133,28 +136,31 @@ def kill_here(process: tuple[str, int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _is_alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
+class JobNotes:
+    """What a rank asks the others and leaves for them, where something has failed; the first question makes the connection.
 
+    For one thread. Where there are no other ranks, or the store has ended, there is nothing to tell.
+    """
 
-def silent_ranks() -> list[str]:
-    """Lines about the ranks of the default process group that do not answer; empty where nobody can tell."""
-    # where the store has ended, the job has
-    with suppress(RuntimeError):
-        silent = {} if _is_alone() else LostRanks.of_job().silent()
-        return [in_words(rank, process) for rank, process in silent.items()]
-    return []
+    def __init__(self) -> None:
+        self._lost: LostRanks | None = None
 
+    def silent(self) -> list[str]:
+        """Lines about the ranks that do not answer."""
+        return self._ask(lambda lost: [in_words(*each) for each in lost.silent().items()], [])
 
-def leave_note(name: str, text: str) -> None:
-    """Leave a text for the other ranks of the default process group, if there is one."""
-    with suppress(RuntimeError):
-        if not _is_alone():
-            LostRanks.of_job().store.set(_NOTE + name, text)
+    def leave(self, name: str, text: str) -> None:
+        """Leave a text for the other ranks."""
+        self._ask(lambda lost: lost.store.set(_NOTE + name, text), None)
 
+    def text(self, name: str) -> str:
+        """The text that another rank has left; "" without one."""
+        return self._ask(lambda lost: lost._text(_NOTE + name) or "", "")
 
-def note_of(name: str) -> str:
-    """The text that another rank has left; "" without one."""
-    with suppress(RuntimeError):
-        return "" if _is_alone() else LostRanks.of_job()._text(_NOTE + name) or ""
-    return ""
+    def _ask(self, question: Callable[[LostRanks], T], default: T) -> T:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return default
+        with suppress(RuntimeError):
+            self._lost = self._lost or LostRanks.of_job()
+            return question(self._lost)
+        return default
