@@ -66,7 +66,8 @@ def main() -> None:
     checked, plain = (statistics.median(column) for column in zip(*timed, strict=True))
     print(
         f"processor time of both ranks: a step {1e3 * plain:.0f} ms, with a check {1e3 * checked:.0f} ms: "
-        f"{statistics.median(more):.1%} more ({more[0]:.1%} to {more[-1]:.1%}), so {statistics.median(more) / EVERY:.3%} of a run at every {EVERY} steps"
+        f"{statistics.median(more):.1%} more ({more[0]:.1%} to {more[-1]:.1%}), "
+        f"so {statistics.median(more) / EVERY:.3%} of a run at every {EVERY} steps"
     )
 
 
