@@ -262,12 +262,12 @@ def _compared(
         "a product of matrices", f"{human_seconds(median)}, slowest {human_seconds(max(computing))}", advice
     )
     nbytes = 4 * LINK_NUMEL
-    slow = latency > MOST_LATENCY or nbytes / transfer < LEAST_LINK_SPEED
+    is_slow = latency > MOST_LATENCY or nbytes / transfer < LEAST_LINK_SPEED
     advice = "slow for gloo: other processes take the processors or the network, or it uses a slow interface (GLOO_SOCKET_IFNAME)"
     yield Check(
         "all-reduce between all ranks",
         f"{human_seconds(latency)} for a number, {nbytes / transfer / 1e6:.0f} MB/s for {human_bytes(nbytes)}",
-        advice if slow else "",
+        advice if is_slow else "",
     )
 
 

@@ -58,8 +58,8 @@ class WatchedCollate:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, read: RowsAndText) -> tuple[str, Any]:
-        """The text of what was read, and the batch."""
+    def __call__(self, read: Any) -> tuple[str, Any]:
+        """The text of the shared row, and the batch. `read`: from `WatchedDataset`."""
         before = _generators()
         batch = self.collate(read.rows)
         _check(before, "collate_fn")
