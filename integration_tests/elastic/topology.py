@@ -1,4 +1,4 @@
-"""python -m integration_tests.elastic.topology [--megabits 100]: a plan that knows the link between hosts against one that does not.
+"""python -m integration_tests.elastic.topology [--megabits 100]: a plan that knows the link between hosts, and one that does not.
 
 Two hosts of two ranks (network namespaces; Linux, as root), whose link has a bandwidth (tc). One plan is for a cluster with that
 link, one for four ranks of one host. Both train on the hosts, and the seconds of a step are printed. Latency is not shaped: that
