@@ -15,8 +15,8 @@ from torch import nn
 import meshwright as mw
 from meshwright.runs import stragglers
 from meshwright.runs.stragglers import StragglerWatch, medians_of_others
+from meshwright_dtensor.devices import waits
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.mesh import waits
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor._torch import functional
-from meshwright_dtensor.mesh.waits import waiting
+from meshwright_dtensor.devices.waits import waiting
 
 Tensor = torch.Tensor
 

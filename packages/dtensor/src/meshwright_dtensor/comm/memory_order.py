@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import Site
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, local_shape_of, uneven_dims
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor._torch.modes import in_backward
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.users_line import users_line
-from meshwright_dtensor.mesh.waits import waiting
 
 _KEY = "meshwright/calls/"
 _POLLS = (0.0005, 1.0)

@@ -26,11 +26,11 @@ from meshwright_dtensor._torch.groups import (
 )
 from meshwright_dtensor._torch.modes import without_functorch
 from meshwright_dtensor.devices import HOST, Device, default_device, device_of, is_known, types_here
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.deadlock import watch_for_deadlocks
 from meshwright_dtensor.mesh.error_report import report_to_torchrun
 from meshwright_dtensor.mesh.start_store import start_store
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.utils.names import count_of, listing
 from meshwright_dtensor.utils.process import settle_at_exit
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.modes import functorch_active
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.stages.stage_tensor import StageValue, held, value_of
 from meshwright_dtensor.stored.gather import as_global
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor

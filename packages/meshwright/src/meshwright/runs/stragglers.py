@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_dtensor.devices.waits import Waits
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import control_group, message_device
-from meshwright_dtensor.mesh.waits import Waits
 from meshwright_dtensor.utils.bytesize import human_seconds
 from meshwright_parallel.placement.inputs import placement_of
 

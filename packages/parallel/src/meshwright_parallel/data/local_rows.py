@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.devices import HOST, device_of
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
 from meshwright_dtensor.model.batch_text import describe
 from meshwright_dtensor.sharding.boxes import chunk_box

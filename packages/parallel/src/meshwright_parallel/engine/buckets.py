@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.devices import on_host
+from meshwright_dtensor.devices.waits import wait_for
 from meshwright_dtensor.mesh.mesh import group_over, message_device
-from meshwright_dtensor.mesh.waits import wait_for
 from meshwright_parallel._torch.core import is_only_user, is_only_user_after_accumulation, local_of
 from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 

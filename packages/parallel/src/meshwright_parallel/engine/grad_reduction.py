@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.mesh import group_over
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.staged import check_copied

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.devices.waits import wait_for
 from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.mesh.layout import Layout
-from meshwright_dtensor.mesh.waits import wait_for
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy, mark_as_copy

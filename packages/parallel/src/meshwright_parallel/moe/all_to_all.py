@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import CommLog, record
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import follow_call
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.model.stage_info import StageInfo, is_repeated, stage_link
 from meshwright_dtensor.stages.whole_model import own_tensors
 from meshwright_parallel._torch.core import local_of, scale_in_place

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.devices import default_device
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.mesh.mesh import group_over
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.stages.whole_model import own_tensors, whole_model_among
 from meshwright_parallel._torch.core import local_of, unscale_in_place
 

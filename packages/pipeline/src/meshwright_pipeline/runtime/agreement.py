@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.mesh.mesh import extremes, group_over, message_device
-from meshwright_dtensor.mesh.waits import waiting
 from meshwright_dtensor.model.batch_text import SAME_BATCH, SAME_RANDOM, difference, split_random_state
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_pipeline.runtime.p2p.messages import packets, receive_bytes, send_to_each

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.devices.waits import wait_for, waiting
 from meshwright_dtensor.mesh.mesh import message_device
-from meshwright_dtensor.mesh.waits import wait_for, waiting
 from meshwright_dtensor.model.tied_parameters import all_names
 from meshwright_pipeline._torch import local_gradient
 from meshwright_pipeline.runtime.agreement import RankLost

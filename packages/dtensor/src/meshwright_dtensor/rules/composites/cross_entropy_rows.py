@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from meshwright_dtensor._torch.functional import is_recorded
 from meshwright_dtensor.devices import on_host
-from meshwright_dtensor.mesh.waits import wait_for
+from meshwright_dtensor.devices.waits import wait_for
 from meshwright_dtensor.rules.composites.base import LocalContext
 
 ON_CPU, ELSEWHERE = 1 << 20, 256 << 20

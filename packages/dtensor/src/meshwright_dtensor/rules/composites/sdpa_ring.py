@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.comm.log import CommLog, Site, record
+from meshwright_dtensor.devices.waits import wait_for
 from meshwright_dtensor.mesh.mesh import check_sends
-from meshwright_dtensor.mesh.waits import wait_for
 from meshwright_dtensor.rules.composites.sdpa_blocks import Merged, Terms, attend, attend_backward, blocks
 from meshwright_dtensor.sharding.intervals import Intervals
 

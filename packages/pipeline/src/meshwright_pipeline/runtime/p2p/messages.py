@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.devices import HOST
+from meshwright_dtensor.devices.waits import wait_for, waiting
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.mesh.mesh import message_device
-from meshwright_dtensor.mesh.waits import wait_for, waiting
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap

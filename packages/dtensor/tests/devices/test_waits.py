@@ -6,9 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from meshwright_dtensor.devices import Device
-from meshwright_dtensor.mesh import waits
-from meshwright_dtensor.mesh.waits import Waits, wait_for, waiting
+from meshwright_dtensor.devices import Device, waits
+from meshwright_dtensor.devices.waits import Waits, wait_for, waiting
 
 
 class Clock:
