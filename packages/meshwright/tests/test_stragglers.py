@@ -178,3 +178,17 @@ def unwatched(rank: int, size: int, folder: str) -> Any:
     """The watch of a loop without one."""
     mw.init()
     return mw.elastic(folder, model=nn.Linear(2, 2), stragglers=None).watch
+
+
+def test_a_watch_that_is_left_measures_no_more(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, left_measuring) == [(1, 0)] * 2
+
+
+def left_measuring(rank: int, size: int) -> tuple[int, int]:
+    """How many measure while there is a watch, and after it."""
+    mw.init()
+    watch = StragglerWatch(0, 1)
+    watch.end_step()
+    while_there = len(waits.Waits._measuring)
+    del watch
+    return while_there, len(waits.Waits._measuring)

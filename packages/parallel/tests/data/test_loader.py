@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -333,6 +333,8 @@ class Rich(Dataset[Any]):
             row["name"] += "?"
         if self.change == "bytes":
             row["raw"] = b"y" * 300
+        if self.change == "mapping":
+            row["area"] = UserDict(ids=index)
         if self.change == "last row" and index == 7:
             row["ids"] += 1
         if self.change == "generator":
@@ -359,15 +361,16 @@ def other_data(rank: int, size: int, degrees: dict[str, int], changes: list[str]
 
 
 def test_other_data_in_the_same_order_is_refused(rank_pool: RankPool) -> None:
-    changes = ["", "tensor", "array", "text", "bytes", "length", "generator"]
+    changes = ["", "tensor", "array", "text", "bytes", "mapping", "length", "generator"]
     same, *errors = rank_pool.run(2, other_data, {"dp": 2}, changes)[0]
     assert same == "3"
-    tensor, array, text, raw, length, generator = errors
+    tensor, array, text, raw, mapping, length, generator = errors
     start = "rank 1 reads other data than rank 0 (row 0: "
     assert tensor.startswith(f"{start}the values of 0.ids [3] int64 differ); give every rank the same data")
     assert array.startswith(f"{start}the values of 0.area [2] float32 differ)")
     assert text.startswith(f"{start}0.name=row 0 against 0.name=row 0?)")
     assert raw.startswith(f"{start}0.raw=300 characters, ")
+    assert mapping.startswith(f"{start}0.area [2] float32 against 0.area.ids=0)")
     assert length.startswith(
         "rank 1 has a dataset of 25 rows, rank 0 one of 24; give every rank the same data"
     )

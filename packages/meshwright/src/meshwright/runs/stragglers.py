@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,8 @@ class StragglerWatch:
         self.handle: Any = None
         self._interval, self._factor, self._checks = interval, factor, checks
         self._steps, self._waits, self._measures = 0, Waits(clock), False
+        # a loop that ends by an error leaves the watch, and nobody would end the measurement
+        weakref.finalize(self, self._waits.stop)
         self._group = control_group() if dist.is_initialized() else None
         told = Ranks(self._group).gather([socket.gethostname(), stage])
         self._hosts = [host for host, _ in told]

@@ -18,7 +18,7 @@ from meshwright.recipes.schema import Recipe
 from meshwright.runs.stragglers import Straggler
 from meshwright.training.utilisation import Utilisation
 from meshwright_dtensor.devices import device_of
-from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
 from meshwright_dtensor.utils.console import Console
 
 
@@ -91,7 +91,7 @@ class Log:
         if ranks != self.slow:
             self.slow = ranks
             shown = [
-                f"{each.rank} on {each.host} ({each.seconds / each.median:.1f} times the median)"
+                f"{each.rank} on {each.host} ({human_seconds(each.seconds)} a step, median {human_seconds(each.median)})"
                 for each in slow
             ]
             self.write(

@@ -7,7 +7,7 @@ reads the first row too. Compared are the first three batches, and every 64th on
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +73,9 @@ def row_text(row: Any) -> str:
 
 
 def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, Mapping):
+        # a mapping of another class, such as the encodings of transformers
+        return {str(key): pytree.tree_map(_plain, value) for key, value in leaf.items()}
     if isinstance(leaf, torch.Tensor) or not hasattr(leaf, "__array_interface__"):
         if isinstance(leaf, (str, bytes)):
             data = leaf.encode() if isinstance(leaf, str) else leaf
