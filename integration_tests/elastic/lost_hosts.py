@@ -71,9 +71,12 @@ def lose_hosts(folder: Path, losses: int, seed: int, shape: Shape) -> list[str]:
                     _memory(made, lost).mkdir()
                 made.mend(lost)
                 _wait_for_steps(folder, choose.randrange(1, 4))
+                # a busy machine takes long to start a host again, and the others would come to the end
+                (folder / "slow").touch()
                 agents[lost] = _agent(made, lost, folder, shape)
                 # it is there again
                 _wait(folder, everyone, agents)
+                (folder / "slow").unlink()
             end = time.monotonic() + SECONDS
             while lines(folder)[-1] != {"done": True}:
                 assert time.monotonic() < end, _last(folder)

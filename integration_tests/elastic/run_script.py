@@ -1,7 +1,7 @@
 """A loop of `mw.elastic`, started by torchrun with the folder of the run; each start is on another plan.
 
 Writes lines to FOLDER/log: {"first": step, "ranks": number} when it begins, {"step", "loss"} after a step, {"done": true} when
-all steps are done. PEER_COPIES: steps between two copies in memory; 0: none.
+all steps are done. While there is a file FOLDER/slow, it pauses longer. PEER_COPIES: steps between two copies in memory; 0: none.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(folder: Path) -> None:
         scheduler.step()
         value = loss.item()
         tell(step=step, loss=value)
-        time.sleep(PAUSE)
+        time.sleep(PAUSE * (10 if (folder / "slow").exists() else 1))
     if not run.received:
         tell(done=True)
     torch.distributed.destroy_process_group()
