@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layout_cases import STATES, convertible, legal, run_many
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm import log as log_module
+from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.redistribute import route
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
@@ -123,3 +126,41 @@ def partial_once(rank, world):
 
 def test_partial_is_reduced_once_for_all_readers(rank_pool: RankPool):
     assert rank_pool.run(2, partial_once) == [["all_reduce"]] * 2
+
+
+class Copies(TorchDispatchMode):
+    """The bytes of tensors that operations make by copying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.clone):
+            self.nbytes += made.nbytes
+        return made
+
+
+def _copied(rank: int, size: int, shape: tuple[int, ...], source, target) -> int:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    total, total_target = (shape[d] if isinstance(d, int) else 0 for d in (source, target))
+    run = Step(MeshContext.of(mesh), 0, source, target, total, total_target).function("forward")
+    assert run is not None
+    local = list(shape)
+    if isinstance(source, int):
+        local[source] //= size
+    value = torch.ones(local)
+    with Copies() as copies:
+        run(value, log_module.NOWHERE)
+    return copies.nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "source", "target", "times"),
+    [((4, 6, 8), "P", 1, 1), ((4, 6, 8), "P", 0, 0), ((1, 6, 8), "P", 1, 0), ((4, 6, 8), 1, "R", 1), ((4, 6, 8), 1, 2, 1)],
+)  # fmt: skip
+def test_a_collective_copies_what_is_strided_once(rank_pool: RankPool, shape, source, target, times):
+    """As the planner costs it; an all-to-all copies the half of a rank before and after."""
+    whole = 4 * math.prod(shape)
+    assert rank_pool.run(2, _copied, shape, source, target) == [times * whole] * 2

@@ -152,10 +152,17 @@ def _zeros_in_memory_of(t: Tensor) -> Tensor:
 def _all_to_all(t: Tensor, source: int, target: int, n: int, group: dist.ProcessGroup) -> Tensor:
     shape = list(t.shape)
     shape[target] //= n
-    send = torch.cat([c.reshape(-1) for c in t.chunk(n, target)])
+    send = _one_after_another(t, target, n)
     counts = [send.numel() // n] * n
     received = group_calls.all_to_all(send, counts, counts, group)
     return torch.cat(received.view([n, *shape]).unbind(0), source)
+
+
+def _one_after_another(t: Tensor, dim: int, n: int) -> Tensor:
+    """The elements of ``n`` equal chunks of a dim, one chunk after the other: those of ``t`` itself where they are so."""
+    leading = all(size == 1 for size in t.shape[:dim])
+    # torch joins tensors of another memory order in that order
+    return (t if leading else torch.cat(t.chunk(n, dim))).reshape(-1)
 
 
 def _length(intervals: Intervals) -> int:
@@ -233,7 +240,7 @@ def _scatterer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Mo
     def scatter(t: Tensor) -> Tensor:
         if not in_order:
             t = torch.cat([t.narrow(dim, start, size) for start, size in order], dim)
-        chunks = torch.cat([c.reshape(-1) for c in t.chunk(n, dim)])
+        chunks = _one_after_another(t, dim, n)
         shape = list(t.shape)
         shape[dim] //= n
         return group_calls.reduce_scatter(chunks, group, shape)
