@@ -13,8 +13,17 @@ from torch import nn
 
 from meshwright_dtensor.cluster import Cluster, LinkLevel
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.sharding.states import State
 from meshwright_planner.clusters.registry import DGX_A100, DGX_H100, LAPTOP_CPU, cluster_of
-from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move, work_of
+from meshwright_planner.cost.backward import BackwardTraffics
+from meshwright_planner.cost.prices import (
+    AxisCosts,
+    backward_move,
+    convertible,
+    forward_move,
+    inner_dim,
+    work_of,
+)
 from meshwright_planner.memory.module_work import module_work
 from meshwright_planner.memory.peak import Replay
 from meshwright_planner.placement.legal_rows import Legality
@@ -153,3 +162,95 @@ def test_copied_blocks_have_the_work_of_run_blocks() -> None:
     assert len(quotient(tape).nodes) < len(tape.nodes)
     assert merged == work(merge=False)
     assert len(merged) > 20 and all(part[1] for part in merged[1:-1])  # in the last, nothing is done
+
+
+GATHERED = (16, 4096, 5120)
+NBYTES = 2 * 16 * 4096 * 5120
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "copies"),
+    [
+        (1, "X", GATHERED, 2),
+        ("P", 1, GATHERED, 2),
+        # the parts of ranks follow each other in memory
+        (0, "X", GATHERED, 0),
+        (1, "X", (1, 16 * 4096, 5120), 0),
+        ("P", 0, GATHERED, 0),
+        ("P", "I", GATHERED, 0),
+        # before and after, of what one rank holds
+        (1, 2, GATHERED, 4 / 8),
+        (0, 2, GATHERED, 2 / 8),
+    ],
+)
+def test_collectives_of_an_inner_dim_are_copied_too(
+    source: State, target: State, shape: tuple[int, ...], copies: float
+) -> None:
+    """A gather or scatter along an inner dim reads and writes the whole tensor once more (comm/collectives.py)."""
+    link = DGX_H100.link(1, 8)
+    moved = forward_move(source, target, NBYTES, inner_dim(shape))
+    assert moved is not None
+    seconds = AxisCosts(DGX_H100, link, 8).collective(moved)
+    copied = copies * NBYTES / DGX_H100.streams
+    assert seconds == pytest.approx(link.seconds(moved.kind, NBYTES, 8) + copied)
+    # another batch of one row has no inner dim
+    row = moved.resized(NBYTES // 16, inner_dim((1, *shape[1:])))
+    assert (row.copies > 0) == (2 in (source, target) and source != "P")
+
+
+class Readers(nn.Module):
+    """One value that `count` layers read."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        return torch.stack([layer(x) for layer in self.layers]).sum(0)
+
+
+def step_seconds(model: nn.Module, x: torch.Tensor, kinds: tuple[str, ...]) -> float:
+    """Seconds of the operations of these kinds, forward and backward, on an H100."""
+    tape = record(model, Batch.of(x), RuleBook.first_party().composites)
+    costs, backwards, total = AxisCosts(DGX_H100, DGX_H100.link(1, 1), 1), BackwardTraffics(tape), 0.0
+    for index, node in enumerate(tape.nodes):
+        flops = 2 * 8192 * 4096**2 if node.name == "linear" else 0
+        work = work_of(node, tape.values, tape.flows[index], flops, backwards.of(tape, index))
+        if work.kind in kinds:
+            states = [("I",) * len(refs) for refs in (node.ins, node.outs)]
+            total += costs.compute(work, node, tape.values, *states)
+    return total
+
+
+def test_gradients_of_several_products_are_summed() -> None:
+    """Of three products of one value the second and the third gradient are added: two reads and a write each."""
+    with torch.device("meta"):
+        single, three = Readers(1).bfloat16(), Readers(3).bfloat16()
+        x = torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True)
+    more = step_seconds(three, x, ("matmul",)) - 3 * step_seconds(single, x, ("matmul",))
+    assert more == pytest.approx(2 * 3 * 2 * 8192 * 4096 / DGX_H100.streams, rel=1e-6)
+
+
+class Cut(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        if self.name == "half":
+            return x[:, :2048].exp()
+        if self.name == "split":
+            low, high = x.split(2048, 1)
+            return low.exp() * high
+        return x.view(4096, 8192).exp()
+
+
+@pytest.mark.parametrize(("name", "passes"), [("half", 2.0), ("split", 2.0), ("view", 0.0)])
+def test_backward_of_views(name: str, passes: float) -> None:
+    """The gradient of a half is copied (read, write) into zeros; those of both halves are joined; a view has none."""
+    with torch.device("meta"):
+        x = torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True)
+    seconds = step_seconds(Cut(name), x, ("view",))
+    assert seconds == pytest.approx(max(10e-6, passes * 2 * 8192 * 4096 / DGX_H100.streams), rel=1e-6)

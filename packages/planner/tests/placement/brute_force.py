@@ -12,7 +12,7 @@ from torch import nn
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
 from meshwright_planner.clusters.registry import LAPTOP_CPU
-from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move
+from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move, inner_dim
 from meshwright_planner.placement.ilp import MemoryTerms
 from meshwright_planner.placement.legal_rows import Legality, Option
 from meshwright_planner.placement.problem import RESULT, PlacementProblem
@@ -78,14 +78,17 @@ def every_cost(
             events = set()
             for value, target, reader in wanted:
                 source, nbytes = left.get(value, "I"), tape.values[value].nbytes
+                inner = inner_dim(tape.values[value].shape)
                 # a weight is not moved, and within a call of a torch function nothing is
                 fixed = (value in names and source != "I") or problem.inside_one_call(value, reader)
                 if not convertible(source, target) or (fixed and source != target):
                     seconds = float("inf")
                     break
-                events.add((value, "forward", forward_kind(target), forward_move(source, target, nbytes)))
+                events.add(
+                    (value, "forward", forward_kind(target), forward_move(source, target, nbytes, inner))
+                )
                 if tape.grad[value]:
-                    events.add((value, "backward", target, backward_move(source, target, nbytes)))
+                    events.add((value, "backward", target, backward_move(source, target, nbytes, inner)))
             if seconds == float("inf"):
                 continue
             seconds += sum(costs.collective(move) for _, _, _, move in events)

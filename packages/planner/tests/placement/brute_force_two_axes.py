@@ -11,7 +11,7 @@ from meshwright_dtensor.comm.redistribute import route
 from meshwright_dtensor.sharding.states import State, States, forward_kind, is_shard
 from meshwright_dtensor.strategy import Link
 from meshwright_planner.clusters.registry import LAPTOP_CPU
-from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move
+from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move, inner_dim
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import RESULT
 from meshwright_planner.placement.two_axes import JointLegality, JointProblem
@@ -51,13 +51,14 @@ def joint_problem_of(
 def moved(problem: JointProblem, value: int, source: States, target: States) -> tuple[float, bool]:
     """Seconds of one conversion, both passes, and whether consumers share it."""
     seconds, nbytes = 0.0, problem.tape.values[value].nbytes
+    inner = inner_dim(problem.tape.values[value].shape)
     here, sends, cuts = list(source), False, False
     for axis, a, b in route(source, target):
         size = nbytes
         for other, state in enumerate(here):
             if other != axis and is_shard(state):
                 size //= problem.costs.degrees[other]
-        forward, back = forward_move(a, b, size), backward_move(a, b, size)
+        forward, back = forward_move(a, b, size, inner), backward_move(a, b, size, inner)
         seconds += problem.costs.axes[axis].collective(forward)
         if problem.tape.grad[value]:
             seconds += problem.costs.axes[axis].collective(back)

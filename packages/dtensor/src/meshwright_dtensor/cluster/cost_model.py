@@ -30,7 +30,8 @@ class Operation(NamedTuple):
         table_bytes: of an embedding's table; its gradient has this size, however few rows are read.
         tensors: number of tensors: the parameters of an update, else 1.
         on_mesh: it is dispatched over a mesh, which takes host time.
-        backward_bytes: bytes that its backward pass reads and writes; None for matrix products, where `flops` decides.
+        backward_bytes: bytes that its backward pass reads and writes; of a product or a view only what comes on top: gradients
+            that are added to those of other readers, zeros around the gradient of a part.
     """
 
     name: str

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright_planner.trace.op_kinds import base_name
+from meshwright_dtensor.trace.graph import Ref
+from meshwright_planner.trace.op_kinds import VIEWS, base_name
 from meshwright_planner.trace.tape import Saved, Tape
 
 PASSED_ON = frozenset("add sub clone alias".split())
 """Operations that pass a gradient on unchanged, except to broadcast inputs."""
+
+CUT = frozenset("slice select narrow diagonal as_strided unfold".split())
+"""Views of a part: the gradient of the whole is filled with zeros, then that of the part is copied into it."""
+
+CUT_UP = frozenset("split split_with_sizes unbind chunk".split())
+"""Views of all parts: their gradients are joined."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +28,17 @@ class BackwardTraffic:
     Args:
         ins, outs: counts per input and output.
         kept: bytes of saved tensors that the recorder never saw.
+        sums: of the counts per input, those that add the gradient to that of another reader.
     """
 
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     kept: float = 0.0
+    sums: tuple[int, ...] = ()
+
+    def around_products(self) -> BackwardTraffic:
+        """The traffic of the backward pass of products besides the products themselves: only the sums."""
+        return BackwardTraffic(self.sums, (0,) * len(self.outs), sums=self.sums)
 
 
 class BackwardTraffics:
@@ -61,12 +75,33 @@ class BackwardTraffics:
             written = [receives and size != whole for receives, size in zip(written, sizes, strict=True)]
         runs = any(written)
         added = [w and self._first.get(ref.i, index) != index for w, ref in zip(flows, node.ins, strict=True)]
-        ins = zip(written, added, node.ins, strict=True)
+        sums = tuple(3 * more for more in added)
+        if node.op is not None and base_name(node) in VIEWS:
+            ins, outs = _of_view(base_name(node), any(flows), whole != _elements(tape, node.ins))
+            by_input = (ins * w + more for w, more in zip(flows, sums, strict=True))
+            return BackwardTraffic(tuple(by_input), tuple(outs * m for m in made), sums=sums)
+        by_input = (w + (ref.i in read) + more for w, more, ref in zip(written, sums, node.ins, strict=True))
         return BackwardTraffic(
-            tuple(w + (ref.i in read) + 3 * more for w, more, ref in ins),
+            tuple(by_input),
             tuple((m and runs) + (ref.i in read) for m, ref in zip(made, node.outs, strict=True)),
             float(sum(_item(tape, place).nbytes for place in self._inner[index])),
+            sums,
         )
+
+
+def _of_view(name: str, flows: bool, resized: bool) -> tuple[int, int]:
+    """How often the backward pass of a view passes over the gradient of its input, and over those of its outputs."""
+    if not flows:
+        return 0, 0
+    if name in CUT:
+        return 1, 2
+    # an expanded gradient is summed
+    return (1, 1) if name in CUT_UP or (name == "expand" and resized) else (0, 0)
+
+
+def _elements(tape: Tape, refs: Sequence[Ref]) -> int:
+    """Elements of the first of these values."""
+    return math.prod(tape.values[refs[0].i].shape) if refs else 0
 
 
 def _item(tape: Tape, place: int) -> Saved:

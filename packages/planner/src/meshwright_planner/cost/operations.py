@@ -60,7 +60,10 @@ def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
     if op.kind == "view":
         view = cluster.measured("view", "float32")
         seconds = launches if view is None else view.seconds(1.0, (True, op.backward)) + around
-        return seconds, _usual_fraction(op)
+        # it moves no data, but its backward pass may
+        back = (op.backward_bytes or 0.0) / cluster.streams if op.backward else 0.0
+        seconds = max(seconds, back) if cluster.hides_launch else seconds + back
+        return seconds, 0.0 if back > launches else _usual_fraction(op)
     # the gradient of an embedding table is filled with zeros first
     filled = op.table_bytes / cluster.streams if op.backward else 0.0
     curve = cluster.measured(op.kind, op.dtype) or cluster.measured(op.kind, "float32")
@@ -77,20 +80,22 @@ def _by_figures(cluster: Cluster, op: Operation) -> tuple[float, float]:
     """Seconds of forward and backward of an operation that was not measured."""
     least = op.nbytes / cluster.streams
     shaped = cluster.chip is not None and op.flops and op.outputs
+    # of a product: gradients that are added to those of other readers
+    sums = (op.backward_bytes or 0.0) / cluster.streams
     if op.kind.startswith("attention"):
         if shaped:
             forward = max(attention_seconds(cluster, op.outputs[0], op.flops, op.dtype), least)
-            return forward, ATTENTION / ATTENTION_BACKWARD * forward
+            return forward, ATTENTION / ATTENTION_BACKWARD * forward + sums
         forward = max(op.flops / cluster.rate(op.dtype), least)
-        return forward, ATTENTION * forward
+        return forward, ATTENTION * forward + sums
     if shaped:
         product = Product.of(op.outputs[0], op.flops, op.products, op.itemsize)
         forward = max(product_seconds(cluster, product, op.dtype), least)
         back = sum(max(product_seconds(cluster, each, op.dtype), least) for each in product.gradients())
-        return forward, back * min(op.gradients, 2) / 2
+        return forward, back * min(op.gradients, 2) / 2 + sums
     forward = max(op.flops / cluster.rate(op.dtype), least)
     if op.flops:
-        return forward, BACKWARD * min(op.gradients, 2) / 2 * forward
+        return forward, BACKWARD * min(op.gradients, 2) / 2 * forward + sums
     if op.backward_bytes is not None:
         return forward, op.backward_bytes / cluster.streams
     return forward, BACKWARD * forward
@@ -129,7 +134,8 @@ def _measured(cluster: Cluster, curve: MeasuredWork, op: Operation) -> float:
             # large new tensors get new memory pages
             smallest = pages.forward[0][0]
             fresh = sum(pages.seconds(nbytes, (True, False)) for nbytes in op.made if nbytes >= smallest)
-        return max(forward, least) + max(back, least if op.backward else 0.0) + fresh
+        sums = (op.backward_bytes or 0.0) / cluster.streams if op.backward else 0.0
+        return max(forward, least) + max(back, least if op.backward else 0.0) + fresh + sums
     return curve.seconds(op.nbytes, (True, op.backward))
 
 

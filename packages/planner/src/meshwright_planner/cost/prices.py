@@ -22,6 +22,9 @@ from meshwright_planner.cost.operations import FORWARD, timed
 from meshwright_planner.trace.flops import gradients_made
 from meshwright_planner.trace.op_kinds import base_name, kind_of
 
+MANY = 1 << 30
+"""More dims than a tensor has."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -32,16 +35,25 @@ class Collective:
         nbytes: bytes of the full tensor on this axis.
         axis: number of the axis, outermost first.
         parts: number of parts into which the other axes divide the tensor.
+        dims: the dims that are sharded before it and after it; the parts of other ranks are strided there.
+        copies: how often the runtime copies the full tensor, because the parts of ranks do not follow each other in memory.
     """
 
     kind: CollectiveKind
     nbytes: int
     axis: int = 0
     parts: int = 1
+    dims: tuple[int, ...] = ()
+    copies: int = 0
 
-    def resized(self, nbytes: int) -> Collective:
-        """The same for a tensor of `nbytes` in all."""
-        return replace(self, nbytes=nbytes // self.parts)
+    def resized(self, nbytes: int, inner: int) -> Collective:
+        """The same for a tensor of `nbytes` in all; `inner`: see `inner_dim`."""
+        return replace(self, nbytes=nbytes // self.parts, copies=sum(dim >= inner for dim in self.dims))
+
+
+def inner_dim(shape: Sequence[int]) -> int:
+    """The first dim of which the parts of ranks are strided in memory: a dim before it has several elements."""
+    return next((dim + 1 for dim, size in enumerate(shape) if size > 1), len(shape))
 
 
 def along(state: State | States) -> States:
@@ -49,15 +61,19 @@ def along(state: State | States) -> States:
     return state if isinstance(state, tuple) else (state,)
 
 
-def move(source: State, target: State, nbytes: int) -> Collective | None:
+def move(source: State, target: State, nbytes: int, inner: int = MANY) -> Collective | None:
     """The collective that takes a value from kind `source` to kind `target` ("R", "P" or a dim); None when local."""
     if source == target:
         return None
+    kind: CollectiveKind
     if source == "P":
-        return Collective("all_reduce" if target == "R" else "reduce_scatter", nbytes)
-    if is_shard(source) and (target == "R" or is_shard(target)):
-        return Collective("all_gather" if target == "R" else "all_to_all", nbytes)
-    return None
+        kind = "all_reduce" if target == "R" else "reduce_scatter"
+    elif is_shard(source) and (target == "R" or is_shard(target)):
+        kind = "all_gather" if target == "R" else "all_to_all"
+    else:
+        return None
+    dims = tuple(int(state) for state in (source, target) if isinstance(state, int))
+    return Collective(kind, nbytes, dims=dims).resized(nbytes, inner)
 
 
 def convertible(source: State, target: State) -> bool:
@@ -65,16 +81,16 @@ def convertible(source: State, target: State) -> bool:
     return not (is_shard(source) and target == "P")
 
 
-def forward_move(source: State, target: State, nbytes: int) -> Collective | None:
+def forward_move(source: State, target: State, nbytes: int, inner: int = MANY) -> Collective | None:
     """The collective of the forward pass that a conversion from `source` to `target` needs."""
-    return move(forward_kind(source), forward_kind(target), nbytes)
+    return move(forward_kind(source), forward_kind(target), nbytes, inner)
 
 
-def backward_move(source: State, target: State, nbytes: int) -> Collective | None:
+def backward_move(source: State, target: State, nbytes: int, inner: int = MANY) -> Collective | None:
     """The collective of the backward pass that a conversion from `source` to `target` needs."""
     back, front = gradient_kind(target), gradient_kind(source)
     # a sharded gradient becomes partial by padding with zeros, a replicated one by keeping one copy
-    return None if front == "P" else move(back, front, nbytes)
+    return None if front == "P" else move(back, front, nbytes, inner)
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,7 @@ class Work:
 
     `kind`: see op_kinds.kind_of. `inputs_back`: number of inputs with a gradient, for a product of its operands.
     `table_bytes`: of the table of an embedding, whose gradient has the size of the whole table.
-    `itemsize`, `products`: see cost_model.Operation. `back`: bytes of its backward pass; None for products.
+    `itemsize`, `products`: see cost_model.Operation. `back`: bytes of its backward pass, besides those of its products.
     `again`: how often the model's own checkpoints recompute its forward.
     """
 
@@ -114,10 +130,18 @@ class AxisCosts:
     model: CostModel | None = None
 
     def collective(self, collective: Collective | None) -> float:
-        """Seconds of a collective on this axis."""
+        """Seconds of a collective on this axis, and of the copies before and after it."""
         if collective is None:
             return 0.0
-        return self.link.seconds(collective.kind, collective.nbytes, self.degree)
+        seconds = self.link.seconds(collective.kind, collective.nbytes, self.degree)
+        if not collective.copies or self.degree == 1:
+            return seconds
+        # an all-to-all exchanges what one rank holds
+        held = collective.nbytes * collective.copies / (self.degree if collective.kind == "all_to_all" else 1)
+        copy = Operation(
+            "aten.cat.default", "copy", "float32", 0.0, 2.0 * held, False, made=(held,), on_mesh=False
+        )
+        return seconds + (timed(self.cluster, copy)[0] if self.model is None else self.model.operation(copy))
 
     def share(self, state: State) -> float:
         """The fraction of a value that one rank holds in `state`."""
@@ -291,6 +315,6 @@ def work_of(
         table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
         itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
         products=math.prod(values[node.outs[0].i].shape[:-2]) if batched else 1,
-        back=None if flops else back,
+        back=None if back is None else back.around_products() if flops else back,
         again=again,
     )

@@ -53,7 +53,7 @@ class PlacementProblem:
         nodes, value_of = self.tape.nodes, self.quotient.value
         self._maker = {value_of(ref.i): k for k in self.quotient.nodes for ref in nodes[k].outs}
         self.saved = SavedTensors(self.tape, self.quotient, self.costs)
-        self._routes: dict[tuple[int, bool, bool, State, State], Route] = {}
+        self._routes: dict[tuple[int, int, bool, bool, State, State], Route] = {}
         self._storable: dict[tuple[int, bool], list[State]] = {}
         self._readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for value, node, position in self.quotient.edges:
@@ -89,7 +89,8 @@ class PlacementProblem:
         """A placement of a problem of other sizes, with its costs for this one."""
         values = self.tape.values
         options = {k: self.legality.option(k, o.ins, o.outs) for k, o in placement.options.items()}
-        moved = [(c, c.collective.resized(values[c.value].nbytes)) for c in placement.conversions]
+        sized = ((c, values[c.value]) for c in placement.conversions)
+        moved = [(c, c.collective.resized(value.nbytes, prices.inner_dim(value.shape))) for c, value in sized]
         conversions = [replace(conversion, collective=collective) for conversion, collective in moved]
         placed = replace(placement, options=options, conversions=conversions)
         placed.compute_seconds, placed.forward_seconds, placed.communication_seconds = self.seconds(placed)
@@ -204,21 +205,23 @@ class PlacementProblem:
         """The steps that bring a value from one state to another; None where there is no way."""
         if source != target and not self.may_move(value, source, target):
             return None
-        nbytes, grad = self.tape.values[value].nbytes, self.tape.grad[value]
-        key = (nbytes, grad, self.is_parameter(value), source, target)
+        held, grad = self.tape.values[value], self.tape.grad[value]
+        key = (prices.inner_dim(held.shape), held.nbytes, grad, self.is_parameter(value), source, target)
         if key not in self._routes:
             self._routes[key] = self._steps(*key)
         return self._routes[key]
 
-    def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
+    def _steps(
+        self, inner: int, nbytes: int, grad: bool, parameter: bool, source: State, target: State
+    ) -> Route:
         if not prices.convertible(source, target):
             return None
         steps: list[ConversionStep] = []
-        forward = prices.forward_move(source, target, nbytes)
+        forward = prices.forward_move(source, target, nbytes, inner)
         if forward is not None:
             moves, key = (Move(source, None, "forward", forward),), ("forward", source, forward_kind(target))
             steps.append(ConversionStep(moves, self.costs.collective(forward), key, repeated=True))
-        backward = prices.backward_move(source, target, nbytes) if grad else None
+        backward = prices.backward_move(source, target, nbytes, inner) if grad else None
         if backward is not None:
             moves, key = (Move(source, None, "backward", backward),), ("backward", source, target)
             steps.append(ConversionStep(moves, self.costs.collective(backward), key))

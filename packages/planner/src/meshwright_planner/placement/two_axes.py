@@ -173,7 +173,9 @@ class JointProblem(PlacementProblem):
         there = "I" if placement is None else along(placement.stored[value])[axis]
         return along(state)[axis] == there
 
-    def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
+    def _steps(
+        self, inner: int, nbytes: int, grad: bool, parameter: bool, source: State, target: State
+    ) -> Route:
         way = _stages(along(source), along(target), self.costs.degrees)
         if way is None:
             return None
@@ -181,7 +183,7 @@ class JointProblem(PlacementProblem):
         here = along(source)
         for stage in way:
             needed = (move for move in stage.moves if grad or move.phase == "forward")
-            moves = tuple(move._replace(collective=move.collective.resized(nbytes)) for move in needed)
+            moves = tuple(move._replace(collective=move.collective.resized(nbytes, inner)) for move in needed)
             if moves:
                 # a weight is converted at each of its uses
                 key = (source, here, stage.target) if stage.kept and not parameter else None
