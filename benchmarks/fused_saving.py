@@ -6,6 +6,7 @@ For predictions of a compiled run; plans do not use it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,35 +24,54 @@ FUSED = frozenset({"pointwise", "function", "norm", "reduce", "copy", "view", "d
 """Kinds of operations (op_kinds.kind_of) that fuse with their producers and consumers."""
 
 
+@dataclass(frozen=True)
+class OneRank:
+    """The operations of a step with nothing divided, and their costs on one device."""
+
+    tape: Tape
+    works: Sequence[Work]
+    costs: AxisCosts
+
+    @staticmethod
+    def of(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.dtype | None = None) -> OneRank:
+        """`dtype`: the compute dtype."""
+        book = RuleBook.default()
+        tape = record(model, batch, book.composites, dtype)
+        composites = by_name(book.composites)
+        backwards = BackwardTraffics(tape)
+        works = [
+            work_of(
+                node,
+                tape.values,
+                tape.flows[index],
+                forward_flops(node, tape.values, composites),
+                backwards.of(tape, index),
+                tape.again[index],
+            )
+            for index, node in enumerate(tape.nodes)
+        ]
+        return OneRank(tape, works, AxisCosts(cluster, cluster.link(1, 1), 1))
+
+    def timed(self, index: int) -> tuple[float, float]:
+        """Seconds of an operation, both passes, and the fraction of its forward pass."""
+        node = self.tape.nodes[index]
+        ins, outs = (["I"] * len(refs) for refs in (node.ins, node.outs))
+        return self.costs.timed(self.works[index], node, self.tape.values, ins, outs)
+
+
 def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.dtype | None = None) -> float:
     """Seconds of one step on one rank that fusion saves: `batch` is that rank's part, `dtype` the compute dtype."""
-    book = RuleBook.default()
-    tape = record(model, batch, book.composites, dtype)
-    costs = AxisCosts(cluster, cluster.link(1, 1), 1)
-    composites = by_name(book.composites)
-    backwards = BackwardTraffics(tape)
-    works = [
-        work_of(
-            node,
-            tape.values,
-            tape.flows[index],
-            forward_flops(node, tape.values, composites),
-            backwards.of(tape, index),
-            tape.again[index],
-        )
-        for index, node in enumerate(tape.nodes)
-    ]
-    group = _groups(tape, works)
-    separate = fused = 0.0
-    for index, node in enumerate(tape.nodes):
-        if index in group:
-            ins, outs = (["I"] * len(refs) for refs in (node.ins, node.outs))
-            separate += costs.compute(works[index], node, tape.values, ins, outs)
+    return saved_by_fusion(OneRank.of(model, batch, cluster, dtype))
+
+
+def saved_by_fusion(rank: OneRank) -> float:
+    """Seconds of one step that fusion saves."""
+    tape, group = rank.tape, _groups(rank.tape, rank.works)
+    separate = sum(rank.timed(index)[0] for index in group)
     members: dict[int, list[int]] = {}
     for index, number in group.items():
         members.setdefault(number, []).append(index)
-    for nodes in members.values():
-        fused += _traffic(tape, nodes) / cluster.streams
+    fused = sum(_traffic(tape, nodes) / rank.costs.cluster.streams for nodes in members.values())
     return max(0.0, separate - fused)
 
 

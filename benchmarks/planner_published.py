@@ -1,6 +1,8 @@
 """What the planner predicts of configurations that others have published (published_rows.py), and Alpa's plans.
 
-    python benchmarks/planner_published.py [--only qwen] [--json published.json]
+    python benchmarks/planner_published.py [--only qwen] [--json published.json] [--page]
+
+--page writes the figures into docs/planner-published.md (published_page.py).
 
 Constants are those of the profiles, each with its source there. Goals, for each table: mean absolute error of the throughput at
 most 10%, rank correlation at least 0.9, every row that ran fits and every row that ran out of memory does not. Alpa: what the
@@ -11,18 +13,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from fused_saving import fused_saving
+from fused_saving import OneRank, saved_by_fusion
+from published_page import ERROR, ORDER, judged, write
 from published_rows import TABLES, Row, Table, gpt
+from their_program import Group, TheirProgram
+from torch import nn
 
 import meshwright as mw
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.clusters.registry import named
 from meshwright_planner.evaluation.context import kept_back
@@ -34,7 +40,6 @@ ALPA = (  # billions of parameters, GPUs, hidden, layers, heads, and the plan fo
     (15, 32, 5120, 48, 40, (4, 2, 4, 128)),
     (39, 64, 8192, 48, 64, (16, 1, 4, 1024)),
 )
-ERROR, ORDER = 0.1, 0.9
 
 
 def tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
@@ -53,23 +58,28 @@ def predict(table: Table, row: Row) -> dict[str, Any]:
     """What is predicted of one row: throughput in the unit of its table, GiB, and whether that fits."""
     model, cluster = row.model(), named(table.cluster)
     begin = time.process_time()
+    # where microbatches are free, those that fit
+    limit = None if row.plan["pp"] > 1 and "microbatches" not in row.plan else 2**41
     plan: Any = mw.plan(
         model, tokens(row.rows, row.length), cluster=cluster, world_size=row.gpus, precision=table.precision,
-        memory_limit=2**41, **row.plan,
+        memory_limit=limit, **row.plan,
     )  # fmt: skip
     planned, seconds, split = time.process_time() - begin, step(plan), plan.predicted.split
     seconds -= (1 - row.bubble) * split.bubble_seconds
-    if row.accumulated > 1:
-        # the optimizer and the sums of gradients come once
-        once = split.optimizer_seconds + split.exposed["dp"]
-        seconds -= once * (1 - 1 / row.accumulated)
+    sums = split.exposed.get("dp", 0.0)
     if row.late_sums:
-        seconds += split.hidden.get("dp", 0.0) / row.accumulated
-    if row.compiled:
-        local = Batch.of(tokens(row.rows // row.plan["dp"], row.length))
-        seconds -= fused_saving(model, local, cluster, torch.bfloat16)
-    # the loss is not held during the optimizer's step
-    held = plan.predicted.total_bytes + row.loss_bytes * bool(plan.predicted.memory_bytes["activations"])
+        ranks = row.plan["dp"]
+        link = cluster.running(row.gpus).link(row.gpus // ranks, ranks)
+        seconds -= sums
+        # of float32 in the plan
+        sums = link.seconds("all_reduce", plan.predicted.memory_bytes["gradients"] / 2, ranks)
+        seconds += sums
+    # the optimizer and the sums of gradients come once
+    seconds -= (split.optimizer_seconds + sums) * (1 - 1 / row.accumulated)
+    # a rank of a pipeline waits in proportion to what the others compute
+    waiting = 1 + row.bubble * split.bubble_seconds / plan.predicted.compute_seconds
+    seconds += their_seconds(row, model, cluster, DTYPES[table.precision]) * waiting
+    held = held_bytes(row, plan.predicted)
     work = row.flops / 1e12 if row.flops else row.rows * row.length
     rate = work / seconds / row.gpus
     return {
@@ -83,6 +93,36 @@ def predict(table: Table, row: Row) -> dict[str, Any]:
         "seconds": seconds,
         "planned in": planned,
     }
+
+
+def held_bytes(row: Row, predicted: Any) -> float:
+    """Bytes of a rank at its peak: those of the plan, where the program of the row does not keep others."""
+    memory = dict(predicted.memory_bytes)
+    # the loss is not held during the optimizer's step
+    held = predicted.total_bytes + row.loss_bytes * bool(memory["activations"])
+    if row.activations is not None:
+        held += row.activations - memory["activations"]
+    if row.divided_gradients:
+        # of the whole ones, those of one of the rank's layers
+        held += memory["gradients"] * (1 / row.plan["dp"] + 1 / row.layers - 1)
+    return float(held)
+
+
+def their_seconds(row: Row, model: nn.Module, cluster: Cluster, dtype: torch.dtype) -> float:
+    """Seconds that the program of a row spends beyond the plan, by what its source says of it; negative where it fuses."""
+    if not (row.compiled or row.to_the_end or row.gathered):
+        return 0.0
+    degree = row.plan["tp"]
+    local = Batch.of(tokens(row.rows // row.plan["dp"], row.length))
+    rank = OneRank.of(model, local, cluster, dtype)
+    group = Group(cluster.running(row.gpus).link(1, degree), degree, row.plan.get("sequence_parallel", False))
+    program = TheirProgram(rank, model, row.plan.get("recompute"), group)
+    seconds = -saved_by_fusion(rank) / degree if row.compiled else 0.0
+    if row.to_the_end:
+        seconds += program.ends() / row.plan["pp"]
+    if row.gathered:
+        seconds += program.undivided(row.gathered)
+    return seconds
 
 
 def tabled(table: Table) -> tuple[list[dict[str, Any]], bool]:
@@ -100,24 +140,12 @@ def tabled(table: Table) -> tuple[list[dict[str, Any]], bool]:
         wrong = "" if made["fits"] == (row.published is not None) else ", WRONG"
         fits = f"{'fits' if made['fits'] else 'does not fit'}{wrong}"
         print(f"  {row.name}: {ran}, predicted {made['predicted']:.4g}{error}; {held}, {fits}", flush=True)
-    ran_rows = [row for row in rows if row["published"] is not None]
-    mean = statistics.mean(abs(row["error"]) for row in ran_rows)
-    order = spearman([row["published"] for row in ran_rows], [row["predicted"] for row in ran_rows])
-    right = sum(row["fits"] == (row["published"] is not None) for row in rows)
+    mean, order, right = judged(rows)
     print(
         f"  mean absolute error {100 * mean:.1f}% (goal {100 * ERROR:.0f}%), rank correlation {order:.2f} (goal {ORDER}), "
         f"memory right in {right} of {len(rows)} rows", flush=True,
     )  # fmt: skip
     return rows, mean <= ERROR and order >= ORDER and right == len(rows)
-
-
-def spearman(a: list[float], b: list[float]) -> float:
-    """Rank correlation; equal values share their mean rank."""
-
-    def ranks(values: list[float]) -> list[float]:
-        return [sum(w < v for w in values) + (sum(w == v for w in values) - 1) / 2 for v in values]
-
-    return statistics.correlation(ranks(a), ranks(b))
 
 
 def mesh(plan: Any) -> str:
@@ -176,6 +204,7 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=[*TABLES, "alpa"], default=None)
     parser.add_argument("--json", type=Path, default=None, help="write the results here")
+    parser.add_argument("--page", action="store_true", help="write the figures into the page")
     options = parser.parse_args()
     results, holds = {}, True
     for name, table in TABLES.items():
@@ -187,6 +216,8 @@ def main() -> int:
         holds &= good
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.page:
+        write(results)
     return 0 if holds else 4
 
 

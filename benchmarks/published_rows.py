@@ -30,8 +30,14 @@ class Row:
         flops: operations of a step in the accounting of the source, where the unit is TFLOP/s.
         loss_bytes: bytes that the loss of that program holds on a GPU at its peak, besides those of ours.
         accumulated: batches of `rows` whose gradients it adds up in a step, without a pipeline.
-        late_sums: it sums gradients over data ranks after the backward pass.
+        late_sums: it sums gradients over data ranks after the backward pass, all in one piece, of two bytes each.
         bubble: idle time of its pipeline relative to that of our schedule.
+        to_the_end: its recomputation runs each block to the end, where torch's stops when all saved tensors are there again.
+        activations: bytes that its program keeps for the backward pass on the fullest rank; None: as the plan.
+        divided_gradients: in a pipeline too, ranks that share gradients keep a shard of each, and whole ones of a single layer at
+            a time, of the `layers` that a rank has.
+        gathered: ends of names of modules whose results its tensor parallelism gathers, so that every rank computes with the
+            whole until the next product (their_program.py).
     """
 
     name: str
@@ -48,6 +54,11 @@ class Row:
     accumulated: int = 1
     late_sums: bool = False
     bubble: float = 1.0
+    to_the_end: bool = False
+    activations: float | None = None
+    divided_gradients: bool = False
+    layers: int = 1
+    gathered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,13 +78,33 @@ class Table:
     rows: tuple[Row, ...] = field(repr=False)
 
 
-def llama(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> nn.Module:
-    """A Llama of these sizes."""
+def _repeating(
+    module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **others: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention as torchtitan calls it: keys and values are repeated for each head of the queries."""
+    times = q.shape[1] // k.shape[1]
+    k, v = (t[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous(), None
+
+
+def _titan_attention() -> str:
+    """The name under which transformers finds `_repeating`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("torchtitan", _repeating)
+    return "torchtitan"
+
+
+def llama(
+    hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int, titan: bool = True
+) -> nn.Module:
+    """A Llama of these sizes; `titan`: with torchtitan's attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=131072, use_cache=False,
+        attn_implementation=_titan_attention() if titan else "sdpa",
     )  # fmt: skip
     with torch.device("meta"):
         return LlamaForCausalLM(config)
@@ -91,7 +122,7 @@ def llama3_70b() -> nn.Module:
 
 def llama3_405b() -> nn.Module:
     """Llama-3 405B."""
-    return llama(16384, 53248, 126, 128, 8, 128256)
+    return llama(16384, 53248, 126, 128, 8, 128256, titan=False)
 
 
 def llama2_13b() -> nn.Module:
@@ -104,16 +135,35 @@ def llama2_70b() -> nn.Module:
     return llama(8192, 28672, 80, 64, 8, 32000)
 
 
+class OneKernelNorm(nn.Module):
+    """A norm in one kernel, as torch's RMSNorm on GPUs since July 2025 (pytorch pull request 153666).
+
+    Elsewhere torch composes it of several operations. A layer norm moves the same bytes.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight)
+
+
 def qwen3_32b() -> nn.Module:
-    """Qwen3-32B."""
+    """Qwen3-32B, with norms of one kernel each."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, use_cache=False, tie_word_embeddings=False,
+        attn_implementation=_titan_attention(),
     )  # fmt: skip
     with torch.device("meta"):
-        return Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(config)
+        for name, module in list(model.named_modules()):
+            if name.endswith("norm"):
+                model.set_submodule(name, OneKernelNorm(module.weight.shape[0]))
+    return model
 
 
 def gpt(hidden: int, layers: int, heads: int, length: int = 1024, attention: str = "sdpa") -> nn.Module:
@@ -129,7 +179,10 @@ def gpt(hidden: int, layers: int, heads: int, length: int = 1024, attention: str
 
 
 def megatron(hidden: int, layers: int, heads: int) -> nn.Module:
-    """GPT as Megatron-LM ran it in 2021: whole matrices of scores, with scale, mask and softmax in one kernel, and dropout."""
+    """GPT as Megatron-LM ran it in 2021: whole matrices of scores, with scale, mask and softmax in one kernel, and dropout.
+
+    Its other dropout is one kernel with the sum after it, which moves about the bytes of the sum alone.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(
@@ -158,6 +211,8 @@ def _titan(
     plan = {"dp": data, "zero": 3, "tp": tp, "cp": 1, "pp": 1, "ep": 1}
     if recompute is not None:
         plan["recompute"] = recompute
+    if tp > 1:
+        plan["sequence_parallel"] = True
     name = others.pop("name", "")
     compiled = ", compiled" if others.get("compiled") else ""
     text = f"{name + ', ' if name else ''}{made}{compiled}"
@@ -188,22 +243,43 @@ LLAMA = Table(
     ),
 )  # fmt: skip
 
+
+def _titan_qwen(gpus: int, rows: int, tp: int, published: float | None, **others: Any) -> Row:
+    """torchtitan of September 2025.
+
+    Its recomputation no longer stopped early (pull request 1580), except where a compiler drops what nobody reads; its tensor
+    parallelism gathered the normalized queries and keys (issue 1867, mended in October).
+    """
+    gathered = ("q_norm", "k_norm") if tp > 1 else ()
+    return _titan(
+        qwen3_32b, gpus, rows, 4096, 151936, tp=tp, published=published, gathered=gathered,
+        to_the_end=not others.get("compiled", False), **others,
+    )  # fmt: skip
+
+
 QWEN = Table(
     "torchtitan, pull request 1690: Qwen3-32B, sequences of 4,096, full recomputation",
     "h100-96gb", "bf16", "tokens",
     (
-        _titan(qwen3_32b, 8, 2, 4096, 151936, published=1614),
-        _titan(qwen3_32b, 8, 2, 4096, 151936, published=1874, memory=81.85, compiled=True),
-        _titan(qwen3_32b, 32, 8, 4096, 151936, tp=4, published=1139),
-        _titan(qwen3_32b, 32, 16, 4096, 151936, tp=8, published=876, memory=43.45),
-        _titan(qwen3_32b, 32, 32, 4096, 151936, tp=8, published=883, memory=70.79),
-        _titan(qwen3_32b, 64, 32, 4096, 151936, tp=8, published=873, memory=63.27),
-        _titan(qwen3_32b, 16, 8, 4096, 151936, published=None),
-        _titan(qwen3_32b, 32, 16, 4096, 151936, tp=2, published=None),
-        _titan(qwen3_32b, 32, 64, 4096, 151936, tp=8, published=None),
+        _titan_qwen(8, 2, 1, 1614), _titan_qwen(8, 2, 1, 1874, memory=81.85, compiled=True),
+        _titan_qwen(32, 8, 4, 1139), _titan_qwen(32, 16, 8, 876, memory=43.45),
+        _titan_qwen(32, 32, 8, 883, memory=70.79), _titan_qwen(64, 32, 8, 873, memory=63.27),
+        _titan_qwen(16, 8, 1, None), _titan_qwen(32, 16, 2, None), _titan_qwen(32, 64, 8, None),
     ),
 )  # fmt: skip
 """The rows of FSDP 8 x TP 4 and of FSDP 16 are as the project's issue quotes them; of TP 4 the rows of a rank are not known."""
+
+TENSOR = Table(
+    "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: Llama-3.1, tensor parallelism that does not overlap",
+    "h100-96gb", "bf16", "tokens",
+    (
+        _titan(llama3_70b, 256, 16, 8192, 128256, tp=8, name="70B, full", compiled=True, published=597.3),
+        _titan(
+            llama3_8b, 64, 12, 8192, 128256, tp=8, name="8B, selective op", recompute="alternate", compiled=True, published=4378
+        ),
+    ),
+)  # fmt: skip
+"""Nothing was chosen on these rows."""
 
 A100 = Table(
     "torchtitan, docs/performance.md of 2024-06: 64 A100",
@@ -215,6 +291,7 @@ A100 = Table(
         _titan(llama2_13b, 64, 2, 4096, 32000, name="Llama-2 13B, selective op", recompute="alternate", published=1904),
         _titan(llama2_70b, 64, 1, 4096, 32000, name="Llama-2 70B, selective op", recompute="alternate", published=355),
         _titan(llama2_70b, 64, 2, 4096, 32000, name="Llama-2 70B, full", published=353),
+        _titan(llama2_70b, 64, 2, 4096, 32000, name="Llama-2 70B, selective op", recompute="alternate", published=None),
     ),
 )  # fmt: skip
 
@@ -247,7 +324,7 @@ def _megatron(
     batch: int,
     tflops: int,
 ) -> Row:
-    # their equation 3; all activations are recomputed
+    # their equation 3; all activations are recomputed, each layer to its end (megatron/mpu/random.py, CheckpointFunction)
     flops = (
         96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
     )
@@ -260,7 +337,7 @@ def _megatron(
     times = MICROBATCHES if pp == 1 else 1
     return Row(
         name, lambda: megatron(hidden, layers, heads), gpus, batch // times, 2048, tflops, plan,
-        flops=flops / times, accumulated=times, late_sums=True,
+        flops=flops / times, accumulated=times, late_sums=True, to_the_end=True,
     )  # fmt: skip
 
 
@@ -273,8 +350,15 @@ MEGATRON = Table(
 def _meta(gpus: int, cp: int, data: int, length: int, rows: int, tflops: int) -> Row:
     """Batches are of `rows` for each data rank. The paper counts as PaLM's (Chowdhery et al., 2022): whole matrices of scores.
 
-    Each rank has eight stages of one layer (its figure 6 and section 3.3.2), where our schedule has two.
+    Each rank has eight stages of one layer (its figure 6 and section 3.3.2), where our schedule has two. Of them the second
+    rank holds most: the first has one layer less. Gradients are sharded (3.3.2), and nothing is recomputed.
     """
+    stages, ranks, hidden, inner, key_values = 8, 16, 16384, 53248, 2 * 8 * 128
+    # microbatches in flight over all stages of the rank (Narayanan et al., 2021, 2.2)
+    flying = min(2 * (ranks - 2) + (stages - 1) * ranks + 1, rows * stages)
+    # of both norms the input and the output, queries, keys, values and the result of attention, both halves of SwiGLU and their
+    # product: a sequence shard or heads' part of each, since gathers are run again (Korthikanti et al., 2022, 4.2.2)
+    kept = 2 * (6 * hidden + key_values + 3 * inner) / 8 * length / cp
     batch = rows * data
     parameters = 403.7e9
     flops = batch * length * (6 * parameters + 12 * 126 * 16384 * length)
@@ -284,7 +368,9 @@ def _meta(gpus: int, cp: int, data: int, length: int, rows: int, tflops: int) ->
         # section 3.3.2: keys and values are all-gathered
         plan["context_attention"] = "all_gather"
     name = f"{gpus} GPUs, tp 8, cp {cp}, pp 16, dp {data}, {length} tokens"
-    return Row(name, llama3_405b, gpus, batch, length, tflops, plan, flops=flops, bubble=2 / 8)
+    return Row(name, llama3_405b, gpus, batch, length, tflops, plan, flops=flops, bubble=2 / stages,
+        activations=flying * kept, divided_gradients=True, layers=stages,
+    )  # fmt: skip
 
 
 META = Table(
@@ -296,4 +382,6 @@ META = Table(
     ),
 )  # fmt: skip
 
-TABLES = {"torchtitan": LLAMA, "qwen": QWEN, "a100": A100, "megatron": MEGATRON, "meta": META}
+TABLES = {
+    "torchtitan": LLAMA, "qwen": QWEN, "tensor": TENSOR, "a100": A100, "megatron": MEGATRON, "meta": META,
+}  # fmt: skip
