@@ -10,8 +10,8 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,25 +92,36 @@ def _library() -> Any:
     return library
 
 
+def lift_on_cpu() -> None:
+    """In this thread, `torch.tensor(..., device="cuda")` copies a tensor of the CPU, which a dispatch mode sees."""
+    torch._C._set_only_lift_cpu_tensors(True)
+
+
 @contextmanager
-def pretended_module() -> Iterator[None]:
-    """Inside, `torch.cuda` says that there is one GPU, and starts nothing."""
+def pretended_module(synchronize: Callable[..., None], stream: torch.Generator) -> Iterator[None]:
+    """Inside, `torch.cuda` says that there is one GPU, and starts nothing.
+
+    `synchronize`: in place of its own. `stream`: the GPU's default generator.
+    """
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
+        "device": lambda index: nullcontext(),
+        "synchronize": synchronize,
         "_lazy_init": lambda: None,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "default_generators": (stream,),
+        "get_rng_state": lambda device="cuda": stream.get_state(),
+        "set_rng_state": lambda state, device="cuda": stream.set_state(state),
         "get_device_capability": lambda device=None: (9, 0),
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda including_emulation=True: True,
     }
     before = torch._C._only_lift_cpu_tensors()
-    # torch.tensor(..., device="cuda") then copies a tensor of the CPU, which a dispatch mode sees
-    torch._C._set_only_lift_cpu_tensors(True)
+    lift_on_cpu()
     try:
         # one copy, as of a tensor with values; fake tensors read each number
         one_copy = mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.to("cpu").tolist())

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.drawing.held import Held, Target
 from meshwright_dtensor.drawing.whole import Way, Whole, agrees
 
@@ -59,10 +60,10 @@ def from_seed(whole: Whole, held: Held, target: Target) -> None:
 def _last_word(generator: torch.Generator, before: torch.Tensor, after: torch.Tensor) -> int | None:
     """The last of the one or two words of 32 bits by which a generator went on; None if it were more."""
     generator.set_state(before)
-    both = int(torch.empty((), dtype=torch.int64).random_(-(2**63), None, generator=generator))
+    both = int(torch.empty((), dtype=torch.int64, device=HOST).random_(-(2**63), None, generator=generator))
     generator.set_state(before)
     for shift in (32, 0):
-        torch.empty((), dtype=torch.int32).random_(generator=generator)
+        torch.empty((), dtype=torch.int32, device=HOST).random_(generator=generator)
         if torch.equal(generator.get_state(), after):
             return both >> shift & 0xFFFFFFFF
     return None
@@ -79,7 +80,7 @@ def _state_before(like: torch.Tensor, word: int) -> torch.Tensor:
     y ^= y >> 11 ^ y >> 22
     state = like.clone()
     # words that are left, whether there is a seed, and the place of the next word
-    state.view(torch.int32)[2:6] = torch.tensor([600, 1, 0, 0], dtype=torch.int32)
+    state.view(torch.int32)[2:6] = torch.tensor([600, 1, 0, 0], dtype=torch.int32, device=HOST)
     state.view(torch.int64)[3:5] = y
     return state
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.drawing import philox
 from meshwright_dtensor.drawing.held import Held, Target
 from meshwright_dtensor.drawing.philox import BLOCK, CALL, Launch
@@ -142,14 +143,14 @@ def counted(
         return None if whole_numbers is None else (Launch(threads), whole_numbers)
     if kind.name == "noise_":
         kept = 1.0 - scalars[0]
-        return launch, philox.bernoulli(kept, dtype, torch.ones((), dtype=dtype).div_(kept))
+        return launch, philox.bernoulli(kept, dtype, torch.ones((), dtype=dtype, device=HOST).div_(kept))
     if kind.name == "dropout_noise_":
         # float32 numbers for each dtype, and as many at a time as 16 bytes hold and the count of elements allows
         vector = 1 if gaps else 16 // dtype.itemsize
         while numel % vector:
             vector //= 2
-        kept32 = torch.tensor(1.0 - scalars[0], dtype=torch.float64 if double else torch.float32)
-        scale = torch.tensor(1.0 / float(kept32), dtype=kept32.dtype).to(dtype)
+        kept32 = torch.tensor(1.0 - scalars[0], dtype=torch.float64 if double else torch.float32, device=HOST)
+        scale = torch.tensor(1.0 / float(kept32), dtype=kept32.dtype, device=HOST).to(dtype)
         return Launch(threads, 4, vector, halved=False), philox.bernoulli(
             float(kept32), dtype, scale, wide=double
         )
@@ -165,6 +166,31 @@ def unroll_of(whole: Whole, threads: int) -> int | None:
         return {CALL: 4, 2 * CALL: 2}.get(generator.get_offset() - before)
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A way, with its cost in elements that torch's kernel draws."""
+
+    cost: int
+    name: str
+    launch: Launch
+    way: Way
+
+
+def candidates(whole: Whole, held: Held, threads: int, unroll: int | None) -> list[Candidate]:
+    """The ways that may give the numbers of one device, the cheapest first. `unroll`: see `unroll_of`."""
+    stride = whole.dtype.itemsize * (2 if whole.gaps else 1)
+    ways: list[Candidate] = []
+    law = counted(whole.kind, whole.dtype, held.total, whole.gaps, threads)
+    if law is not None:
+        cost = _COUNTED_COST * held.numel
+        ways.append(Candidate(cost, "count", law[0], by_counting(*law, whole.generator)))
+    if unroll is not None:
+        launch = Launch(threads, unroll)
+        cost = sum(drawn for _, drawn, _, _ in _pieces(launch, whole, held, stride))
+        ways.append(Candidate(cost, "waves", launch, by_waves(launch, whole.generator)))
+    return sorted(ways, key=lambda candidate: candidate.cost)
+
+
 def chosen(whole: Whole, held: Held, threads: int | None = None) -> Way | None:
     """The cheapest way that gives the numbers of one device, tried on a few waves; None if there is none.
 
@@ -173,16 +199,9 @@ def chosen(whole: Whole, held: Held, threads: int | None = None) -> Way | None:
     """
     threads = most_threads(whole.device) if threads is None else threads
     stride = whole.dtype.itemsize * (2 if whole.gaps else 1)
-    ways: list[tuple[int, str, Launch, Way]] = []
-    law = counted(whole.kind, whole.dtype, held.total, whole.gaps, threads)
-    if law is not None:
-        ways.append((_COUNTED_COST * held.numel, "count", law[0], by_counting(*law, whole.generator)))
     unroll = _remembered(whole, "unroll", 0, lambda: unroll_of(whole, threads))
-    if unroll is not None:
-        launch = Launch(threads, unroll)
-        cost = sum(drawn for _, drawn, _, _ in _pieces(launch, whole, held, stride))
-        ways.append((cost, "waves", launch, by_waves(launch, whole.generator)))
-    for _, name, launch, way in sorted(ways, key=lambda entry: entry[0]):
+    for candidate in candidates(whole, held, threads, unroll):
+        launch, name, way = candidate.launch, candidate.name, candidate.way
         # as many elements more than whole waves as decide how many a thread draws together
         rows = 3 * held.total % 8 + 8 * (-(-2 * launch.unroll * threads // 24) + threads // 24 + 5)
         if not _remembered(whole, name, held.total % 8, partial(_tried, way, whole, rows)):

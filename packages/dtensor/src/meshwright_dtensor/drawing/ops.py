@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from meshwright_dtensor._torch.core import OpOverload, op_arguments, op_name, pytree
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.drawing.whole import Kind
 from meshwright_dtensor.sharding import boxes
 
@@ -112,7 +113,7 @@ def finished(op: OpOverload, given: Mapping[str, Any], numbers: Tensor) -> Any:
             numbers.shape, numbers.stride(), dtype=given["input"].dtype, device=numbers.device
         ).copy_(given["input"])
         # in its dtype, as torch has it
-        scale = torch.tensor(0.0 if kept == 0 else 1.0 / kept, dtype=result.dtype)
+        scale = torch.tensor(0.0 if kept == 0 else 1.0 / kept, dtype=result.dtype, device=HOST)
         return result.mul_(numbers).mul_(scale), numbers
     if name == "normal":
         if isinstance(given.get("std"), Tensor):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright_dtensor.devices.device import HOST
+
 Tensor = torch.Tensor
 
 _LOW = 0xFFFFFFFF
@@ -95,10 +97,10 @@ def uniform01(words: list[Tensor]) -> Tensor:
 
 def fused_multiply_add(a: Tensor, b: float, c: float) -> Tensor:
     """a * b + c of float32, rounded once, as GPUs compute it; `b` and `c` are float32 numbers."""
-    product, c64 = a.to(torch.float64) * b, torch.tensor(c, dtype=torch.float64, device=a.device)
-    total = product + c64
+    product = a.to(torch.float64) * b
+    total = product + c
     other = total - product
-    error = (product - (total - other)) + (c64 - other)
+    error = (product - (total - other)) + (c - other)
     # rounded to odd in float64, so that the second rounding is that of the exact sum
     bits = total.view(torch.int64)
     step = torch.where((error > 0) == (total > 0), 1, -1)
@@ -108,7 +110,7 @@ def fused_multiply_add(a: Tensor, b: float, c: float) -> Tensor:
 
 def uniform(low: float, high: float, dtype: torch.dtype) -> Law | None:
     """``uniform_(low, high)``; None in float64 with other bounds than 0 and 1, whose rounding is not known."""
-    start, end = (torch.tensor(x, dtype=dtype) for x in (low, high))
+    start, end = (torch.tensor(x, dtype=dtype, device=HOST) for x in (low, high))
     width, first, last = float(end - start), float(start), float(end)
     if dtype == torch.float64 and (first, width) != (0.0, 1.0):
         return None
@@ -124,15 +126,17 @@ def uniform(low: float, high: float, dtype: torch.dtype) -> Law | None:
 
 
 def bernoulli(p: float, dtype: torch.dtype, value: Tensor | None = None, wide: bool = False) -> Law:
-    """`value` (by default 1) with probability `p`, else 0; `p` is compared as a float32, or as a float64 where
-    the numbers are float64, or with `wide`.
+    """`value` (by default 1; of the CPU, without dims) with probability `p`, else 0.
+
+    `p` is compared as a float32, or as a float64 where the numbers are float64, or with `wide`.
     """
 
     def law(words: list[Tensor]) -> Tensor:
         drawn = uniform01(words)
-        limit = torch.tensor(p, dtype=torch.float64 if wide else drawn.dtype, device=drawn.device)
+        # made on the device: a copy would wait for it
+        limit = torch.full((), p, dtype=torch.float64 if wide else drawn.dtype, device=drawn.device)
         kept = (drawn.to(limit.dtype) < limit).to(dtype)
-        return kept if value is None else kept * value.to(kept.device)
+        return kept if value is None else kept * value
 
     return law
 

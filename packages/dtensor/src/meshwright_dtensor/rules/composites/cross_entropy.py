@@ -259,7 +259,7 @@ def _weight_of_rows(tensors: list[torch.Tensor], ignore: int, class_dim: int) ->
     """The divisor of a mean: the number of rows that are not ignored, each weighted by its class."""
     logits, target = tensors[:2]
     if not _is_integer(target.dtype):
-        return torch.tensor(logits.numel() // logits.shape[class_dim], device=logits.device)
+        return torch.full((), logits.numel() // logits.shape[class_dim], device=logits.device)
     # uint8 has no -100, and torch counts 156
     kept = target.long() != ignore
     if len(tensors) < 3:
