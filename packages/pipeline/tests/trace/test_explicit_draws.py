@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright_dtensor._torch.modes import with_function_modes
 from meshwright_dtensor.devices.cpu import Cpu
 from meshwright_dtensor.devices.registry import replaced
 from meshwright_pipeline._torch import TorchDispatchMode
@@ -45,6 +46,18 @@ CASES = {
     "layer": (lambda x: ATTENTION(x, x, x, need_weights=False)[0], "meshwright.attention_noise_.default"),
     "layer with weights": (lambda x: ATTENTION(x, x, x)[0], "meshwright.dropout_noise_.default"),
 }
+
+
+def test_a_second_run_draws_so_too() -> None:
+    """Autograd has no function modes in a backward pass, where recomputation runs a forward again."""
+    x = torch.randn(3, 5, 16)
+    with ExplicitDraws("cpu"):
+        again = with_function_modes(lambda: F.dropout(x, 0.3))
+    with RandomOps() as random_ops, replaced(Fused()):
+        again()
+        F.dropout(x, 0.3)
+    assert random_ops.names[0] == "meshwright.dropout_noise_.default"
+    assert "meshwright.dropout_noise_.default" not in random_ops.names[1:]
 
 
 @pytest.mark.parametrize("name", CASES)

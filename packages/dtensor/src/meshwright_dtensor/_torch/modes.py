@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.overrides as _overrides
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -16,6 +17,30 @@ from meshwright_dtensor._torch.core import pytree
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def with_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, with those function modes of now that have ``in_second_runs``, whenever it runs.
+
+    A forward that runs again for its backward pass runs in that, and autograd has no function modes there.
+    """
+    stack = _overrides._get_current_function_mode_stack()
+    modes = [mode for mode in stack if getattr(mode, "in_second_runs", False)]
+    if not modes:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        there = _overrides._get_current_function_mode_stack()
+        missing = [mode for mode in modes if mode not in there]
+        for mode in missing:
+            _overrides._push_mode(mode)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for _ in missing:
+                _overrides._pop_mode()
+
+    return run
 
 
 def functorch_active() -> bool:

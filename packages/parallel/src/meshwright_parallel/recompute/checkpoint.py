@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NORMS
 
+from meshwright_dtensor._torch.modes import with_function_modes
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
@@ -125,7 +126,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         state.running.append(None)
         return
     call = _Call(module, args, kwargs)
-    region = recomputed_region(call.run, state.device, state.policy)
+    region = recomputed_region(with_function_modes(call.run), state.device, state.policy)
     state.running.append((region, call))
     next(region)
 

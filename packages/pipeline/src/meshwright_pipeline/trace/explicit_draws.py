@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor import dropout_noise
+from meshwright_dtensor._torch.core import on_checkpointing
 from meshwright_dtensor._torch.line_by_line import LINE_BY_LINE
+from meshwright_dtensor._torch.modes import with_function_modes
 from meshwright_dtensor.devices import device_of, on_host
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
 from meshwright_dtensor.sharding.boxes import dim_order_of, has_gaps, strides_of
@@ -24,7 +26,11 @@ Tensor = torch.Tensor
 
 def explicit_draws(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """`ExplicitDraws` where the kernels of `device` need it."""
-    return contextlib.nullcontext() if on_host(device) else ExplicitDraws(device.type)
+    if on_host(device):
+        return contextlib.nullcontext()
+    # the model's own activation checkpoints
+    on_checkpointing(with_function_modes)
+    return ExplicitDraws(device.type)
 
 
 class ExplicitDraws(TorchFunctionMode):
@@ -32,6 +38,8 @@ class ExplicitDraws(TorchFunctionMode):
 
     `kind`: type of the model's device, also where its shapes alone are computed.
     """
+
+    in_second_runs = True
 
     def __init__(self, kind: str) -> None:
         super().__init__()
