@@ -15,8 +15,12 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plugins import DeviceSpec, discover
+from meshwright_dtensor.testing.conformance import devices
+from meshwright_dtensor.testing.conformance.report import Nonconformance, NotChecked, Tools
 from meshwright_dtensor.testing.rank_pool import RankPool
 
+ENABLED = "MESHWRIGHT_SHADOW_DEVICES"
 PLANS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
 
 
@@ -44,9 +48,7 @@ def losses(rank: int, size: int, pins: dict[str, int], port: int) -> dict[str, l
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    os.environ.update(
-        {key: str(value) for key, value in started.items()}, MESHWRIGHT_SHADOW_DEVICES=str(size)
-    )
+    os.environ.update({key: str(value) for key, value in started.items()}, **{ENABLED: str(size)})
     # the plugin's backend of collectives too
     device = mw.init("shadow")
     assert dist.get_backend() == "shadow_gloo"
@@ -82,6 +84,39 @@ def test_a_device_of_a_plugin_trains_as_one_device(private_ranks: RankPool, port
     for result in private_ranks.run(2, losses, PLANS[name], port):
         assert not result["elsewhere"]
         assert result["many"] == pytest.approx(result["one"], rel=1e-5)
+
+
+def conformance(rank: int, size: int) -> dict[str, str]:
+    """Check of the conformance suite -> why it fails, or was not made; "" where the device passes it."""
+    dist.destroy_process_group()
+    os.environ[ENABLED] = "1"
+    host = discover()
+    tools = Tools(host, no_ranks, "")
+    result = {}
+    for check in devices.CHECKS:
+        try:
+            check(host.get(DeviceSpec, "shadow"), tools)
+            result[check.__name__] = ""
+        except (Nonconformance, NotChecked) as error:
+            result[check.__name__] = str(error)
+    return result
+
+
+def no_ranks() -> RankPool:
+    raise NotChecked("no ranks in this test")
+
+
+def test_it_conforms(private_ranks: RankPool) -> None:
+    (result,) = private_ranks.run(1, conformance)
+    assert result == {check.__name__: "" for check in devices.CHECKS}
+
+
+def test_without_it_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENABLED, raising=False)
+    plugin = discover().get(DeviceSpec, "shadow")
+    devices.check_class(plugin, Tools(discover(), no_ranks, ""))
+    with pytest.raises(NotChecked, match="there is no shadow device here"):
+        devices.check_tensors(plugin, Tools(discover(), no_ranks, ""))
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -11,18 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plugin_distributions import install
 
+from meshwright_dtensor.devices import replaced
+from meshwright_dtensor.devices.cpu import Cpu
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import (
+    DeviceSpec,
     OpRuleSpec,
     PlannerSpec,
     PluginHost,
     Registered,
     ScheduleSpec,
     StrategySpec,
+    discover,
 )
-from meshwright_dtensor.testing.conformance import distributions, op_rules, planners, schedules, strategies
+from meshwright_dtensor.testing.conformance import (
+    devices,
+    distributions,
+    op_rules,
+    planners,
+    schedules,
+    strategies,
+)
 from meshwright_dtensor.testing.conformance.report import Check, Nonconformance, NotChecked, Tools
 from meshwright_dtensor.testing.conformance.selection import chosen
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -236,3 +248,58 @@ def test_the_command(tmp_path: Path) -> None:
     assert "schedule 'acme' would hang" in text and "move that action forward" in text
     status, text = run("acne-plugins")
     assert status not in (0, 1) and "did you mean 'acme-plugins'?" in text, text
+
+
+class _NoDevices(Cpu):
+    def count(self) -> int:
+        return 0
+
+
+class _Elsewhere(Cpu):
+    def select(self, index: int) -> torch.device:
+        return torch.device("meta")
+
+
+class _OtherNumbers(Cpu):
+    def generator(self, device: torch.device) -> torch.Generator:
+        return torch.Generator()
+
+
+class _NoBackend(Cpu):
+    def backend(self) -> str | None:
+        return "glue"
+
+
+class _OtherBackend(Cpu):
+    def start_backend(self) -> str:
+        return "mpi"
+
+
+class _FewBytes(Cpu):
+    def pinned(self, nbytes: int, index: int | None) -> torch.Tensor | None:
+        return torch.empty(nbytes // 4, dtype=torch.float32)
+
+
+class _MoreThanAll(Cpu):
+    def free_and_total(self, index: int) -> tuple[int, int] | None:
+        return 2, 1
+
+
+@pytest.mark.parametrize(
+    ("record", "wrong", "fix"),
+    [
+        (_NoDevices, "count() is 0 where available() is True", "return at least 1"),
+        (_Elsewhere, "select(0) returned device(type='meta')", "return torch.device(name, index)"),
+        (_OtherNumbers, "torch.rand there does not advance generator()", "that operations there draw from"),
+        (_NoBackend, "backend() is 'glue', which torch does not know", "register a backend"),
+        (_OtherBackend, "start_backend() is 'mpi' and backend() is 'gloo'", "with that backend"),
+        (_FewBytes, "is [1024] of torch.float32 on cpu", "return uint8 memory"),
+        (_MoreThanAll, "free_and_total(0) is (2, 1)", "return (free, total)"),
+    ],
+)
+def test_a_broken_device_is_named(record: type[Cpu], wrong: str, fix: str) -> None:
+    plugin = discover().get(DeviceSpec, "cpu")
+    assert first_failure(plugin, devices.CHECKS, tools_with()) == ""
+    with replaced(record()):
+        told = first_failure(plugin, devices.CHECKS, tools_with())
+    assert wrong in told and fix in told

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.plugins import Registered
 from meshwright_dtensor.plugins.records import BackendSpec
 from meshwright_dtensor.testing.conformance.report import Check, NotChecked, Tools, require, sibling, told
@@ -65,7 +66,7 @@ def small() -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and an optimizer after one step."""
     made = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     optimizer = torch.optim.AdamW(made.parameters())
-    made(torch.ones(2, 5)).sum().backward()
+    made(torch.ones(2, 5, device=HOST)).sum().backward()
     optimizer.step()
     return made, optimizer
 
@@ -257,7 +258,7 @@ def resharded(rank: int, world_size: int, name: str, path: str) -> bool:
     """Save a weight that is sharded on dim 0, load it sharded on dim 1 and replicated."""
     checkpoint = importlib.import_module("meshwright_checkpoint")
     mesh = init_device_mesh("cpu", (world_size,))
-    values = torch.arange(30.0).view(6, 5)
+    values = torch.arange(30.0, device=HOST).view(6, 5)
 
     def layer(placement: Any, start: torch.Tensor) -> nn.Module:
         made = nn.Linear(5, 6, bias=False)

@@ -37,7 +37,7 @@ def check_tensors(plugin: Registered[Any], tools: Tools) -> None:
     device = told(plugin, "select(0)", "use the first device, and return it", record.select, 0)
     fix = "return torch.device(name, index), or torch.device(name) where there is one alone"
     require(device.type == plugin.name, plugin, f"select(0) returned {device!r}", fix)
-    x = torch.arange(6.0).reshape(2, 3)
+    x = torch.arange(6.0, device=HOST).reshape(2, 3)
     fix = "let torch compute there, or say in available() that it cannot"
     y = told(plugin, "a product there", fix, lambda: (x.to(device) @ x.to(device).T).to(HOST))
     require(torch.equal(y, x @ x.T), plugin, f"a product of {x.tolist()} there is {y.tolist()}", fix)
@@ -79,4 +79,23 @@ def check_collectives(plugin: Registered[Any], tools: Tools) -> None:
     )
 
 
-CHECKS: tuple[Check, ...] = (check_class, check_tensors, check_random, check_collectives)
+def check_memory(plugin: Registered[Any], tools: Tools) -> None:
+    """Pinned memory is bytes of the host, and figures of memory are figures."""
+    record, nbytes = device_record(plugin), 4096
+    index = record.current().index
+    fix = "return uint8 memory of the host with one dim and at least nbytes elements, or None"
+    memory = told(plugin, "pinned()", fix, record.pinned, nbytes, index)
+    if memory is not None:
+        shown = f"pinned({nbytes}, {index}) is {list(memory.shape)} of {memory.dtype} on {memory.device}"
+        right = memory.dtype == torch.uint8 and memory.device == HOST and memory.dim() == 1
+        require(right and memory.numel() >= nbytes, plugin, shown, fix)
+    fix = "return (free, total) in bytes, or None"
+    figures = told(plugin, "free_and_total()", fix, record.free_and_total, index or 0)
+    right = figures is None or 0 <= figures[0] <= figures[1]
+    require(right, plugin, f"free_and_total({index or 0}) is {figures!r}", fix)
+    fix = "return the most bytes that tensors have had there, or None"
+    peak = told(plugin, "peak_bytes()", fix, record.peak_bytes, record.current())
+    require(peak is None or peak >= 0, plugin, f"peak_bytes() is {peak!r}", fix)
+
+
+CHECKS: tuple[Check, ...] = (check_class, check_tensors, check_random, check_collectives, check_memory)

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel
 from meshwright_dtensor.cluster.links import Link
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.strategy import AttentionUse, ModelSizes, ParameterSize, SearchRequest, StepContext
 
 WIDTH, WORDS, ROWS, TOKENS = 16, 24, 8, 8
@@ -72,7 +73,7 @@ def model() -> nn.Module:
 def batch() -> dict[str, torch.Tensor]:
     """Eight rows of eight tokens."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, WORDS, (ROWS, TOKENS + 1), generator=generator)
+    tokens = torch.randint(0, WORDS, (ROWS, TOKENS + 1), generator=generator, device=HOST)
     return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 

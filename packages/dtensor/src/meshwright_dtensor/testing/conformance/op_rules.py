@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from meshwright_dtensor.api import distribute
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.plugins import Registered
 from meshwright_dtensor.plugins.records import OpRuleSpec
 from meshwright_dtensor.rules import Composite, NodeView, Rule, Strategy, check, finish
@@ -264,7 +265,7 @@ def _results(
 
 
 def _weighted(x: torch.Tensor) -> torch.Tensor:
-    weights = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).view(x.shape).to(x.dtype)
+    weights = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64, device=HOST).view(x.shape).to(x.dtype)
     return (x * weights).sum()
 
 
