@@ -1,8 +1,12 @@
-"""The device of these tests, and ranks that share it."""
+"""The device of these tests, ranks that share it, and how many checks wait for a GPU.
+
+`--device cpu` leaves the GPU of this machine alone; `--device cuda` fails where there is none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +16,51 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 
 
+NEEDS_GPU = "needs a GPU"
+"""In the reason of each check that is skipped without one."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--device, known where this folder is named on the command line."""
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default=None, help="a GPU by default, if there is one"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Raises UsageError: the GPU that is asked for is not there."""
+    _device(config)
+
+
+def _device(config: pytest.Config) -> str:
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = config.getoption("--device", None) or here
+    if wanted == "cuda" != here:
+        raise pytest.UsageError(
+            "--device cuda: torch sees no GPU here; leave the option out, or use --device cpu"
+        )
+    return str(wanted)
+
+
 @pytest.fixture(scope="session")
-def device() -> str:
+def device(pytestconfig: pytest.Config) -> str:
     """Where models are: the GPU, if there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return _device(pytestconfig)
+
+
+@pytest.fixture
+def gpu(device: str) -> str:
+    """The GPU, for checks that nothing else can stand for."""
+    if device == "cpu":
+        pytest.skip(NEEDS_GPU)
+    return device
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
 def device_ranks(request: pytest.FixtureRequest, device: str) -> Iterator[RankPool]:
     """Ranks whose collectives are gloo's, then NCCL's; they share the GPU where there are more ranks than GPUs."""
     if device == "cpu" and request.param != "gloo":
-        pytest.skip("NCCL needs a GPU")
+        pytest.skip(f"NCCL {NEEDS_GPU}")
     with RankPool(backend=BACKENDS[request.param]) as pool:
         yield pool
 
@@ -37,9 +75,19 @@ def sending_ranks(device_ranks: RankPool, device: str) -> RankPool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are for `tox -e gpu` and machines with a GPU; `-m gpu` runs them on the CPU too."""
-    if torch.cuda.is_available() or "gpu" in config.option.markexpr:
+    if "gpu" in config.option.markexpr or _device(config) != "cpu":
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """One line: how many checks wait for a GPU."""
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    waiting = sum(NEEDS_GPU in reason for reason in skipped)
+    if waiting:
+        terminalreporter.write_line(
+            f"no GPU here: {waiting} checks wait for one, the others ran on the CPU; on a machine with a GPU: tox run -e gpu"
+        )

@@ -18,7 +18,10 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.random import MOST_BYTES, Part, run_random
 from meshwright_dtensor.sharding.boxes import Place, copy_region, dim_order_of, has_gaps, strides_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of GPUs")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="a kernel that needs a GPU"),
+]
 HALF = (torch.bfloat16, torch.float16)
 KERNELS = {
     "math": (SDPBackend.MATH, (torch.float32, torch.float64, *HALF)),

@@ -6,6 +6,7 @@ import pytest
 
 from meshwright_dtensor.testing.rank_pool import RankPool
 
+from .conftest import NEEDS_GPU
 from .training_cases import PLANS, differences
 
 MODELS = {
@@ -59,7 +60,7 @@ def test_optimizers_of_gpus_step_as_on_one_device(
     device_ranks: RankPool, device: str, plan: str, options: dict[str, bool]
 ) -> None:
     if device == "cpu" and "capturable" in options:
-        pytest.skip("capturable needs a GPU")
+        pytest.skip(f"capturable {NEEDS_GPU}")
     size, pins = PLANS[plan]
     for wrong in device_ranks.run(size, differences, "llama", pins, device, "fp32", options):
         assert not wrong
