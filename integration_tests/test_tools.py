@@ -42,9 +42,26 @@ def test_code_that_assumes_a_device_is_found() -> None:
         "x.is_cuda",
         'backend("cpu:gloo,cuda:nccl")',
         'device("cuda")',
+        'f"cuda:{index}"',
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import amp",
+        "torch.get_default_device()",
+        "x.pin_memory()",
+        "DataLoader(data, pin_memory=True)",
+        'new_group(backend="nccl")',
+        "torch.zeros(3, dtype=dtype)",
+        "torch.randn(shape, generator=generator)",
+        "torch.tensor(p, dtype=dtype, device=x.device)",
     ]
     for line in lines:
         assert len(list(assumptions(line))) == 1, line
-    assert not list(assumptions('x.to(HOST); on_host(x.device); device_of("meta"); cluster = "laptop-cpu"'))
+    neutral = [
+        'x.to(HOST); on_host(x.device); device_of("meta"); cluster = "laptop-cpu"',
+        "torch.zeros(3, device=HOST); torch.tensor(1.0, device=HOST); torch.full((), p, device=x.device)",
+        "torch.zeros_like(x); torch.zeros(3, **options); torch.as_tensor(x); torch.rand(3, out=x)",
+    ]
+    for line in neutral:
+        assert not list(assumptions(line)), line
     # the packages name no type of device
     assert runpy.run_path(str(Path(TOTAL).parent / "check_devices.py"))["main"]() == 0

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshwright_dtensor.devices import HOST
+
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, or the tensor itself, without autograd; shares memory."""
@@ -55,7 +57,7 @@ def indices_of(axes: Sequence[tuple[Any, int, int]], shape: Sequence[int], dim: 
         axes: per mesh axis the placement, the size, and the rank's coordinate.
     """
     ndim = len(shape)
-    held = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(ndim)])
+    held = torch.arange(shape[dim], device=HOST).view([-1 if d == dim else 1 for d in range(ndim)])
     for placement, size, here in axes:
         if is_sharding(placement) and placement.dim % ndim == dim:
             parts, _ = placement._split_tensor(held, size, with_padding=False, contiguous=True)

@@ -29,6 +29,7 @@ from meshwright_checkpoint.state.optimizer import GroupTargets, OptimizerTargets
 from meshwright_checkpoint.state.saved_streams import streams_of, warn_of_streams
 from meshwright_checkpoint.storage.backend import ForeignStorage, any_storage_of, local_path
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import slice_of, whole_box
 from meshwright_dtensor.stages.optimizers import own_state
@@ -378,7 +379,7 @@ def _fill(
 
 
 def _empty(source: Source) -> torch.Tensor:
-    return torch.empty(source.shape, dtype=source.dtype)
+    return torch.empty(source.shape, dtype=source.dtype, device=HOST)
 
 
 def _getter(checkpoint: Checkpoint, values: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:

@@ -173,7 +173,7 @@ def _words(text: str, number: int) -> list[int]:
 
 def _row(data: bytes, nbytes: int, device: torch.device) -> torch.Tensor:
     """Bytes as a tensor, with zeros up to `nbytes`."""
-    row = torch.zeros(nbytes, dtype=torch.uint8)
+    row = torch.zeros(nbytes, dtype=torch.uint8, device=HOST)
     if data:
         row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return row.to(device)

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.configs import config_of, model_of
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.utils.names import suggestion
 
@@ -155,7 +156,7 @@ def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Sou
 
     config = config_of("--model", path)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(config.vocab_size, (batch_size, sequence_length), generator=generator)
+    tokens = torch.randint(config.vocab_size, (batch_size, sequence_length), generator=generator, device=HOST)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     return Source(path.stem, lambda: (model_of("--model", config), batch), batch, seed)
 

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from meshwright_dtensor.devices import HOST
+
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -170,7 +172,7 @@ def computed(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """The new tensor that `make` returns, as if it had been computed from something that requires a gradient."""
     with torch._C.DisableTorchFunction():
         # makes the result require a gradient
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, requires_grad=True, device=HOST)
         return _Computed.apply(anchor, make)  # type: ignore[no-untyped-call,no-any-return]
 
 

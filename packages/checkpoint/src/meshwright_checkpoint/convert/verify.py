@@ -15,6 +15,7 @@ from meshwright_checkpoint.format.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.read.shared_read import CHUNK, read, reader_threads
 from meshwright_checkpoint.read.wanted import Fragment, Source, Wanted
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, whole_box
 
 STEP_NBYTES = 64 << 20
@@ -29,7 +30,7 @@ def read_rows(checkpoint: Checkpoint, key: str, box: Box) -> Iterator[torch.Tens
     start, length = box[0] if box else (0, 1)
     for at in range(0, length, rows):
         part = ((start + at, min(rows, length - at)), *box[1:]) if box else ()
-        values = torch.empty(box_shape(part), dtype=dtype)
+        values = torch.empty(box_shape(part), dtype=dtype, device=HOST)
         read(checkpoint, [Wanted(key, part, values)])
         yield values
 

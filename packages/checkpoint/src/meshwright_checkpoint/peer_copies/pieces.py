@@ -15,6 +15,7 @@ from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read.wanted import Wanted
 from meshwright_checkpoint.reshard.transfer import plan_rounds, run_rounds
 from meshwright_checkpoint.shards.local_shards import LocalShards, box_nbytes
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.sharding.boxes import Box, box_shape, intersect, relative_to, slice_of
 
 Part = tuple[Box, torch.Tensor]
@@ -33,7 +34,7 @@ class Pieces(LocalShards):
 
 def _pieces(shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> Pieces:
     boxes = tuple((box, box) for box, _ in parts)
-    return Pieces(tuple(shape), dtype, torch.empty(0, dtype=dtype), boxes, tuple(parts))
+    return Pieces(tuple(shape), dtype, torch.empty(0, dtype=dtype, device=HOST), boxes, tuple(parts))
 
 
 def held_pieces(files: Iterable[HeldFile], tensors: Mapping[str, StoredTensor]) -> dict[str, LocalShards]:

@@ -27,6 +27,7 @@ from meshwright_checkpoint.read.destinations import destinations_of
 from meshwright_checkpoint.read.node_peers import NodePeers, PeerSocket
 from meshwright_checkpoint.read.read_plan import ReadChunk, StoredRange, plan_reads, wanted_ranges
 from meshwright_checkpoint.read.wanted import Store, Wanted
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.sharding.boxes import whole_box
 from meshwright_dtensor.utils.process import usable_cores
@@ -87,7 +88,10 @@ def read_tensors(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
     missing = [key for key in keys if key not in store.tensors]
     if missing:
         raise CorruptError(f"{store.where} refers to {missing[0]}, which is not in the checkpoint")
-    tensors = {key: torch.empty(store.tensors[key].shape, dtype=store.tensors[key].dtype) for key in keys}
+    tensors = {
+        key: torch.empty(store.tensors[key].shape, dtype=store.tensors[key].dtype, device=HOST)
+        for key in keys
+    }
     read(store, [Wanted(key, whole_box(tensor.shape), tensor) for key, tensor in tensors.items()])
     return tensors
 

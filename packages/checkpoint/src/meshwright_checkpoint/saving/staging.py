@@ -17,7 +17,7 @@ class StagingBuffer:
     """A host buffer that all saves reuse; pinned if tensors are copied from a device that has pinned memory."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=HOST)
         self._for: torch.device | None = None
         self._reserved: ReservedMemory | None = None
 
@@ -47,7 +47,7 @@ class StagingBuffer:
             self._buffer, self._for = memory, reserved.device
         fits = self._buffer.numel() >= nbytes and (device is None or self._for == device)
         if not fits:
-            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=HOST)
         return fits
 
 

@@ -50,7 +50,7 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
             if key not in by_object:
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                 # the others need no memory for it
-                by_object[key] = whole.detach().to(HOST, copy=True) if keeps else torch.empty(0)
+                by_object[key] = whole.detach().to(HOST, copy=True) if keeps else torch.empty(0, device=HOST)
             value = by_object[key]
         values[plain_name(name)] = value
     # extra states of modules

@@ -17,6 +17,7 @@ from meshwright_checkpoint.read.wanted import Wanted
 from meshwright_checkpoint.shards.local_shards import local_shards
 from meshwright_checkpoint.state.collect import OPTIMIZER, NamedTensors, parameter_names
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import slice_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
@@ -165,7 +166,7 @@ def empty_state(
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
         if key == "step" and not (group.get("capturable") or group.get("fused")):
             # on the host
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device=HOST)
         zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
         if not isinstance(parameter, DTensor) or not shape:
             return zeros
@@ -179,7 +180,9 @@ def scalar_from_text(text: str) -> torch.Tensor:
     name, _, number = text.partition(":")
     dtype = getattr(torch, name, None)
     try:
-        return torch.tensor(float.fromhex(number), dtype=dtype if isinstance(dtype, torch.dtype) else None)
+        return torch.tensor(
+            float.fromhex(number), dtype=dtype if isinstance(dtype, torch.dtype) else None, device=HOST
+        )
     except (ValueError, OverflowError):
         raise CorruptError(f"an option of the optimizer is {ascii(text)[:60]}, not a number") from None
 

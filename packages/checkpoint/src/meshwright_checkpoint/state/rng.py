@@ -11,7 +11,7 @@ import torch
 
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_dtensor.devices import default_device, device_of
+from meshwright_dtensor.devices import HOST, default_device, device_of
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -20,17 +20,17 @@ def state() -> dict[str, torch.Tensor]:
     if default_device().in_use() and (name := _accelerator()) is not None:
         streams[f"torch-{name}"] = _generator(name).get_state()
     _, words, gauss = random.getstate()
-    streams["python"] = torch.tensor(words, dtype=torch.int64)
+    streams["python"] = torch.tensor(words, dtype=torch.int64, device=HOST)
     if gauss is not None:
-        streams["python-gauss"] = torch.tensor([gauss], dtype=torch.float64)
+        streams["python-gauss"] = torch.tensor([gauss], dtype=torch.float64, device=HOST)
     if "numpy.random" in sys.modules:
         import numpy as np
 
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         if kind == "MT19937":
             words = [*np.asarray(keys).tolist(), position, has_gauss]
-            streams["numpy"] = torch.tensor(words, dtype=torch.int64)
-            streams["numpy-gauss"] = torch.tensor([cached], dtype=torch.float64)
+            streams["numpy"] = torch.tensor(words, dtype=torch.int64, device=HOST)
+            streams["numpy-gauss"] = torch.tensor([cached], dtype=torch.float64, device=HOST)
     return streams
 
 

@@ -13,6 +13,7 @@ from meshwright_dtensor._torch import core
 from meshwright_dtensor.deferred import mapped_files
 from meshwright_dtensor.deferred.mapped_files import opened
 from meshwright_dtensor.devices import on_host
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.errors import MeshwrightError
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -127,7 +128,7 @@ def _values(tensor: torch.Tensor) -> _Values:
 
 def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor; numpy does not know bfloat16."""
-    return torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage())  # type: ignore[arg-type]
+    return torch.empty(0, dtype=torch.uint8, device=HOST).set_(dense.untyped_storage())  # type: ignore[arg-type]
 
 
 def decode(
@@ -158,18 +159,22 @@ def _decoded(
         if leaf.view is None:
             return tensor
         shape, strides, offset = leaf.view
-        return torch.empty(0, dtype=leaf.dtype).set_(tensor.untyped_storage(), offset, shape, strides)  # type: ignore[arg-type]
+        return torch.empty(0, dtype=leaf.dtype, device=HOST).set_(
+            tensor.untyped_storage(), offset, shape, strides
+        )  # type: ignore[arg-type]
     if isinstance(leaf, _File):
         if leaf.index not in storages:
             storages[leaf.index] = opened(files[leaf.index], leaf.nbytes)
         shape, strides, offset = leaf.geometry
-        return torch.empty(0, dtype=leaf.dtype).set_(storages[leaf.index], offset, shape, strides)  # type: ignore[arg-type]
+        return torch.empty(0, dtype=leaf.dtype, device=HOST).set_(
+            storages[leaf.index], offset, shape, strides
+        )  # type: ignore[arg-type]
     return _tensor(leaf) if isinstance(leaf, _Values) else leaf
 
 
 def _tensor(values: _Values) -> torch.Tensor:
     shape, strides, _ = values.geometry
-    tensor = torch.empty_strided(shape, strides, dtype=values.dtype)
+    tensor = torch.empty_strided(shape, strides, dtype=values.dtype, device=HOST)
     if values.data:
         _bytes_of(tensor).copy_(torch.frombuffer(bytearray(values.data), dtype=torch.uint8))
     return tensor

@@ -13,6 +13,7 @@ import torch
 
 from meshwright_dtensor._torch.core import quiet_fakes
 from meshwright_dtensor._torch.modes import fake_mode, without_modes
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
@@ -56,7 +57,7 @@ def _recorded(
     try:
         with without_modes(), quiet_fakes(), torch.enable_grad(), mode:
             fakes = [
-                torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+                torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point, device=HOST)
                 for argument in arguments
                 if argument is None
             ]

@@ -19,6 +19,7 @@ from meshwright_dtensor._torch.modes import fake_mode
 from meshwright_dtensor.cluster.links import CollectiveKind
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.redistribute import steps_between
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.propagate.choose import Choice, Chooser, MeshShape, Underivable, is_view
 from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, needs_data
@@ -214,7 +215,11 @@ class Predictor:
             return True
 
         def fake(x: Any) -> Any:
-            return torch.empty(self.values[x.i].shape, dtype=self.values[x.i].dtype) if is_ref(x) else x
+            return (
+                torch.empty(self.values[x.i].shape, dtype=self.values[x.i].dtype, device=HOST)
+                if is_ref(x)
+                else x
+            )
 
         with fake_mode(), quiet_fakes(), torch.no_grad():
             args, kwargs = pytree.tree_map(fake, (node.args, node.kwargs), is_leaf=is_ref)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.core import pytree
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.rules.localise import localise
 from meshwright_dtensor.rules.node import NodeView, Strategy, numel
 from meshwright_dtensor.sharding.boxes import local_shape_of
@@ -87,7 +88,9 @@ def _gradients_agree(
     if not active or not wanted or (sharded and any(strategy.outs[i] == R for i in active)):
         return True
     gradients = [
-        torch.randn(outputs[i].shape, dtype=torch.float64, generator=generator).to(outputs[i].dtype)
+        torch.randn(outputs[i].shape, dtype=torch.float64, generator=generator, device=HOST).to(
+            outputs[i].dtype
+        )
         for i in active
     ]
     try:
@@ -156,7 +159,9 @@ def _parts(x: torch.Tensor, state: State, n: int, generator: torch.Generator) ->
     if state == P:
         if not (x.is_floating_point() or x.is_complex()):
             return [x] + [torch.zeros_like(x)] * (n - 1)
-        wide = (torch.randn(x.shape, dtype=torch.float64, generator=generator) for _ in range(n - 1))
+        wide = (
+            torch.randn(x.shape, dtype=torch.float64, generator=generator, device=HOST) for _ in range(n - 1)
+        )
         noise = [part.to(x.dtype) for part in wide]
         return [x - sum(noise[1:], noise[0]), *noise] if noise else [x]
     return _parts_exact(x, state, n)
@@ -176,11 +181,11 @@ def _drawn(
     """Random numbers; if ``positive``, no number is negative, and integers are 0."""
     if dtype.is_floating_point or dtype.is_complex:
         if positive:
-            return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).to(dtype)
-        return torch.randn(shape, dtype=dtype, generator=generator)
+            return (torch.rand(shape, dtype=torch.float64, generator=generator, device=HOST) + 0.1).to(dtype)
+        return torch.randn(shape, dtype=dtype, generator=generator, device=HOST)
     if positive and dtype is not torch.bool:
-        return torch.zeros(shape, dtype=dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+        return torch.zeros(shape, dtype=dtype, device=HOST)
+    return torch.randint(0, 2, shape, generator=generator, device=HOST).to(dtype)
 
 
 def shrink(view: NodeView) -> NodeView | None:

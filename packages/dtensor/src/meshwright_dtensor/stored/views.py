@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright_dtensor._torch import core
+from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, uneven_dims
 from meshwright_dtensor.stored.gather import gather_stored, stored_layout, whole_value
 from meshwright_dtensor.stored.permuted import is_permuted, stock_dtensor
@@ -157,7 +158,7 @@ def _frozen(x: Any) -> Any:
     if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32):
         return whole_value(x).clone()
     if isinstance(x, (DTensor, GlobalTensor)):
-        return torch.empty((), dtype=x.dtype).expand(x.shape)
+        return torch.empty((), dtype=x.dtype, device=HOST).expand(x.shape)
     if isinstance(x, slice):
         return slice(*[b.clone() if type(b) is Tensor else b for b in (x.start, x.stop, x.step)])
     return x.clone() if isinstance(x, Tensor) else x

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UsageError
 
 BYTES = 256
@@ -75,7 +76,7 @@ class _Rows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         needed = self.bytes_per_row(self.length)
-        start = int(torch.randint(len(self.text) - needed + 1, (), generator=generator))
+        start = int(torch.randint(len(self.text) - needed + 1, (), generator=generator, device=HOST))
         return self.row(self.text[start : start + needed].long(), generator)
 
     @staticmethod
@@ -97,7 +98,7 @@ class MaskedByte(_Rows):
     """Masked language modelling: 15% of the bytes are hidden and asked for; the other labels are ignored."""
 
     def row(self, window: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        hidden = torch.rand(window.shape, generator=generator) < 0.15
+        hidden = torch.rand(window.shape, generator=generator, device=HOST) < 0.15
         return {
             "input_ids": window.masked_fill(hidden, MASK),
             "attention_mask": torch.ones_like(window),
@@ -122,7 +123,7 @@ class ByteImage(_Rows):
 
 def kind_of_byte(byte: Tensor) -> Tensor:
     """int64 of the same shape: 0 space, 1 line end, 2 alphabetic, 3 digit, 4 bracket or quote, 5 anything else."""
-    table, alphabetic = torch.full((BYTES,), 5), string.ascii_letters.encode() + b"_"
+    table, alphabetic = torch.full((BYTES,), 5, device=HOST), string.ascii_letters.encode() + b"_"
     for kind, members in enumerate((b" \t", b"\r\n", alphabetic, b"0123456789", b"()[]{}'\"")):
         table[list(members)] = kind
     return table[byte]

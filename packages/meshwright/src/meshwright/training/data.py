@@ -15,6 +15,7 @@ from meshwright.recipes.rules import TOKEN_FILES, expand
 from meshwright.recipes.schema import Recipe, Source
 from meshwright.sources import call_with
 from meshwright.training.tokens import Tokenizer, check_tokens, checksum, prepared, tokens_of
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UsageError
 
 IGNORED = -100
@@ -55,7 +56,7 @@ class Rows(Dataset[Sample]):
         if self.ends is None:
             return {"input_ids": row, "labels": row.clone()}
         filled = {"input_ids": self.tokenizer.end, "labels": IGNORED, "attention_mask": 0}
-        sample = {name: torch.full((self.length,), value) for name, value in filled.items()}
+        sample = {name: torch.full((self.length,), value, device=HOST) for name, value in filled.items()}
         for name, values in (("input_ids", row), ("labels", row), ("attention_mask", torch.ones_like(row))):
             sample[name][: len(row)] = values
         return sample
@@ -99,10 +100,10 @@ class Order:
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, taken = divmod(self.first, self.rows)
-        left = torch.empty(0, dtype=torch.int64)
+        left = torch.empty(0, dtype=torch.int64, device=HOST)
         for number in itertools.count(epoch):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            order = torch.cat([left, torch.randperm(self.rows, generator=generator)[taken:]])
+            order = torch.cat([left, torch.randperm(self.rows, generator=generator, device=HOST)[taken:]])
             taken, whole = 0, len(order) // self.batch * self.batch
             for start in range(0, whole, self.batch):
                 yield order[start : start + self.batch].tolist()

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.utils.names import path_name
 
@@ -127,7 +128,7 @@ def _uses(tensor: torch.Tensor) -> tuple[int, int]:
 @cache
 def _single_use() -> tuple[int, int]:
     """The reference counts of a storage with a single tensor."""
-    return _uses(torch.empty(1))
+    return _uses(torch.empty(1, device=HOST))
 
 
 def backward_is_running() -> bool:

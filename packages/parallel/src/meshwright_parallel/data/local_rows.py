@@ -99,7 +99,7 @@ class LocalRows:
                     f"batch tensor {name!r} has shape {list(tensor.shape)} for {rows} rows of this data rank, so the global value "
                     "is not known; let collate_fn return tensors whose dim 0 is the rows"
                 )
-            return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
+            return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=HOST)
 
         form = describe(*map_tensors(without_rows, args, kwargs))
         # compared within a data rank only

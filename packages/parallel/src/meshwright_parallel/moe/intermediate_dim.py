@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from meshwright_dtensor.devices import HOST
 from meshwright_parallel.moe.probe import TOLERANCE, Proved
 from meshwright_parallel.moe.probe_model import Candidate, Sample, copied, sample_of
 
@@ -32,12 +33,12 @@ def inner_states(candidate: Candidate, proved: Proved) -> dict[str, str]:
     with torch.random.fork_rng(devices=()):
         sample = sample_of(candidate, proved.attributes, factor, torch.Generator().manual_seed(0))
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(4, proved.width // factor, generator=generator)
+        x = torch.randn(4, proved.width // factor, generator=generator, device=HOST)
         first, second = sample.used[-1], sample.used[-2]
-        chosen = torch.tensor([first, second, first, second])
+        chosen = torch.tensor([first, second, first, second], device=HOST)
         if proved.assignment == "mask":
             chosen = torch.nn.functional.one_hot(chosen, sample.count)
-        arguments = (x, chosen[:, None], torch.rand(4, 1, generator=generator) + 0.5)
+        arguments = (x, chosen[:, None], torch.rand(4, 1, generator=generator, device=HOST) + 0.5)
         for inner in sorted({size for size in sample.widths() if size % 2 == 0}):
             for cuts in itertools.islice(_combinations(candidate, sample, inner), MAX_COMBINATIONS):
                 if _adds_up(sample, cuts, arguments):

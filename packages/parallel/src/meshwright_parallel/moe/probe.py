@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from meshwright_dtensor.devices import HOST
 from meshwright_parallel.moe.probe_model import Candidate, Sample, fused_count, sample_of
 
 Tensor = torch.Tensor
@@ -95,12 +96,12 @@ class _Trial:
 
     def __init__(self, sample: Sample, width: int, style: str, dims: int, generator: torch.Generator) -> None:
         self.sample, self.style, self.dims = sample, style, dims
-        self.x = torch.randn(4, width, generator=generator)
-        self.w = torch.rand(4, 2, generator=generator) + 0.5
+        self.x = torch.randn(4, width, generator=generator, device=HOST)
+        self.w = torch.rand(4, 2, generator=generator, device=HOST) + 0.5
         # two experts in turn; a third is named by no token
         self.first, self.second = sample.used[-1], sample.used[-2]
-        self.chosen = torch.tensor([self.first, self.second, self.first, self.second])
-        self.other = torch.tensor([self.second, self.first, self.second, self.first])
+        self.chosen = torch.tensor([self.first, self.second, self.first, self.second], device=HOST)
+        self.other = torch.tensor([self.second, self.first, self.second, self.first], device=HOST)
 
     def assignment(self, *slots: Tensor) -> Tensor:
         """[N, k] or [N, 1, E] for k slots of each token."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from meshwright_dtensor.devices import HOST
+
 Tensor = torch.Tensor
 SMALLEST = 16
 """Least size of a dim of a copy."""
@@ -138,7 +140,7 @@ def _container(candidate: Candidate, sizes: Mapping[int, int], generator: torch.
     def values(path: str, parameter: Tensor) -> Tensor:
         expert = next((e for prefix, e in prefixes.items() if path.startswith(prefix)), None)
         if expert is None and path.startswith(others):
-            return torch.empty(0, *parameter.shape[1:])
+            return torch.empty(0, *parameter.shape[1:], device=HOST)
         tensor = drawn([sizes.get(size, size) for size in parameter.shape], generator)
         if expert is not None:
             parts[expert].append(tensor)
@@ -150,7 +152,7 @@ def _container(candidate: Candidate, sizes: Mapping[int, int], generator: torch.
 def drawn(shape: list[int], generator: torch.Generator) -> Tensor:
     """Random values; a large tensor repeats a block of them, because drawing them would be slow."""
     size, block = math.prod(shape), 2**16 + 1
-    values = torch.randn(min(size, block), generator=generator) * SCALE
+    values = torch.randn(min(size, block), generator=generator, device=HOST) * SCALE
     if size > block:
         values = values.repeat(-(-size // block))[:size]
     return values.view(shape)
@@ -164,7 +166,11 @@ def copied(module: nn.Module, values: Callable[[str, Tensor], Tensor], prefix: s
         for name, p in module._parameters.items()
     }
     buffers = {
-        name: None if b is None else torch.ones(b.shape, dtype=b.dtype) if b.is_meta else b.clone()
+        name: None
+        if b is None
+        else torch.ones(b.shape, dtype=b.dtype, device=HOST)
+        if b.is_meta
+        else b.clone()
         for name, b in module._buffers.items()
     }
     children = {

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import live_process_groups
 from meshwright_dtensor.stages.whole_model import show_all_stages
@@ -46,7 +47,7 @@ class TensorForm:
         """Zeros whose memory is allocated when they are written to."""
         elements = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         if 0 in self.shape:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=HOST)
         pages = mmap.mmap(-1, elements * self.dtype.itemsize)
         return torch.frombuffer(pages, dtype=self.dtype).as_strided(self.shape, self.stride)
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from meshwright_dtensor.devices import HOST
 from meshwright_parallel.verification.report import Comparison, Kind
 
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
@@ -113,7 +114,9 @@ def one_rounding_away(parameters: Iterable[torch.Tensor], dtype: torch.dtype | N
     generator = torch.Generator().manual_seed(0)
     for parameter in parameters:
         if _is_inexact(parameter):
-            up = torch.randint(0, 2, tuple(parameter.shape), generator=generator).to(parameter.device)
+            up = torch.randint(0, 2, tuple(parameter.shape), generator=generator, device=HOST).to(
+                parameter.device
+            )
             # in the parameter's dtype: an integer tensor times a number is float32, which has no float64 rounding
             eps = torch.finfo(dtype or parameter.dtype).eps
             parameter.mul_(1 + eps * (2 * up - 1).to(parameter.dtype))

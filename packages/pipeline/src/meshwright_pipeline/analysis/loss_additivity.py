@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.devices import HOST
 from meshwright_pipeline._torch import hooks_of, pre_hooks_of
 from meshwright_pipeline.hook_code import code_of
 from meshwright_pipeline.pytrees import differing_dims, full_value, leaves_of
@@ -188,5 +189,5 @@ def _leaf(leaf: Any, before: Any, tracer: RowTracer) -> Leaf | None:
     if len(row_dims) != 1:
         return None
     rows = rows_without(provenance.rows, [dim for dim in range(leaf.dim()) if dim != row_dims[0]])
-    order = torch.arange(tracer.rows).repeat_interleave(leaf.shape[row_dims[0]] // tracer.rows)
+    order = torch.arange(tracer.rows, device=HOST).repeat_interleave(leaf.shape[row_dims[0]] // tracer.rows)
     return Leaf(rows=row_dims[0]) if rows is not None and torch.equal(rows.flatten().long(), order) else None

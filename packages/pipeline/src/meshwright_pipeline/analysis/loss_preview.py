@@ -136,7 +136,7 @@ def shrink_batch(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
             elif length == size.tokens:
                 shape[dim] = tokens
         if not _has_values(tensor):
-            return torch.ones(shape, dtype=tensor.dtype)
+            return torch.ones(shape, dtype=tensor.dtype, device=HOST)
         return tensor.detach()[tuple(slice(n) for n in shape)].to(HOST).requires_grad_(tensor.requires_grad)
 
     result: Call = pytree.tree_map_only(torch.Tensor, shrunk, call)
@@ -156,7 +156,9 @@ def skeleton_with_values(model: nn.Module, units: tuple[str, ...]) -> nn.Module:
             else:
                 # code may write to a buffer
                 value = (
-                    expanded_zeros(tensor, HOST) if trained else torch.zeros(tensor.shape, dtype=tensor.dtype)
+                    expanded_zeros(tensor, HOST)
+                    if trained
+                    else torch.zeros(tensor.shape, dtype=tensor.dtype, device=HOST)
                 )
             table[name] = nn.Parameter(value, tensor.requires_grad) if trained else value
     return copied

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.trace.one_device import on_one_device
@@ -130,7 +131,7 @@ def _distinct_rows(call: Call, rows: int) -> Call:
         tensor = tensor.float() if tensor.dtype in HALVED else tensor
         has_rows = tensor.is_floating_point() and tensor.dim() and tensor.shape[0] == rows
         if has_rows and bool((tensor == tensor[:1]).all()):
-            return tensor + torch.rand(tensor.shape, generator=generator)
+            return tensor + torch.rand(tensor.shape, generator=generator, device=HOST)
         return tensor
 
     result: Call = pytree.tree_map_only(Tensor, distinct, call)
@@ -153,7 +154,7 @@ class _BetweenUnits(RepeatedUnitProfiler):
         self.given: list[tuple[Hashable, Call]] = []
         self.half: int | None = None
         self._shapes: dict[Label, torch.Size] = {}
-        self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(2))
+        self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(2), device=HOST)
 
     def shape(self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawLog) -> Result:
         if len(self.given) >= MOST_CALLS:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.devices import HOST
 from meshwright_pipeline._torch import TorchDispatchMode, draws, named_arguments, op_name, tensors_in
 from meshwright_pipeline.module_state import LARGE
 from meshwright_pipeline.pytrees import tensors_of
@@ -39,17 +40,19 @@ class TooLarge(Exception):
 def stub_tensor(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """A stub for a weight or buffer: random fractions scaled to keep activations bounded, random booleans, or integer zeros."""
     if dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
+        return torch.rand(shape, generator=generator, device=HOST) < 0.5
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=HOST)
     if len(shape) < 2:
-        return (0.5 + torch.rand(shape, generator=generator)).to(dtype)
+        return (0.5 + torch.rand(shape, generator=generator, device=HOST)).to(dtype)
     scale = 1 / math.sqrt(max(1, math.prod(shape[1:])))
     if math.prod(shape) <= LARGE or len(shape) > len(_STRIDES):
-        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+        return (torch.randn(shape, generator=generator, device=HOST) * scale).to(dtype)
     strides = _STRIDES[: len(shape)][::-1]
     length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return (torch.randn(length, generator=generator) * scale).to(dtype).as_strided(shape, strides)
+    return (
+        (torch.randn(length, generator=generator, device=HOST) * scale).to(dtype).as_strided(shape, strides)
+    )
 
 
 class StubMode(TorchDispatchMode):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.devices.waits import wait_for, waiting
 from meshwright_dtensor.mesh.mesh import message_device
 from meshwright_dtensor.model.tied_parameters import all_names
@@ -236,7 +237,7 @@ class TiedFlags:
         Raises RankLost: a rank that holds one is gone.
         """
         parameters = {place: model.get_parameter(name) for place, name in self.names.items()}
-        changed = torch.zeros(self.count, dtype=torch.uint8)
+        changed = torch.zeros(self.count, dtype=torch.uint8, device=HOST)
         for place, parameter in parameters.items():
             changed[place] = parameter.requires_grad != self.flags[place]
         ours = changed.to(message_device(self.group))

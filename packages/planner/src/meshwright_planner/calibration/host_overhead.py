@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.devices import on_host
+from meshwright_dtensor.devices import HOST, on_host
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.calibration.operations import device, sync
@@ -29,7 +29,7 @@ STEPS = 30
 class _Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight = nn.Parameter(torch.ones(WIDTH, device=HOST))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
@@ -98,7 +98,9 @@ def step_seconds(model: nn.Module, x: Tensor) -> float:
 def recorded(cluster: Cluster | str) -> tuple[int, float]:
     """Number of operations that the planner records of the model, and its predicted seconds on one rank."""
     request = PlanRequest(cluster=cluster, world_size=1)
-    setting = EagerPlanner().setting(Little(), torch.randn(ROWS, TOKENS, WIDTH), request, discover())
+    setting = EagerPlanner().setting(
+        Little(), torch.randn(ROWS, TOKENS, WIDTH, device=HOST), request, discover()
+    )
     candidate = Search(setting, default_rules()).evaluate({})
     return len(candidate.problem.tape.nodes), candidate.compute_seconds
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwright_dtensor.devices import HOST
 from meshwright_pipeline._torch import op_name, pytree
 
 Tensor = torch.Tensor
@@ -331,7 +332,7 @@ def moved_rows(
             return rows
         if name == "index_select" and value is args[2]:
             return value
-        return torch.full((), NO_ROW, dtype=torch.int32).expand(value.shape)
+        return torch.full((), NO_ROW, dtype=torch.int32, device=HOST).expand(value.shape)
 
     if name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
         rows = rows_of(args[0])

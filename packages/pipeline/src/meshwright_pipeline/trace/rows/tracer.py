@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.devices import HOST
 from meshwright_pipeline._torch import WeakTensorKeys, draws, named_arguments, op_name, written_arguments
 from meshwright_pipeline.pytrees import differing_dims, expanded_zeros, map_leaves, tensors_of
 from meshwright_pipeline.trace.loss_denominators import SUMS, GlueMode, Place, mean_over_targets
@@ -80,7 +81,7 @@ class RowTracer(GlueMode):
             self.known[tensor] = UNKNOWN
             return
         size = tensor.shape[dim]
-        rows = torch.arange(self.rows, dtype=torch.int32).repeat_interleave(size // self.rows)
+        rows = torch.arange(self.rows, dtype=torch.int32, device=HOST).repeat_interleave(size // self.rows)
         shape = [size if d == dim else 1 for d in range(tensor.dim())]
         self.known[tensor] = Provenance(rows.view(shape).expand(tensor.shape), live=live)
 

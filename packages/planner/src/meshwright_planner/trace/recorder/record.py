@@ -184,7 +184,7 @@ def _run_real(model: nn.Module, batch: Batch, composites: Composites, why: Excep
         if not _is_unreal(tensor):
             new = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
         else:
-            new = torch.empty(tensor.shape, dtype=tensor.dtype)
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST)
             new = new.normal_(std=0.02, generator=generator) if tensor.is_floating_point() else new.zero_()
         return new.to(computed(tensor))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.modes import without_modes
+from meshwright_dtensor.devices import HOST
 
 WORKSPACE = 3
 """Index of the workspace among the results of the operation."""
@@ -55,14 +56,17 @@ def _per_row(
     reverse, batch_sizes, *others = rest
 
     def kept(steps: int, rows: int, weights: list[Tensor]) -> int:
-        x, state = torch.zeros(steps, rows, features, dtype=dtype), torch.zeros(rows, hidden, dtype=dtype)
+        x, state = (
+            torch.zeros(steps, rows, features, dtype=dtype, device=HOST),
+            torch.zeros(rows, hidden, dtype=dtype, device=HOST),
+        )
         given = (x, *weights, state, state, reverse, list(batch_sizes), *others)
         return int(torch.ops.aten.mkldnn_rnn_layer(*given)[WORKSPACE].untyped_storage().nbytes())
 
     few, many = ROWS
     with without_modes(), torch.enable_grad():
         shapes = ((gates * hidden, features), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
-        weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        weights = [torch.zeros(shape, dtype=dtype, device=HOST) for shape in shapes]
         try:
             more = (kept(steps, many, weights) - kept(steps, few, weights) for steps in STEPS)
             first, last = (nbytes / (many - few) for nbytes in more)
