@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.devices.waits import Waits
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import control_group, message_device
@@ -146,7 +147,7 @@ class StragglerWatch:
 
     def _gathered(self, *seconds: float) -> list[list[float]]:
         """Each number of all ranks, in their order."""
-        mine = torch.tensor(seconds, dtype=torch.float64, device=message_device(self._group))
+        mine = torch.tensor(seconds, dtype=torch.float64, device=HOST).to(message_device(self._group))
         everyone = mine.new_zeros(len(self._hosts) * len(seconds))
         dist.all_gather_single(everyone, mine, group=self._group)
         columns: list[list[float]] = everyone.view(-1, len(seconds)).T.tolist()
