@@ -27,6 +27,7 @@ FACTORIES = frozenset(
 OF_NUMBERS = frozenset({"tensor", "as_tensor"})
 ALLOWED = {
     "dtensor/src/meshwright_dtensor/devices": "the records",
+    "dtensor/src/meshwright_dtensor/utils/host.py": "the name of the host",
     "dtensor/src/meshwright_dtensor/plugin.py": "registers them",
     "dtensor/src/meshwright_dtensor/_torch/accelerators.py": "torch's own lists of types",
     "dtensor/src/meshwright_dtensor/_torch/fake_gpu.py": "pretends that there is cuda",

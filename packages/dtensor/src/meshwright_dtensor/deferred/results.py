@@ -13,8 +13,8 @@ from meshwright_dtensor._torch import core
 from meshwright_dtensor.deferred import mapped_files
 from meshwright_dtensor.deferred.mapped_files import opened
 from meshwright_dtensor.devices import on_host
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.utils.host import HOST
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and storage offset of a tensor, in elements."""

@@ -12,9 +12,6 @@ from meshwright_dtensor._torch.attention import AttentionKernels
 from meshwright_dtensor.drawing.held import Held
 from meshwright_dtensor.drawing.whole import Way, Whole
 
-HOST = torch.device("cpu")
-"""The memory of the process, whatever accelerator it uses."""
-
 
 class Device:
     """A type of device: availability, collectives, random numbers, streams, memory. Plugins derive from it (`DeviceSpec`).

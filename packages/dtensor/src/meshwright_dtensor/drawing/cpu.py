@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.drawing.held import Held, Target
 from meshwright_dtensor.drawing.whole import Way, Whole, agrees
+from meshwright_dtensor.utils.host import HOST
 
 _BLOCK = 16
 _TRIAL = (1027, 3)

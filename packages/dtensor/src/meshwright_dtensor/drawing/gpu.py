@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.drawing import philox
 from meshwright_dtensor.drawing.held import Held, Target
 from meshwright_dtensor.drawing.philox import BLOCK, CALL, Launch
 from meshwright_dtensor.drawing.whole import Kind, Way, Whole, agrees, restored
+from meshwright_dtensor.utils.host import HOST
 
 _COUNTED_COST = 100
 """Operations of torch for a number that is counted up to, against one of a kernel that draws."""

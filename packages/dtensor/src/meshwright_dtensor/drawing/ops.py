@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 
 from meshwright_dtensor._torch.core import OpOverload, op_arguments, op_name, pytree
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.drawing.whole import Kind
 from meshwright_dtensor.sharding import boxes
+from meshwright_dtensor.utils.host import HOST
 
 Tensor = torch.Tensor
 Form: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright_dtensor.devices.device import HOST
+from meshwright_dtensor.utils.host import HOST
 
 Tensor = torch.Tensor
 

@@ -13,11 +13,11 @@ import torch
 
 from meshwright_dtensor._torch.core import quiet_fakes
 from meshwright_dtensor._torch.modes import fake_mode, without_modes
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.trace.graph import Recorder
+from meshwright_dtensor.utils.host import HOST
 
 Tensor = torch.Tensor
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)

@@ -19,7 +19,6 @@ from meshwright_dtensor._torch.modes import fake_mode
 from meshwright_dtensor.cluster.links import CollectiveKind
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.redistribute import steps_between
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.propagate.choose import Choice, Chooser, MeshShape, Underivable, is_view
 from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, needs_data
@@ -27,6 +26,7 @@ from meshwright_dtensor.sharding.states import I, States, format_state, forward_
 from meshwright_dtensor.strategy.cost import Phase
 from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, is_in_place
 from meshwright_dtensor.trace.graph import Call, Node, Ref, Value, is_ref
+from meshwright_dtensor.utils.host import HOST
 
 if TYPE_CHECKING:
     from meshwright_dtensor.mesh.context import MeshContext

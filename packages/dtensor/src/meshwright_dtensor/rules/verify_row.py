@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.core import pytree
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.rules.localise import localise
 from meshwright_dtensor.rules.node import NodeView, Strategy, numel
 from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.states import P, R, State
 from meshwright_dtensor.trace.graph import is_ref
+from meshwright_dtensor.utils.host import HOST
 
 LIMIT = 65536
 """Largest tensor, in elements, that is checked at its own size."""

@@ -14,12 +14,12 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright_dtensor._torch import core
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, uneven_dims
 from meshwright_dtensor.stored.gather import gather_stored, stored_layout, whole_value
 from meshwright_dtensor.stored.permuted import is_permuted, stock_dtensor
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.trace.function_kinds import Args, Function
+from meshwright_dtensor.utils.host import HOST
 
 Tensor = torch.Tensor
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.plugins import Registered
 from meshwright_dtensor.plugins.records import BackendSpec
 from meshwright_dtensor.testing.conformance.report import Check, NotChecked, Tools, require, sibling, told
+from meshwright_dtensor.utils.host import HOST
 
 PURPOSE = "checking a checkpoint backend"
 INTERFACE = "meshwright_checkpoint.storage.backend"

@@ -10,8 +10,8 @@ from torch import nn
 
 from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel
 from meshwright_dtensor.cluster.links import Link
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.strategy import AttentionUse, ModelSizes, ParameterSize, SearchRequest, StepContext
+from meshwright_dtensor.utils.host import HOST
 
 WIDTH, WORDS, ROWS, TOKENS = 16, 24, 8, 8
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from meshwright_dtensor.api import distribute
-from meshwright_dtensor.devices.device import HOST
 from meshwright_dtensor.plugins import Registered
 from meshwright_dtensor.plugins.records import OpRuleSpec
 from meshwright_dtensor.rules import Composite, NodeView, Rule, Strategy, check, finish
@@ -20,6 +19,7 @@ from meshwright_dtensor.rules.book import parts_of
 from meshwright_dtensor.rules.node import base_name
 from meshwright_dtensor.testing.conformance.report import Check, Tools, require, told
 from meshwright_dtensor.trace.graph import Node, Recorder, Value
+from meshwright_dtensor.utils.host import HOST
 from meshwright_dtensor.utils.names import did_you_mean
 
 Example = tuple[Callable[..., Any], Sequence[Any]]
