@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 import torch
+from torch._inductor import config
 
 from meshwright import cli
 from meshwright.commands.verify import OPTIMIZERS
@@ -121,6 +122,10 @@ def test_doctor_reports_the_environment(run: Any) -> None:
     assert code == 0
     assert facts["torch"].startswith("2.13") and facts["gloo"] is True
     assert facts["ranks"] == 1 and facts["plugin problems"] == []
+    assert facts["compile="] == "torch's inductor generates code here"
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        _, out, _ = run("doctor")
+    assert "finds no C++ compiler here" in out
 
 
 def test_doctor_measures_the_host(run: Any, tmp_path: Path) -> None:

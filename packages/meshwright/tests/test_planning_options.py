@@ -137,6 +137,13 @@ PINS: dict[str, tuple[list[str], Callable[[ParallelPlan], object]]] = {
         ["--rng", "fast"],
         lambda p: p.rng == "fast" and p.degree("pp") == 1 and "a stream for each shard (fast)" in p.explain(),
     ),
+    "compile what is faster": (
+        ["--compile", "auto"],
+        lambda p: (
+            [r.pattern for r in p.compile] == ["blocks.*"]
+            and "predicted to save" in " ".join(p.provenance.notes)
+        ),
+    ),
     "compile a module": (["--compile", "blocks.1"], lambda p: [r.pattern for r in p.compile] == ["blocks.1"]),
     "recompute": (["--recompute", "blocks.*"], lambda p: [r.pattern for r in p.recompute] == ["blocks.*"]),
     "precision": (

@@ -7,13 +7,15 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 from meshwright_dtensor.errors import PlanError, UnsupportedError
@@ -632,14 +634,23 @@ def test_arguments_that_share_memory_are_another_call(rank_pool: RankPool) -> No
     assert min(rank_pool.run(2, _sharing)) > 0
 
 
-def _slow_compiler(rank: int, size: int) -> list[str]:
-    """The warnings of a rank whose compiler takes longer than the limit, and of one whose compiler does not."""
+@contextmanager
+def warnings_told() -> Iterator[list[str]]:
+    """The warnings of the logger "meshwright" inside."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("meshwright")
     logger.addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch:
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+def _slow_compiler(rank: int, size: int) -> list[str]:
+    """The warnings of a rank whose compiler takes longer than the limit, and of one whose compiler does not."""
+    with warnings_told() as told, pytest.MonkeyPatch.context() as patch:
         patch.setattr(region, "SLOW_SECONDS", 0.05 if rank else 60.0)
         before = region.compile_call
 
@@ -649,10 +660,28 @@ def _slow_compiler(rank: int, size: int) -> list[str]:
 
         patch.setattr(region, "compile_call", compile_slowly)
         trained(plain, "tp2")
-    logger.removeHandler(handler)
     return told
 
 
 def test_a_compiler_that_does_not_end_is_told(rank_pool: RankPool) -> None:
     quick, slow = rank_pool.run(2, _slow_compiler)
     assert not quick and "leave the module out of compile=" in slow[0]
+
+
+def _without_a_compiler(rank: int, size: int) -> tuple[list[Any], list[str]]:
+    """A rank whose machine has none, next to one that compiles: the results of one device on both."""
+    searched = (None, "no-such-compiler") if rank == 0 else config.cpp.cxx
+    with warnings_told() as told, config.patch({"cpp.cxx": searched}):
+        model = trained(plain, "tp2", backend="inductor")
+        # what runs the recorded operations needs no compiler
+        recorded = trained(plain, "tp2")
+    assert sum(row.compiled for row in regions(recorded).rows) > 0
+    return [(row.compiled, row.reasons) for row in regions(model).rows], told
+
+
+def test_without_a_compiler_calls_run_as_they_are(rank_pool: RankPool) -> None:
+    (without, told), (compiled, quiet) = rank_pool.run(2, _without_a_compiler)
+    ((count, ((reason, calls),)),) = without
+    assert count == 0 and calls == 12 and "finds no C++ compiler" in reason
+    assert told == [f"compile= has no effect on this rank: {reason}"] and not quiet
+    assert compiled[0][0] > 0

@@ -124,6 +124,16 @@ def shard_unit(value: Any) -> Any:
     return within(value, 1)
 
 
+def listed_rules(value: Any) -> Any:
+    """`value`, if it is not a word or a bool: those are what the planner takes for such rules."""
+    if isinstance(value, str | bool):
+        raise _illegal(
+            "a plan lists the modules; give True, 'auto' or a pattern to mw.plan, which decides and writes the list",
+            '[{"pattern": "layers.*"}]',
+        )
+    return value
+
+
 def plan_error(model: type[BaseModel], error: ValidationError) -> PlanError:
     """The first pydantic error as a PlanError. Unknown fields come first: they usually cause the others."""
     errors = error.errors(include_url=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool
+from pydantic import Field, StrictBool, field_validator
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.field_types import (
@@ -25,6 +25,7 @@ from meshwright_dtensor.plan.field_types import (
     States,
     Text,
     Word,
+    listed_rules,
 )
 from meshwright_dtensor.sharding.states import State, parse_state
 from meshwright_dtensor.utils.names import count_of
@@ -321,6 +322,8 @@ class PlanFields(Model):
     predicted: Prediction | None = None
     collectives: tuple[PlannedCollective, ...] = ()
     provenance: Provenance = Field(default_factory=Provenance)
+
+    _listed = field_validator("compile", mode="before")(listed_rules)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -108,6 +108,8 @@ def print_facts(facts: dict[str, Any]) -> None:
     for entry in programs["lost"]:
         line = f"  tier {entry['tier']}: {entry['function']} on {entry['layouts']}: {entry['reason']}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for note in programs["compile"]:
+        console.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
     for row in programs["regions"]:
         line = f"  compiled: {row['modules']} like {row['module']}: {row['compiled']} calls compiled, {row['other']} not"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -142,6 +144,7 @@ def programs(chosen: opt.ModelChoice, pins: dict[str, int], compile: bool | str 
         "mesh": " x ".join(f"{axis} {n}" for axis, n in plan.degrees.items() if n > 1) or "one rank",
         "tiers": {str(tier): count for tier, count in report.tiers.items()},
         "lost": [asdict(entry) for entry in report.entries],
+        "compile": [note for note in plan.provenance.notes if note.startswith("compile=")],
         "regions": [asdict(row) for row in mw.debug.regions(instance).rows],
     }
 
@@ -151,7 +154,8 @@ def environment() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from meshwright_dtensor.devices import types_here
+    from meshwright_dtensor._torch.inductor import inductor_lacks
+    from meshwright_dtensor.devices import default_device, types_here
 
     facts: dict[str, Any] = dict.fromkeys(DISTRIBUTIONS, "not installed")
     for name in DISTRIBUTIONS:
@@ -163,6 +167,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count() or 0,
         "devices": "; ".join(map(_device_text, types_here())),
+        "compile=": inductor_lacks(default_device().name) or "torch's inductor generates code here",
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
         "threads": torch.get_num_threads(),

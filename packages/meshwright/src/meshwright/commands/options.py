@@ -150,7 +150,7 @@ COMPILE = click.option(
     "--compile",
     metavar="WHAT",
     callback=lambda context, option, value: True if value == "blocks" else value,
-    help="Run modules as compiled graphs: blocks for the repeated blocks, or a pattern of module names.",
+    help="Run modules as compiled graphs: blocks for the repeated blocks, auto for those that it makes faster, or a name pattern.",
 )
 
 SHARING: tuple[Option, ...] = (

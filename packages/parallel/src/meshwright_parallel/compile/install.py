@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 
+from meshwright_dtensor._torch.inductor import inductor_lacks
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.plan import ParallelPlan
@@ -13,6 +15,7 @@ from meshwright_parallel._torch.compiler import Backend
 from meshwright_parallel.compile.region import Kind, Region, kind_key
 
 _ATTRIBUTE = "_meshwright_region"
+_log = logging.getLogger("meshwright")
 
 
 def compiled_modules(model: nn.Module, plan: ParallelPlan) -> dict[str, Backend]:
@@ -37,10 +40,19 @@ def compiled_modules(model: nn.Module, plan: ParallelPlan) -> dict[str, Backend]
 
 
 def install_regions(model: nn.Module, plan: ParallelPlan) -> None:
-    """Make regions of the modules that the plan names. Those inside of one take over where it cannot be compiled."""
+    """Make regions of the modules that the plan names. Those inside of one take over where it cannot be compiled.
+
+    Where the machine of this rank lacks what inductor needs, their calls run as they are, and the collectives are the same.
+    """
     kinds: dict[Any, Kind] = {}
-    for name, backend in compiled_modules(model, plan).items():
-        region = _region(model.get_submodule(name), backend, kinds)
+    chosen = compiled_modules(model, plan)
+    lacks = None
+    if "inductor" in chosen.values():
+        lacks = inductor_lacks(next((p.device.type for p in model.parameters()), "cpu"))
+    if lacks is not None:
+        _log.warning("compile= has no effect on this rank: %s", lacks)
+    for name, backend in chosen.items():
+        region = _region(model.get_submodule(name), backend, lacks if backend == "inductor" else None, kinds)
         if region is not None:
             region.active = True
 
@@ -48,14 +60,15 @@ def install_regions(model: nn.Module, plan: ParallelPlan) -> None:
 def _region(
     module: nn.Module,
     backend: Backend,
+    lacks: str | None,
     kinds: dict[Any, Kind],
 ) -> Region | None:
-    parts = [_region(child, backend, kinds) for child in module.children()]
+    parts = [_region(child, backend, lacks, kinds) for child in module.children()]
     inner = [part for part in parts if part is not None]
     if not has_forward(module) or _is_one_call(module):
         return None
     key = (kind_key(module), backend)
-    kind = kinds.setdefault(key, Kind(type(module).__name__, backend))
+    kind = kinds.setdefault(key, Kind(type(module).__name__, backend, lacks))
     region = Region(module, module.forward, kind, inner)
     module.__dict__[_ATTRIBUTE] = region
     module.forward = region

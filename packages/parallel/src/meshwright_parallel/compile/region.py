@@ -81,6 +81,7 @@ class Kind:
 
     Attributes:
         name: of the class of their modules.
+        lacks: why nothing can be compiled here.
         entries: key of a call -> entries, by what their Python reads.
         reasons: why calls run as they are -> how many have.
         graphs: compiled for them. failed: why calls could not be, one each. runs: calls that ran compiled. others: as they are.
@@ -88,6 +89,7 @@ class Kind:
 
     name: str
     backend: Backend
+    lacks: str | None = None
     entries: dict[Any, list[Entry]] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     graphs: CompiledGraphs = field(
@@ -105,7 +107,7 @@ class Kind:
 
     def copy(self) -> Kind:
         """The kind of copies of the modules, of which nothing has run."""
-        return Kind(self.name, self.backend)
+        return Kind(self.name, self.backend, self.lacks)
 
     def refuse(self, reason: str) -> None:
         """Count a call that runs as it is; a new reason is logged."""
@@ -179,6 +181,9 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module's forward."""
         if not self.active or _INSIDE.running:
+            return self.inner(*args, **kwargs)
+        if self.kind.lacks is not None:
+            self.kind.refuse(self.kind.lacks)
             return self.inner(*args, **kwargs)
         checkpoint = notes_of_checkpoint()
         if checkpoint is None:

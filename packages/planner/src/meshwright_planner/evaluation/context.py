@@ -66,7 +66,7 @@ class Setting:
         unit: what shards along zero do not cut, as in the plan; costs are those of equal chunks.
         precision: a name of plan.PrecisionRule in which the model is computed; None is its own.
         recompute: a policy or a pattern (see plan), pinned by the user; None is searched.
-        compiled: modules whose calls run compiled; costs are those of calls that do not.
+        compiled: modules whose calls run compiled, None: those that a plan chooses; costs are those of calls that do not.
         rng: as in the plan.
         sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
         time_budget: seconds that the search may take; None is no limit.
@@ -91,7 +91,7 @@ class Setting:
     precision: str | None = None
     sequence_parallel: bool | None = None
     recompute: str | None = None
-    compiled: tuple[CompileRule, ...] = ()
+    compiled: tuple[CompileRule, ...] | None = ()
     rng: Literal["exact", "fast"] = "exact"
     time_budget: float | None = None
     cost_model: CheckedModel | None = None

@@ -9,6 +9,7 @@ from torch import nn
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.blocks import repeated_blocks
 from meshwright_dtensor.plan import CompileRule
+from meshwright_dtensor.strategy.plan_request import AUTO
 from meshwright_dtensor.utils.names import suggestion
 
 
@@ -32,9 +33,9 @@ def compile_rules(model: nn.Module, wanted: bool | str | Sequence[str] | None) -
     rules = tuple(CompileRule(pattern=pattern) for pattern in patterns)
     for rule in rules:
         if not any(map(rule.matches, names)):
-            hint = suggestion(rule.pattern, names)
+            hint = suggestion(rule.pattern, [*names, AUTO])
             raise UsageError(
                 f"compile={rule.pattern!r} matches no module of this {type(model).__name__}{hint}; give a pattern of its module "
-                "names, or True for its repeated blocks"
+                "names, True for its repeated blocks, or 'auto' (by itself) for those where it saves time"
             )
     return rules

@@ -17,6 +17,7 @@ from meshwright_dtensor.utils.names import listing
 from meshwright_planner.clusters.local_machine import PREFIX
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.context import Setting
+from meshwright_planner.plan_writer.compile_choice import compile_choice
 from meshwright_planner.plan_writer.replicated import idle_axes, whole_weights
 from meshwright_planner.plan_writer.rules import Writer
 from meshwright_planner.recompute.effect import communicated
@@ -50,6 +51,10 @@ def plan_of(
                 f"sequence_parallel=True: no tensor between repeated blocks of this {type(setting.model).__name__} "
                 "can be split along the sequence; leave it out"
             )
+    compiled = setting.compiled
+    if compiled is None:
+        choice = compile_choice(setting, candidate)
+        compiled, notes = choice.rules, (*notes, *choice.notes)
     versions = {}
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -67,7 +72,7 @@ def plan_of(
         parameters=tuple(parameters),
         activations=tuple(activations),
         recompute=candidate.recompute,
-        compile=setting.compiled,
+        compile=compiled,
         rng=setting.rng,
         predicted=Prediction(
             step_seconds=candidate.step_seconds,

@@ -14,7 +14,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import Planner, PlanRequest, Strategy
-from meshwright_dtensor.strategy.plan_request import unknown
+from meshwright_dtensor.strategy.plan_request import AUTO, unknown
 from meshwright_dtensor.utils.process import without_garbage_collection
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.cost.cost_models import cost_model_of
@@ -138,7 +138,7 @@ class EagerPlanner(Planner):
             unit=request.zero_unit,
             precision=request.precision,
             recompute=request.recompute,
-            compiled=compile_rules(model, request.compile),
+            compiled=None if request.compile == AUTO else compile_rules(model, request.compile),
             rng="fast" if request.rng == "fast" else "exact",
             sequence_parallel=request.sequence_parallel,
             time_budget=request.time_budget,

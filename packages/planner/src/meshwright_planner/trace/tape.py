@@ -126,11 +126,11 @@ class Tape:
     division: Division | None = None
 
     @cached_property
-    def _inside(self) -> dict[str, list[int]]:
+    def module_nodes(self) -> dict[str, list[int]]:
         """Module -> the nodes that it and the modules in it run, in order; without the model itself."""
         # the same operations
         if self.origin is not None:
-            return self.origin._inside
+            return self.origin.module_nodes
         nodes_of: dict[str, list[int]] = defaultdict(list)
         above: dict[str, list[str]] = {}
         for index, node in enumerate(self.nodes):
@@ -175,7 +175,7 @@ class Tape:
         """(shape, bytes) of every floating-point input of a module that is no parameter, in order."""
         made: set[int] = set()
         inputs: dict[int, None] = {}
-        for index in self._inside.get(module, ()):
+        for index in self.module_nodes.get(module, ()):
             node = self.nodes[index]
             inputs.update(dict.fromkeys(r.i for r in node.ins if r.i not in made))
             made.update(r.i for r in node.outs)
