@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -632,6 +634,90 @@ def _sharing(rank: int, size: int) -> int:
 
 def test_arguments_that_share_memory_are_another_call(rank_pool: RankPool) -> None:
     assert min(rank_pool.run(2, _sharing)) > 0
+
+
+class TakesView(nn.Module):
+    """A block whose second argument is a view, which it writes to where `writes` says so."""
+
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            part.mul_(0.5)
+        h = torch.tanh(self.layer(x))
+        # a view of the view
+        return h + torch.sigmoid(part[:, :1]) * h
+
+
+class GivesViews(nn.Module):
+    """Columns of a value that tp shards by columns: on one device they share its memory."""
+
+    writes = stale = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(TakesView() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.up(x)
+        part = wide[:, 1:3]
+        assert type(part).__name__ in ("Tensor", "DetachedView")
+        if self.stale:
+            wide.add_(1.0)
+        h = wide.tanh()
+        for block in self.blocks:
+            block.writes = self.writes  # type: ignore[assignment]
+            h = block(h, part)
+        return h.pow(2).mean() + wide.mean()
+
+
+def _views(rank: int, size: int) -> tuple[list[int], list[str]]:
+    """Compiled calls after steps that read views, after steps that write to them, and after an error; the reasons."""
+    torch.manual_seed(0)
+    model: Any = GivesViews()
+    reference = copy.deepcopy(model)
+    tp2 = plan(LAYOUTS["tp2"])
+    model = parallelize(model, tp2.replace(parameters=tp2.parameters[:2]))
+    counts = []
+    for writes in (False, True):
+        model.writes = reference.writes = writes
+        same(run(model, 4, nothing), run(reference, 4, nothing))
+        counts.append(sum(row.compiled for row in regions(model).rows))
+    model.writes, model.stale = False, True
+    with pytest.raises(UnsupportedError, match="whose base was modified in place"):
+        model(torch.randn(4, 6))
+    counts.append(sum(row.compiled for row in regions(model).rows))
+    return counts, [reason for row in regions(model).rows for reason, _ in row.reasons]
+
+
+def test_views_that_had_to_be_gathered_are_arguments_of_a_graph(rank_pool: RankPool) -> None:
+    for counts, reasons in rank_pool.run(2, _views):
+        # two calls of the first block, which gets another layout, and two of the others show what the code reads; calls that write
+        # to the view, or that get a stale one, run as they are
+        assert counts == [8, 8, 8]
+        assert any("writes to a view" in reason for reason in reasons)
+        assert any("modified in place after the view was taken" in reason for reason in reasons)
+
+
+def _kept_alive(rank: int, size: int) -> int:
+    """How many arguments of compiled blocks are alive after their steps."""
+    model: Any = parallelize(Stack(plain), plan(LAYOUTS["tp2"]))
+    given: list[Any] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, args: given.append(weakref.ref(args[0]._local)))
+    run(model, 4, nothing)
+    gc.collect()
+    assert sum(row.compiled for row in regions(model).rows) > 0 and len(given) == 12
+    return sum(reference() is not None for reference in given)
+
+
+def test_a_graph_keeps_no_values_of_its_first_call(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, _kept_alive) == [0, 0]
 
 
 @contextmanager

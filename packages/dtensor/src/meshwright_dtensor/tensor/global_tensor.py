@@ -178,9 +178,14 @@ class DetachedView(GlobalTensor):
     # how it was taken, where a write can reach the base
     _origin: Any = None
 
+    @property
+    def stale(self) -> bool:
+        """Whether the base was written to since the view was taken."""
+        return version_of(self._base_tensor) != self._base_version
+
     def check_fresh(self) -> None:
-        """Raise if the base was written to since the view was taken."""
-        if version_of(self._base_tensor) != self._base_version:
+        """Raise if it is stale."""
+        if self.stale:
             raise UnsupportedError(
                 f"this tensor ({self._layout!r}) is a view whose base was modified in place after the view was taken; on one "
                 "device it would show the change, here it is a copy because the base is sharded: take the view again"

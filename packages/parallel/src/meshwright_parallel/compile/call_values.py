@@ -10,7 +10,7 @@ import torch
 
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.mesh.layout import Layout
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, wrap
 from meshwright_parallel.compile.cache_arguments import CacheUse, RecordedCaches, cache_key, caches_of
 from meshwright_parallel.compile.watches import IMMUTABLE
 
@@ -32,6 +32,12 @@ def key_of(value: Any, tensors: list[Any], caches: list[Any]) -> Any:
         tensors.append(value)
         local = value._local
         return (value._layout, local.stride(), local.requires_grad)
+    if kind is DetachedView:
+        tensors.append(value)
+        if value.stale:
+            raise CannotKey("an argument is a view whose base was modified in place after the view was taken")
+        local = value._local
+        return (DetachedView, value._layout, local.stride(), local.requires_grad)
     if kind is Tensor:
         tensors.append(value)
         return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
@@ -85,7 +91,9 @@ class Outputs:
         form: list[tuple[int | None, Any]] = []
         locals_: list[Tensor] = []
         numbers = {id(t): number for number, t in enumerate(arguments)}
-        of_locals = {id(t._local): number for number, t in enumerate(arguments) if type(t) is GlobalTensor}
+        of_locals = {
+            id(t._local): number for number, t in enumerate(arguments) if isinstance(t, GlobalTensor)
+        }
         for leaf in leaves:
             number = numbers.get(id(leaf))
             if number is None and type(leaf) is GlobalTensor:
@@ -145,17 +153,29 @@ class _Constant:
 
 def local_parts(tensors: list[Any]) -> list[Tensor]:
     """The local part of each tensor of a call."""
-    return [t._local if type(t) is GlobalTensor else t for t in tensors]
+    return [t._local if isinstance(t, GlobalTensor) else t for t in tensors]
 
 
-def layouts_of(tensors: list[Any]) -> list[Layout | None]:
-    """The layout of each tensor of a call, None of a plain one."""
-    return [t._layout if type(t) is GlobalTensor else None for t in tensors]
+Label = tuple[type[GlobalTensor], Layout] | None
+"""The kind and the layout of a global tensor; None of a plain one."""
 
 
-def relabelled(locals_: list[Tensor], layouts: list[Layout | None]) -> list[Any]:
-    """Global tensors with these local parts; plain tensors where the layout is None."""
-    return [
-        local if layout is None else wrap(local, layout)
-        for local, layout in zip(locals_, layouts, strict=True)
-    ]
+def labels_of(tensors: list[Any]) -> list[Label]:
+    """The label of each tensor of a call."""
+    return [(type(t), t._layout) if isinstance(t, GlobalTensor) else None for t in tensors]
+
+
+def relabelled(locals_: list[Tensor], labels: list[Label]) -> list[Any]:
+    """The tensors with these local parts and labels.
+
+    A view that had to be gathered has a base that nothing writes to. How it was taken is not known, so that writing to it raises.
+    """
+    tensors: list[Any] = []
+    for local, label in zip(locals_, labels, strict=True):
+        if label is None:
+            tensors.append(local)
+        elif label[0] is DetachedView:
+            tensors.append(detached(local, label[1], torch.empty(0)))
+        else:
+            tensors.append(wrap(local, label[1]))
+    return tensors

@@ -30,7 +30,7 @@ from meshwright_parallel.compile.cache_arguments import CannotAppend, RecordedCa
 from meshwright_parallel.compile.call_values import (
     CannotKey,
     Outputs,
-    layouts_of,
+    labels_of,
     local_parts,
     relabelled,
     with_values,
@@ -179,7 +179,9 @@ def compile_call(
     parameters, buffers = slots_of(modules, PARAMETERS), slots_of(modules, BUFFERS)
     weights = [module_parts(modules[n])[PARAMETERS][name] for n, name in parameters]
     fixed = [module_parts(modules[n])[BUFFERS][name] for n, name in buffers]
-    layouts = layouts_of(tensors)
+    labels = labels_of(tensors)
+    # a program keeps the recorded function, which must not keep the values of this call
+    given: list[Any] = [args, kwargs, caches, weights, fixed]
     counts = [len(tensors), len(weights), len(fixed), len(draws)]
     outputs: list[Outputs] = []
 
@@ -193,11 +195,14 @@ def compile_call(
         RECORDED.calls = []
         following = iter(values)
         parts = [list(itertools.islice(following, count)) for count in counts]
-        arguments = relabelled(parts[0], layouts)
+        arguments = relabelled(parts[0], labels)
         pending = iter(parts[3])
-        with _in_place_of(modules, weights, parts[1], fixed, parts[2]), _drawn(lambda draw: _next(pending)):
-            recorded = RecordedCaches(caches)
-            call_args, call_kwargs = with_values([args, kwargs], iter(arguments), iter(recorded.stand_ins))
+        with (
+            _in_place_of(modules, given[3], parts[1], given[4], parts[2]),
+            _drawn(lambda draw: _next(pending)),
+        ):
+            recorded = RecordedCaches(given[2])
+            call_args, call_kwargs = with_values(given[:2], iter(arguments), iter(recorded.stand_ins))
             result = forward(*call_args, **call_kwargs)
         if next(pending, None) is not None:
             raise CannotCompile("it draws other random numbers than in the run before")
@@ -223,6 +228,7 @@ def compile_call(
         raise CannotCompile(f"{type(error).__name__}: {text[0] if text else ''}") from error
     finally:
         RECORDED.calls = None
+        given.clear()
     kept = [draw for draw, _ in draws]
     name = type(modules[0]).__name__
     return RegionProgram(parameters, buffers, kept, outputs[0], function, checks, name)
