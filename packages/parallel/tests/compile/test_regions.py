@@ -771,3 +771,29 @@ def test_without_a_compiler_calls_run_as_they_are(rank_pool: RankPool) -> None:
     assert count == 0 and calls == 12 and "finds no C++ compiler" in reason
     assert told == [f"compile= has no effect on this rank: {reason}"] and not quiet
     assert compiled[0][0] > 0
+
+
+def _gathering_twice(rank: int, size: int) -> list[Any]:
+    """Rows that a rank has a part of, gathered for a layer and for a sum: their gradients come back in different ways."""
+
+    def body(block: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.tanh(x)
+        return rows.add(block.down(block.act(block.up(rows))))
+
+    torch.manual_seed(0)
+    model: nn.Module = Stack(body)
+    reference = copy.deepcopy(model)
+    rules = {
+        ("blocks.*", "tanh"): [{"tp": "S(0)"}],
+        ("blocks.*.up", "linear"): [{"tp": "X"}, {"tp": "S(0)"}, {"tp": "S(0)"}],
+        ("blocks.*", "add"): [{"tp": "I"}, {"tp": "I"}],
+    }
+    activations = [{"module": m, "function": f, "inputs": inputs} for (m, f), inputs in rules.items()]
+    model = parallelize(model, plan(LAYOUTS["tp2"]).replace(activations=activations))
+    same(run(model, 4, nothing), run(reference, 4, nothing))
+    return [(row.compiled, row.reasons) for row in regions(model).rows]
+
+
+def test_equal_collectives_stay_several_in_a_graph(rank_pool: RankPool) -> None:
+    # a rank that runs uncompiled makes each of them
+    assert rank_pool.run(2, _gathering_twice) == [[(10, ())]] * 2

@@ -16,6 +16,10 @@ Backend = Literal["inductor", "aot_eager"]
 Compiled = Callable[..., Any]
 
 
+_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+"""Those of torch in functional form that a graph may have."""
+
+
 class _NotRun(Exception):
     """A compiled graph is called for the first time, while it is being compiled."""
 
@@ -87,6 +91,7 @@ class AotFunction:
         with (
             inductor.patch(fallback_random=True),
             _nothing_donated(),
+            _collectives_apart(),
             _without_saved_hooks(),
         ):
             with suppress(_NotRun):
@@ -139,6 +144,16 @@ def _nothing_donated() -> Iterator[None]:
     from torch._functorch._aot_autograd import graph_compile
 
     with _replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args, **kwargs: []):
+        yield
+
+
+@contextmanager
+def _collectives_apart() -> Iterator[None]:
+    """Inside, equal collectives of one value stay several, as random operations do: a rank that runs uncompiled makes each."""
+    from torch._functorch import compile_utils
+
+    collectives = [getattr(torch.ops._c10d_functional, name) for name in _COLLECTIVES]
+    with _replaced(compile_utils, "rand_ops", [*compile_utils.rand_ops, *collectives]):
         yield
 
 
