@@ -797,3 +797,73 @@ def _gathering_twice(rank: int, size: int) -> list[Any]:
 def test_equal_collectives_stay_several_in_a_graph(rank_pool: RankPool) -> None:
     # a rank that runs uncompiled makes each of them
     assert rank_pool.run(2, _gathering_twice) == [[(10, ())]] * 2
+
+
+class Experts(nn.Module):
+    """Rows go to the expert of their first column's sign: how many each gets is data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            if len(rows) > 0:
+                out = out.index_add(0, rows, torch.tanh(expert(x[rows])) * 2.0)
+        return out
+
+
+class Mixing(nn.Module):
+    """Stands for the attention of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.down(F.gelu(self.up(x))))
+
+
+class RoutedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.routed = Mixing(), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        return x + self.routed(x)
+
+
+class RoutedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def _routed(rank: int, size: int, layout: str) -> dict[str, tuple[int, int]]:
+    torch.manual_seed(0)
+    model: nn.Module = RoutedStack()
+    reference = copy.deepcopy(model)
+    model = parallelize(model, plan(LAYOUTS[layout]))
+    same(run(model, 5, nothing, rows=8), run(reference, 5, nothing, rows=8))
+    return {row.module: (row.compiled, row.other) for row in regions(model).rows}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero3"])
+def test_experts_run_as_they_are_inside_of_a_block_whose_attention_is_compiled(
+    rank_pool: RankPool, layout: str
+) -> None:
+    for counts in rank_pool.run(2, _routed, layout):
+        assert counts["blocks.0"][0] == 0 and counts["blocks.0.routed"][0] == 0
+        compiled, other = counts["blocks.0.attention"]
+        # two calls show what the code reads, and the parts begin when the blocks were refused
+        assert compiled >= 6 and other <= 3
