@@ -90,7 +90,8 @@ def test_blocks_that_stream_are_chosen_and_products_are_not() -> None:
 
 def test_a_call_costs_more_than_fusing_a_few_small_operations_saves() -> None:
     small = Model(8, streaming=Streaming)
-    assert chosen(small, 4, 8)[0] == []
+    patterns, notes = chosen(small, 4, 8)
+    assert patterns == [] and "is not compiled, which would save nothing: less than 1%" in notes
     # the host of this one waits for the device
     assert chosen(small, 4, 8, cluster="laptop-cpu")[0] == ["streaming.*"]
 

@@ -66,18 +66,13 @@ def compile_choice(setting: Setting, candidate: Candidate) -> CompileChoice:
         rule = CompileRule(pattern=pattern)
         seconds, modules = savings.of(rule)
         part = seconds / candidate.step_seconds if candidate.step_seconds else 0.0
-        compiled = seconds > 0 and part >= LEAST_PART
-        if compiled:
+        saved = f"{human_seconds(seconds)} of a step, {100 * part:.1f}%" if seconds > 0 else "nothing"
+        if seconds > 0 and part >= LEAST_PART:
             rules.append(rule)
-        saved = f"{human_seconds(seconds)} of a step, {100 * part:.1f}%"
-        notes.append(
-            f"compile='auto': {pattern} ({count_of(modules, 'module')}) "
-            + (
-                f"runs compiled, which is predicted to save {saved}; the prediction of the step is that of eager execution"
-                if compiled
-                else f"is not compiled, which would save {saved}: less than {100 * LEAST_PART:g}%"
-            )
-        )
+            decision = f"runs compiled, which is predicted to save {saved}; the prediction of the step is that of eager execution"
+        else:
+            decision = f"is not compiled, which would save {saved}: less than {100 * LEAST_PART:g}%"
+        notes.append(f"compile='auto': {pattern} ({count_of(modules, 'module')}) {decision}")
     return CompileChoice(tuple(rules), tuple(notes))
 
 
