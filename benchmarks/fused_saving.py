@@ -16,6 +16,7 @@ from meshwright_planner.cost.prices import AxisCosts, Work, work_of
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.flops import by_name, forward_flops
 from meshwright_planner.trace.recorder.record import record
+from meshwright_planner.trace.tape import Tape
 
 
 @dataclass(frozen=True)
