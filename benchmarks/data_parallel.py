@@ -15,11 +15,11 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peak_memory import peak_of_step
 from taking_turns import timed_pairs
 from torch import nn
 
@@ -141,22 +141,30 @@ def times(
     return timed_pairs(steps, rounds)
 
 
-def resident() -> int:
-    """Highest resident memory since the mark was cleared, in bytes."""
-    text = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM"))) * 1024
-
-
 def peak(rank: int, ranks: int, name: str, contestant: str, plan: ParallelPlan | None) -> int:
     """Bytes that a steady step takes at most above what the process had before there was a model."""
     model_of(name)  # what importing takes is nobody's
-    now = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    step = stepper(contestant, name, ranks, plan)
-    for _ in range(2):
-        step()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    step()
-    return resident() - now
+    return peak_of_step(lambda: stepper(contestant, name, ranks, plan))
+
+
+def compare(name: str, ranks: int, ours: str, rounds: int, memory_runs: int = 0) -> dict[str, Any]:
+    """Seconds of pairs of steps of a contestant of ours and its peer, their ratio, and memory where runs of it are asked for."""
+    theirs, plan = PAIRS[ours], plan_of(ours, name, ranks)
+    with RankPool() as pool:
+        timed = pool.run(ranks, times, rounds, name, (ours, theirs), plan, timeout=1200)[0]
+    ratios = sorted(a / b for a, b in timed)
+    result: dict[str, Any] = {
+        "ours": ours, "theirs": theirs, "model": name, "ranks": ranks, "seconds": timed,
+        "ratio": statistics.median(ratios), "least": ratios[0], "largest": ratios[-1],
+    }  # fmt: skip
+    runs: list[list[float]] = [[], []]
+    for _ in range(memory_runs):
+        for of, contestant, its_plan in ((runs[0], ours, plan), (runs[1], theirs, None)):
+            with RankPool() as pool:
+                of.append(statistics.mean(pool.run(ranks, peak, name, contestant, its_plan, timeout=600)))
+    if memory_runs:
+        result["bytes"] = [statistics.median(of) for of in runs]
+    return result
 
 
 def main() -> None:
@@ -173,27 +181,13 @@ def main() -> None:
     for ours in wanted:
         if ("tp" in ours and name == "gpt2") or (" x " in ours and ranks < 4):
             continue  # GPT-2's fused projection has no tensor parallelism in torch
-        theirs, plan = PAIRS[ours], plan_of(ours, name, ranks)
-        with RankPool() as pool:
-            timed = pool.run(ranks, times, arguments.rounds, name, (ours, theirs), plan, timeout=1200)[0]
-        ratios = sorted(a / b for a, b in timed)
-        result: dict[str, Any] = {
-            "ours": ours, "theirs": theirs, "seconds": timed,
-            "ratio": statistics.median(ratios), "least": ratios[0], "largest": ratios[-1],
-        }  # fmt: skip
-        line = f"{ours:12s} {1e3 * statistics.median(a for a, _ in timed):7.0f} ms, "
-        line += f"{result['ratio']:.2f} x {theirs} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        result = compare(name, ranks, ours, arguments.rounds, MEMORY_RUNS if arguments.memory else 0)
+        median = statistics.median(a for a, _ in result["seconds"])
+        line = f"{ours:12s} {1e3 * median:7.0f} ms, {result['ratio']:.2f} x {result['theirs']} "
+        line += f"({result['least']:.2f} to {result['largest']:.2f})"
         if arguments.memory:
-            runs: list[list[float]] = [[], []]
-            for _ in range(MEMORY_RUNS):
-                for of, contestant, its_plan in ((runs[0], ours, plan), (runs[1], theirs, None)):
-                    with RankPool() as pool:
-                        of.append(
-                            statistics.mean(pool.run(ranks, peak, name, contestant, its_plan, timeout=600))
-                        )
-            sizes = [statistics.median(of) for of in runs]
-            result["bytes"] = sizes
-            line += f"; {sizes[0] / 2**20:.0f} MiB, {sizes[0] / sizes[1]:.2f} x"
+            mine, other = result["bytes"]
+            line += f"; {mine / 2**20:.0f} MiB, {mine / other:.2f} x"
         print(line, flush=True)
         results.append(result)
     json.dump({"model": name, "ranks": ranks, "results": results}, sys.stdout)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from taking_turns import timed_pairs
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -23,6 +24,7 @@ from meshwright_pipeline import pipeline, write_trace
 from meshwright_pipeline.timeline import planned
 
 VOCABULARY, ROWS, TOKENS = 512, 16, 64
+WARM_UP = 3
 
 
 class Block(nn.Module):
@@ -75,8 +77,8 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def race(
     rank: int, size: int, width: int, layers: int, count: int, rounds: int
-) -> tuple[list[float], list[float], float, float, float]:
-    """Seconds of each step, ours and torch's; distance of the losses; bubble, planned and measured."""
+) -> tuple[list[tuple[float, float]], float, float, float]:
+    """Seconds of pairs of steps, ours and torch's; distance of the losses; bubble, planned and measured."""
     torch.manual_seed(0)
     ours, theirs = Model(width, layers), Model(width, layers)
     theirs.load_state_dict(ours.state_dict())
@@ -116,20 +118,19 @@ def race(
         dist.broadcast(total, src=size - 1)
         return float(total)
 
-    times: tuple[list[float], list[float]] = ([], [])
-    apart = 0.0
-    for round_ in range(rounds + 3):
-        values = []
-        for kind, step in enumerate((one, other)):
-            dist.barrier()
-            start = time.perf_counter()
-            values.append(step())
-            dist.barrier()
-            if round_ >= 3:
-                times[kind].append(time.perf_counter() - start)
-        apart = max(apart, abs(values[0] - values[1]))
+    apart = max(abs(one() - other()) for _ in range(WARM_UP))
+    timed = timed_pairs((one, other), rounds)
     ours(ids=ids, labels=ids).backward()
-    return (*times, apart, planned(plan).bubble, write_trace(ours, "/dev/null"))
+    return timed, apart, planned(plan).bubble, write_trace(ours, "/dev/null")
+
+
+def compare(ranks: int, width: int, layers: int, microbatches: int, rounds: int) -> dict[str, Any]:
+    """Seconds of pairs of steps, ours and torch's; distance of the losses; bubble, planned and measured."""
+    with RankPool() as pool:
+        timed, apart, bubble, measured = pool.run(
+            ranks, race, width, layers, microbatches, rounds, timeout=550
+        )[0]
+    return {"ranks": ranks, "seconds": timed, "apart": apart, "bubble": (bubble, measured)}
 
 
 def main() -> None:
@@ -142,20 +143,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
-    with RankPool() as pool:
-        ours, theirs, apart, bubble, measured = pool.run(
-            options.ranks,
-            race,
-            options.width,
-            options.layers,
-            options.microbatches,
-            options.rounds,
-            timeout=550,
-        )[0]
-    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    result = compare(options.ranks, options.width, options.layers, options.microbatches, options.rounds)
+    ours, theirs = zip(*result["seconds"], strict=True)
+    ratio = statistics.median(a / b for a, b in result["seconds"])
+    planned_bubble, measured = result["bubble"]
     print(
         f"ours {statistics.median(ours) * 1e3:.1f} ms, torch {statistics.median(theirs) * 1e3:.1f} ms a step; "
-        f"median ratio {ratio:.3f}; losses apart {apart:.1e}; bubble planned {100 * bubble:.1f}%, measured {100 * measured:.1f}%"
+        f"median ratio {ratio:.3f}; losses apart {result['apart']:.1e}; "
+        f"bubble planned {100 * planned_bubble:.1f}%, measured {100 * measured:.1f}%"
     )
 
 
