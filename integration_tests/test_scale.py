@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import scale
+from counts import counted_calls
 
 SAME = 1.02
 """Calls that depend on memory addresses and the order of sets."""
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Calls of functions so far, of Python and of C, in the one entry of a list."""
-    count = [0]
-
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):
-            count[0] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(seen)
-    try:
-        yield count
-    finally:
-        sys.setprofile(before)
-
-
 def calls(world: int) -> dict[str, float]:
-    with counted() as count:
+    with counted_calls() as count:
         parts = scale.measure(world, lambda: count[0])
     return {name: number for name, number in parts.items() if name not in scale.MEMORY}
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peers.model import Attention, Batch, Llama, Step, loss_of, optimizer_of
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -17,7 +17,7 @@ class GatheringAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rank, size = dist.get_rank(), dist.get_world_size()
-        parts = all_gather_tensor_autograd(torch.stack((k, v)), 3, dist.group.WORLD).chunk(2 * size, 3)
+        parts = all_gather_single_autograd(torch.stack((k, v)), 3, dist.group.WORLD).chunk(2 * size, 3)
         # the gathered order is 0, 2n-1, 1, 2n-2 ...: even places are the first half
         keys, values = torch.cat((*parts[::2], *parts[1::2][::-1]), 3)
         length = q.shape[2] // 2
