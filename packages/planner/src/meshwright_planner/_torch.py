@@ -272,7 +272,10 @@ def reentrant_checkpoints(around: Callable[[], contextlib.AbstractContextManager
             with torch.enable_grad(), around():
                 return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, function(*args))
 
-        return original.__func__(ctx, run, *rest)
+        result = original.__func__(ctx, run, *rest)
+        # the function of autograd keeps its context, which must not keep whoever watches
+        ctx.run_function = function
+        return result
 
     _checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     try:

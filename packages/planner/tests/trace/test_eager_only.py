@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from captures import FIRST, Captured, refused
 from planner_models import Transformer, eager, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import PlanRequest
@@ -96,6 +98,33 @@ class Looks(nn.Module):
 def test_data_dependent_model_runs_on_real_data() -> None:
     tape = record(Looks(), Batch.of(torch.randn(4, 16)), BOOK.composites)
     assert tape.real and sum(n.name == "linear" for n in tape.nodes) == 2
+
+
+class Saves(Looks):
+    """Functions whose own results are saved for the backward pass, in a checkpoint too."""
+
+    reentrant: bool | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x.tanh()
+        inner = (
+            inner if self.reentrant is None else checkpoint(torch.exp, inner, use_reentrant=self.reentrant)
+        )
+        return super().forward(inner).exp()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_recording_on_real_data_leaves_no_tensor(reentrant: bool | None) -> None:
+    model, batch = Saves(), Batch.of(torch.randn(4, 16, requires_grad=True))
+    model.reentrant = reentrant
+
+    def alive() -> dict[int, torch.Tensor]:
+        gc.collect()
+        return {id(item): item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)}
+
+    before = alive()
+    assert record(model, batch, BOOK.composites).real
+    assert [tensor.shape for key, tensor in alive().items() if key not in before] == []
 
 
 def facts(tape: Tape) -> tuple[Any, ...]:

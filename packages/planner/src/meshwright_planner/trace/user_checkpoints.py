@@ -82,6 +82,28 @@ class CheckpointPosition(NamedTuple):
         return _torch.checkpoint_kept(self.original.results.get(self.op, {}).get(self.number))
 
 
+@dataclass(slots=True)
+class Held:
+    """What autograd keeps in place of a tensor that it saves: a function that saves its own result would keep itself."""
+
+    tensor: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Observer:
+    """Calls a function until the run ends.
+
+    Autograd's functions keep hooks and what they return, unseen by the garbage collector. A hook that refers to the recorder, whose
+    tensors refer to those functions, would keep all tensors of the run for ever.
+    """
+
+    function: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.function is not None, "the run has ended"
+        return self.function(tensor)
+
+
 Place = tuple[CheckpointPosition, ...]
 """The checkpoints that a node runs in."""
 
@@ -95,6 +117,7 @@ class Checkpoints:
 
     observe: Callable[[torch.Tensor], torch.Tensor]
     _own: Callable[..., Any] | None = None
+    _observer: Observer = field(default_factory=lambda: Observer(None))
     _reentrant: list[Checkpoint] = field(default_factory=list)
     _open: list[Checkpoint] = field(default_factory=list)
     _by_frame: dict[int, Checkpoint] = field(default_factory=dict)
@@ -105,19 +128,36 @@ class Checkpoints:
     @contextlib.contextmanager
     def watched(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         """Inside, `pack` gets every tensor that autograd saves outside of checkpoints."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, _torch.reentrant_checkpoints(self._in_reentrant):
-            self._own = pack
+        with self._holding(pack) as hold, _torch.reentrant_checkpoints(self._in_reentrant):
+            self._own, self._observer = hold, Observer(self.observe)
             try:
                 yield
             finally:
-                self._own = None
+                self._own = self._observer.function = None
+
+    @contextlib.contextmanager
+    def _holding(self, observe: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Callable[..., Any]]:
+        """Inside, `observe` gets every tensor that autograd saves. The hook; nothing can be unpacked after the block."""
+        observer, held = Observer(observe), list[Held]()
+
+        def hold(tensor: torch.Tensor) -> Held:
+            held.append(Held(observer(tensor)))
+            return held[-1]
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(hold, lambda holder: holder.tensor):
+                yield hold
+        finally:
+            observer.function = None
+            for holder in held:
+                holder.tensor = None
+            held.clear()
 
     @contextlib.contextmanager
     def _in_reentrant(self) -> Iterator[None]:
         self._reentrant.append(Checkpoint())
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.observe, lambda tensor: tensor):
+            with self._holding(self.observe):
                 yield
         finally:
             self._left = self._reentrant.pop()
@@ -140,7 +180,7 @@ class Checkpoints:
                 assert self._own is not None
                 frames = [_torch.checkpoint_of(hooks) for hooks in _torch.saving_hooks_above(self._own)]
                 if frames[0] is not None and id(frames[0]) not in self._by_frame:
-                    self._top = _torch.observe_checkpoint(self.observe)
+                    self._top = _torch.observe_checkpoint(self._observer)
                 held = (f for f in frames if f is not None)
                 self._open.extend(self._by_frame.setdefault(id(f), Checkpoint(f)) for f in held)
         return [*self._reentrant, *self._open]
