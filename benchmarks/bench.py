@@ -28,9 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import data_parallel
+import peer_steps
 import pipeline_step
 import planner_scale
-import training
 from peers.model import Sizes
 from render import newest, render
 
@@ -57,7 +57,7 @@ class Effort:
 
     sizes: Sizes = field(default_factory=Sizes)
     rounds: int = 21
-    memory_runs: int = 3
+    memory_runs: int = 2
     dispatch: tuple[tuple[int, int, int], ...] = ((128, 15, 10), (512, 15, 4))
     models: tuple[tuple[str, ...], int] = (("dp", "zero1", "zero2", "zero3"), 7)
     pipelines: tuple[tuple[int, int, int, int, int], ...] = ((2, 512, 8, 8, 21), (4, 512, 8, 8, 21))
@@ -84,7 +84,7 @@ def training_steps(effort: Effort) -> list[dict[str, Any]]:
     """Every layout against its peers."""
     return [
         asdict(result)
-        for result in training.compare_all(lambda c: True, effort.sizes, effort.rounds, effort.memory_runs)
+        for result in peer_steps.compare_all(lambda c: True, effort.sizes, effort.rounds, effort.memory_runs)
     ]
 
 
@@ -105,7 +105,10 @@ def pipelines(effort: Effort) -> list[dict[str, Any]]:
 def checkpoint(effort: Effort) -> dict[str, Any]:
     """Saving and loading, next to torch's and the raw disk."""
     gigabytes, rounds = effort.checkpoint
-    with tempfile.TemporaryDirectory(dir=HERE) as folder:
+    # on the disk of the checkout, which git ignores there; the system's own folder may be memory
+    disk = HERE.parent / "build"
+    disk.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=disk) as folder:
         arguments = ["--gigabytes", str(gigabytes), "--rounds", str(rounds), "--folder", folder, "--json"]
         result: dict[str, Any] = json.loads(run("checkpoint.py", *arguments).splitlines()[-1])
     return result
@@ -228,9 +231,9 @@ def write(document: dict[str, Any], file: Path) -> None:
 
 
 def shortened(value: Any) -> Any:
-    """Numbers with six digits, anywhere inside."""
+    """Numbers with nine digits, those of a float32, anywhere inside."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.9g}")
     if isinstance(value, dict):
         return {name: shortened(item) for name, item in value.items()}
     return [shortened(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,6 +1,6 @@
 """Training steps of one small Llama: meshwright against the best script by hand for each layout (benchmarks/peers), on real ranks.
 
-    python benchmarks/training.py [--only dp2,tp2] [--rounds 15] [--memory] [--json FILE]
+    python benchmarks/peer_steps.py [--only dp2,tp2] [--rounds 15] [--memory] [--json FILE]
 
 Ours and the peer's take turns, one step each, in the same processes: the ratio is the median of such pairs of steps. Both train the
 same model on the same batch with the same optimizer, and their losses are compared step by step: a peer that does other work

@@ -75,7 +75,7 @@ class Row:
 
 
 def _row(result: dict[str, Any]) -> Row:
-    """Of what training.py has measured."""
+    """Of what peer_steps.py has measured."""
     comparison = result["comparison"]
     layout = ", ".join(f"{name}={value!r}" for name, value in comparison["layout"].items())
     row = Row(

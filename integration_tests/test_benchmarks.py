@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench
+import peer_steps
 import render
-import training
-from training import COMPARISONS, Comparison
+from peer_steps import COMPARISONS, Comparison
 
 from meshwright_dtensor.testing.rank_pool import RankPool
 
@@ -30,45 +29,51 @@ def test_the_page_is_what_the_generator_makes_of_the_newest_figures() -> None:
     assert plots
     for plot in plots:
         drawn = (render.PAGE.parent / plot).read_text(encoding="utf-8")
-        assert render.digest(file) in drawn, f"{plot} is not drawn from {file.name}: python benchmarks/render.py"
+        assert render.digest(file) in drawn, (
+            f"{plot} is not drawn from {file.name}: python benchmarks/render.py"
+        )
 
 
 @pytest.mark.parametrize("comparison", STOCK, ids=lambda c: f"{c.name} of {c.peer}")
 def test_a_peer_does_the_same_work(comparison: Comparison, rank_pool: RankPool) -> None:
-    result = training.compare(rank_pool, comparison, bench.TINY, rounds=1)
-    assert len(result.seconds) == 1 and len(result.losses[0]) == training.WARM_UP
+    result = peer_steps.compare(rank_pool, comparison, bench.TINY, rounds=1)
+    assert len(result.seconds) == 1 and len(result.losses[0]) == peer_steps.WARM_UP
     assert result.losses[0][-1] < result.losses[0][0]
     assert result.lines[0] < result.lines[1]
 
 
 def test_a_peer_that_does_other_work_is_an_error() -> None:
     with pytest.raises(AssertionError, match="not the same work"):
-        training.check_losses(COMPARISONS[0], ([7.0, 6.0], [7.0, 6.01]))
+        peer_steps.check_losses(COMPARISONS[0], ([7.0, 6.0], [7.0, 6.01]))
 
 
 def test_a_peer_that_is_not_installed_is_named(rank_pool: RankPool) -> None:
     missing = Comparison("dp2", "data", "ddp", {"dp": 2}, needs="a_package_that_is_not_there")
-    result = training.compare(rank_pool, missing, bench.TINY, rounds=1)
+    result = peer_steps.compare(rank_pool, missing, bench.TINY, rounds=1)
     assert result.error == "a_package_that_is_not_there is not installed" and not result.seconds
 
 
 def test_lines_of_code_are_counted_without_texts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text('"""Two\nlines."""\n\nimport os  # kept\n\n# a comment\ndef f():\n    """Text."""\n    return os\n')
-    assert training.code_lines(script) == 3
+    script.write_text(
+        '"""Two\nlines."""\n\nimport os  # kept\n\n# a comment\ndef f():\n    """Text."""\n    return os\n'
+    )
+    assert peer_steps.code_lines(script) == 3
 
 
 def test_figures_to_page(tmp_path: Path) -> None:
     """Quick figures of one part make a whole page, with what was lost marked."""
-    result = training.Result(COMPARISONS[0], [(1.2, 1.0), (1.1, 1.0)], ([7.0], [7.0]), [(2e6, 1e6)], (13, 15))
-    lost = json.loads(json.dumps([training.asdict(result)]))
+    result = peer_steps.Result(
+        COMPARISONS[0], [(1.2, 1.0), (1.4, 1.0)], ([7.0], [7.0]), [(2e6, 1e6)], (13, 15)
+    )
+    lost = json.loads(json.dumps([peer_steps.asdict(result)]))
     part = {"date": "2026-01-02", "commit": "abc", "minutes": 1.0, "figures": lost}
     document = {"machine": bench.machine(), "versions": bench.versions(), "parts": {"training": part}}
     file = tmp_path / "bench-2026-01-02.json"
     bench.write(document, file)
     render.render(file, tmp_path / "page.md", tmp_path)
     text = (tmp_path / "page.md").read_text()
-    assert "| 1150 | **1.15** ✗ (1.12 to 1.18) |" in text and "1 of 1 step times" in text
+    assert "| 1300 | **1.30** ✗ (1.25 to 1.35) |" in text and "1 of 1 step times" in text
     assert render.digest(file) in (tmp_path / "ratios.svg").read_text()
 
 
