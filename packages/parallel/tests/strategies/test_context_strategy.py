@@ -10,7 +10,7 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.plan import ContextSharing, ParallelPlan
 from meshwright_dtensor.sharding.intervals import IntervalShard
-from meshwright_dtensor.strategy import AttentionUse, Link, ModelSizes, SearchRequest
+from meshwright_dtensor.strategy import AttentionUse, Link, ModelSizes, SearchRequest, StepContext
 from meshwright_parallel.strategies.context import LEAST_TOKENS, Context
 
 LINK = Link("cable", latency_s=1e-6, bandwidth_Bps=1e9)
@@ -72,6 +72,12 @@ def test_the_cheapest_form_is_chosen() -> None:
     assert cost.fields["context"] == {"attention": "ring", "balance": "zigzag"}
     assert cost.exposed_seconds == pytest.approx(3 * 3.0)  # three times as many keys as on the tape
     assert cost.overlapped_seconds > 0
+    # on the host sends take the cores that compute
+    host = replace(
+        REQUEST, sizes=replace(REQUEST.sizes, attention=(busy,)), step=StepContext(accelerated=False)
+    )
+    cost = Context().cost(host, 4, Link("memory", latency_s=0.0, bandwidth_Bps=1e9))
+    assert cost.fields["context"]["attention"] != "ring" and cost.overlapped_seconds == 0
     odd = replace(USE, heads=6)
     fields = Context().cost(replace(REQUEST, sizes=replace(REQUEST.sizes, attention=(odd,))), 4, LINK).fields
     assert fields["context"]["attention"] != "all_to_all"

@@ -94,7 +94,9 @@ class Context(Strategy):
             compute = use.seconds * (2.0 * degree - 1.0 if uneven else float(degree))
             call = _collectives(form, use, degree)
             seconds = sum(c.count * link.seconds(c.kind, c.nbytes, degree) for c in call)
-            left = max(0.0, seconds - compute * (degree - 1) / degree) if form == "ring" else seconds
+            # on the host, sends take the cores that attention needs
+            overlaps = form == "ring" and request.step.accelerated
+            left = max(0.0, seconds - compute * (degree - 1) / degree) if overlaps else seconds
             exposed += use.count * (left + compute - use.seconds)
             hidden += use.count * (seconds - left)
             slack += use.count * min(left, request.step.interference * (seconds - left))
