@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -61,12 +62,7 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     if not any(there for there, _ in told):
         kind = type(model).__name__
         raise UsageError(f"this {kind} is on no plan; call parallelize() or auto_parallelize() first")
-    having, lacking = ([r for r, (_, has) in enumerate(told) if has == given] for given in (True, False))
-    if having and lacking:
-        raise UsageError(
-            f"reshard() was given an optimizer on ranks {listing(map(str, having), 8)}, and none on ranks "
-            f"{listing(map(str, lacking), 8)}; give it on all or on none"
-        )
+    _check_optimizers([has for _, has in told])
     state = ranks.run_checked(lambda: LiveState.of(model, optimizer) if old is not None else LiveState())
     trained = {name: flag for flags in ranks.gather(state.trained) for name, flag in flags.items()}
     off = unparallelize(model) if old is not None else drop_values(model)
@@ -94,6 +90,16 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     agreed.fill()
     destroy_groups(groups)
     return model, optimizer
+
+
+def _check_optimizers(given: Sequence[bool]) -> None:
+    """Raise UsageError if some ranks have an optimizer and others have none."""
+    having, lacking = ([rank for rank, has in enumerate(given) if has == each] for each in (True, False))
+    if having and lacking:
+        raise UsageError(
+            f"reshard() was given an optimizer on ranks {listing(map(str, having), 8)}, and none on ranks "
+            f"{listing(map(str, lacking), 8)}; give it on all or on none"
+        )
 
 
 def _apply(model: nn.Module, plan: ParallelPlan, ranks: Ranks) -> None:

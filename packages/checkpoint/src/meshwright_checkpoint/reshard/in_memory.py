@@ -7,7 +7,7 @@ state.check(model, optimizer).fill()      # local boxes are copied, others are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,19 +185,7 @@ class _NewOptimizer:
             raise UsageError(
                 f"ranks have different optimizers ({list(kinds)}); create the same class with the same groups on every rank"
             )
-        group_of: dict[str, int] = {}
-        for rank, saved in zip(having, optimizers, strict=True):
-            for number, group in enumerate(saved["groups"]):
-                here, first = group["options"], optimizers[0]["groups"][number]["options"]
-                name = next((n for n in {**first, **here} if here.get(n) != first.get(n)), None)
-                if name is not None:
-                    raise UsageError(
-                        f"group {number} of the optimizer has {name}={here.get(name)} on rank {rank}, and {name}={first.get(name)} "
-                        f"on rank {having[0]}; set the same options on all ranks"
-                    )
-                for name in group["params"]:
-                    if group_of.setdefault(name, number) != number:
-                        raise UsageError(f"{name} is in different groups of the optimizer on different ranks")
+        group_of = _numbers_of_groups(optimizers, having)
         keys: dict[str, dict[str, list[Any]]] = {}
         values: dict[str, dict[str, Any]] = {}
         for shards in shards_of_ranks:
@@ -236,6 +224,24 @@ class _NewOptimizer:
         for parameter, state in self.states:
             if state:
                 optimizer.state[parameter] = state
+
+
+def _numbers_of_groups(optimizers: Sequence[Any], ranks: Sequence[int]) -> dict[str, int]:
+    """Name of a parameter -> number of its group. Raises UsageError if these ranks have different groups or options."""
+    group_of: dict[str, int] = {}
+    for rank, saved in zip(ranks, optimizers, strict=True):
+        for number, group in enumerate(saved["groups"]):
+            here, first = group["options"], optimizers[0]["groups"][number]["options"]
+            name = next((n for n in {**first, **here} if here.get(n) != first.get(n)), None)
+            if name is not None:
+                raise UsageError(
+                    f"group {number} of the optimizer has {name}={here.get(name)} on rank {rank}, and {name}={first.get(name)} "
+                    f"on rank {ranks[0]}; set the same options on all ranks"
+                )
+            for name in group["params"]:
+                if group_of.setdefault(name, number) != number:
+                    raise UsageError(f"{name} is in different groups of the optimizer on different ranks")
+    return group_of
 
 
 def _empty_states(

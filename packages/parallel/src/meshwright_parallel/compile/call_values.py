@@ -175,7 +175,7 @@ def relabelled(locals_: list[Tensor], labels: list[Label]) -> list[Any]:
         if label is None:
             tensors.append(local)
         elif label[0] is DetachedView:
-            tensors.append(detached(local, label[1], torch.empty(0)))
+            tensors.append(detached(local, label[1], local.new_empty(0)))
         else:
             tensors.append(wrap(local, label[1]))
     return tensors

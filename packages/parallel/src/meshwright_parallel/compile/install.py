@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from meshwright_dtensor._torch.inductor import inductor_lacks
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.plan import ParallelPlan
@@ -48,7 +49,7 @@ def install_regions(model: nn.Module, plan: ParallelPlan) -> None:
     chosen = compiled_modules(model, plan)
     lacks = None
     if "inductor" in chosen.values():
-        lacks = inductor_lacks(next((p.device.type for p in model.parameters()), "cpu"))
+        lacks = inductor_lacks(next((p.device.type for p in model.parameters()), HOST.type))
     if lacks is not None:
         _log.warning("compile= has no effect on this rank: %s", lacks)
     for name, backend in chosen.items():
