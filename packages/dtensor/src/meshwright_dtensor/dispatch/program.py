@@ -142,14 +142,16 @@ def _direct_runner(
     ):
         # cat, stack
         return lambda a, k, locals_: func(locals_, *a[1:], **k)
-    if not _has_tensors([*(a for a in args if not isinstance(a, Tensor)), kwargs]):
+    if not _has_tensors([a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]):
         places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        names = [name for name, a in kwargs.items() if isinstance(a, Tensor)]
 
         def run_flat(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
-            values = list(a)
-            for place, t in zip(places, locals_, strict=True):
-                values[place] = t
-            return func(*values, **k)
+            values, following = list(a), iter(locals_)
+            for place in places:
+                values[place] = next(following)
+            # norms name their weights
+            return func(*values, **({**k, **dict(zip(names, following, strict=True))} if names else k))
 
         return run_flat
 
