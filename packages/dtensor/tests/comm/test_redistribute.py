@@ -164,3 +164,23 @@ def test_a_collective_copies_what_is_strided_once(rank_pool: RankPool, shape, so
     """As the planner costs it; an all-to-all copies the half of a rank before and after."""
     whole = 4 * math.prod(shape)
     assert rank_pool.run(2, _copied, shape, source, target) == [times * whole] * 2
+
+
+def _expanded(rank: int, size: int) -> list[bool]:
+    """Values without memory of their own, as the gradients of a sum are, through each collective."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    context, equal = MeshContext.of(mesh), []
+    for source, target in itertools.product((0, 1, "P"), (0, 1, "R")):
+        if source != target:
+            totals = (4 if isinstance(state, int) else 0 for state in (source, target))
+            run = Step(context, 0, source, target, *totals).function("forward")
+            assert run is not None
+            local = torch.full((1, 1), 2.0).expand([4 // size if dim == source else 4 for dim in (0, 1)])
+            expected = [4 // size if dim == target else 4 for dim in (0, 1)]
+            made = run(local, log_module.NOWHERE)
+            equal.append(torch.equal(made, torch.full(expected, 2.0 * size if source == "P" else 2.0)))
+    return equal
+
+
+def test_expanded_values_are_sent(rank_pool: RankPool):
+    assert rank_pool.run(2, _expanded) == [[True] * 7] * 2

@@ -161,8 +161,8 @@ def _all_to_all(t: Tensor, source: int, target: int, n: int, group: dist.Process
 def _one_after_another(t: Tensor, dim: int, n: int) -> Tensor:
     """The elements of ``n`` equal chunks of a dim, one chunk after the other: those of ``t`` itself where they are so."""
     leading = all(size == 1 for size in t.shape[:dim])
-    # torch joins tensors of another memory order in that order
-    return (t if leading else torch.cat(t.chunk(n, dim))).reshape(-1)
+    # torch joins tensors of another memory order in that order; an expanded one is flat without being contiguous
+    return (t if leading else torch.cat(t.chunk(n, dim))).reshape(-1).contiguous()
 
 
 def _length(intervals: Intervals) -> int:
