@@ -7,6 +7,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from scipy.stats import spearmanr
+
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 
 REGRET, CORRELATION = 0.05, 0.9
@@ -74,17 +76,9 @@ def judged(pick: Run, leaders: list[Run]) -> float:
     return max(0.0, statistics.mean(groups))
 
 
-def ranks_of(values: list[float]) -> list[float]:
-    """Their ranks, equals sharing the mean of theirs."""
-    order = sorted(values)
-    return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
-
-
 def spearman(first: list[float], second: list[float]) -> float:
     """Correlation of ranks."""
-    if len(first) < 3:
-        return math.nan
-    return statistics.correlation(ranks_of(first), ranks_of(second))
+    return float(spearmanr(first, second).statistic) if len(first) > 2 else math.nan
 
 
 @dataclass

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import spearmanr
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "planner-published.md"
 RESULTS = ROOT / "benchmarks" / "results" / "planner-published.json"
@@ -28,21 +30,12 @@ NAMES = {
 }
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; equal values share their mean rank."""
-
-    def ranks(values: Sequence[float]) -> list[float]:
-        return [sum(w < v for w in values) + (sum(w == v for w in values) - 1) / 2 for v in values]
-
-    return statistics.correlation(ranks(a), ranks(b))
-
-
 def judged(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, int]:
     """Mean absolute error, rank correlation, and in how many rows memory is right."""
     ran = [row for row in rows if row["published"] is not None]
     mean = statistics.mean(abs(row["error"]) for row in ran)
-    order = spearman([row["published"] for row in ran], [row["predicted"] for row in ran])
-    return mean, order, sum(row["fits"] == (row["published"] is not None) for row in rows)
+    order = spearmanr([row["published"] for row in ran], [row["predicted"] for row in ran]).statistic
+    return mean, float(order), sum(row["fits"] == (row["published"] is not None) for row in rows)
 
 
 def _bold(text: str, missed: bool) -> str:

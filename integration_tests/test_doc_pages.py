@@ -111,7 +111,7 @@ def anchors(page: Path) -> set[str]:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     source = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", source)
-    for folder in ("examples", "integration_tests", "packages"):
+    for folder in ("benchmarks", "examples", "integration_tests", "packages"):
         # pages link to them
         (tmp_path / folder).symlink_to(ROOT / folder)
     done = subprocess.run(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from planner_published import predict, spearman
+from planner_published import predict
 from published_rows import A100, LLAMA, QWEN, Row, Table
 
 
@@ -21,8 +21,3 @@ def test_a_published_throughput(table: Table, place: int) -> None:
 @pytest.mark.parametrize("row", [row for row in QWEN.rows if row.published is None], ids=lambda row: row.name)
 def test_what_ran_out_of_memory_does_not_fit(row: Row) -> None:
     assert not predict(QWEN, row)["fits"]
-
-
-def test_rank_correlation() -> None:
-    assert spearman([1, 2, 3, 3], [10, 20, 40, 40]) == pytest.approx(1.0)
-    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
