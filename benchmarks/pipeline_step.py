@@ -102,7 +102,7 @@ def race(
         ours.zero_grad()
         loss = ours(ids=ids, labels=ids)
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     def other() -> float:
         half.zero_grad()
