@@ -47,8 +47,13 @@ _OF_VALUES = frozenset({(MeshParameter,), (MeshParameter, GlobalTensor), (Global
 def _computes(func: Function) -> bool:
     """Whether a function computes a new value, whatever its arguments are."""
     name = getattr(func, "__name__", "")
-    asks = name in _STOCK or name == "__get__" or name.startswith(("_foreach", "_fused"))
-    return not asks and not kind_of(func) and not (name.endswith("_") and not name.endswith("__"))
+    writes = name.endswith("_") and not name.endswith("__")
+    return not (_is_of_parameters(name) or name == "__get__" or kind_of(func) or writes)
+
+
+def _is_of_parameters(name: str) -> bool:
+    """Whether a function of this name asks about parameters, or is the arithmetic of an optimizer."""
+    return name in _STOCK or name.startswith(("_foreach", "_fused"))
 
 
 def _computes_value(func: Function, types: Any, kwargs: Kwargs | None) -> bool:
@@ -101,7 +106,7 @@ def _copy_of(x: Any) -> ComputeCopy | None:
 
 def _is_computation(func: Function, name: str, args: Sequence[Any], kwargs: Kwargs | None) -> bool:
     """Whether the call is a global tensor computation, not one of an optimizer or about the parameter itself."""
-    if name in _STOCK or name.startswith(("_foreach", "_fused")):
+    if _is_of_parameters(name):
         return False
     if kwargs and isinstance(kwargs.get("out"), DTensor):
         return False

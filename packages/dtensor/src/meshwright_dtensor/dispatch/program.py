@@ -51,7 +51,6 @@ class Program:
         operands: where ``local`` calls ``func`` with tensors and then other arguments as they are: how many tensors.
     """
 
-    context: MeshContext
     conversions: tuple[Conversion | None, ...]
     unchanged: bool
     local: Callable[..., Any]
@@ -82,17 +81,15 @@ def build(
     unchanged = all(type(t) is GlobalTensor for t in call.tensors) and not any(conversions)
     inputs = [places.index(i) for i in range(len(d.first))]
     direct = d.one_call and d.composite is None
-    operands = None
+    operands = _leading(call.args, call.kwargs) if direct and d.direct is None else None
     local: Callable[..., Any]
     if direct:
-        local = _direct_runner(call.func, call.args, call.kwargs, d.direct)
-        operands = _leading(call.args, call.kwargs) if d.direct is None else None
+        local = _direct_runner(call.func, call.args, call.kwargs, d.direct, operands)
     elif d.composite is not None:
         local = _composite_runner(context, d.composite, inputs, len(layouts))
     else:
         local = _Steps(context, d, inputs)
     return Program(
-        context,
         conversions,
         unchanged,
         local,
@@ -126,14 +123,13 @@ def _composite_runner(
 
 
 def _direct_runner(
-    func: Function, args: Args, kwargs: Kwargs, sized: tuple[Any, ...] | None
+    func: Function, args: Args, kwargs: Kwargs, sized: tuple[Any, ...] | None, operands: int | None
 ) -> Callable[[Args, Kwargs, list[Tensor]], Any]:
     """Calls ``func`` with the local tensors in place of its tensors: the shortest way that the arguments allow."""
     if sized is not None:
         return lambda a, k, locals_: func(locals_[0], *sized)
-    count = _leading(args, kwargs)
-    if count is not None:
-        return lambda a, k, locals_: func(*locals_, *a[count:], **k)
+    if operands is not None:
+        return lambda a, k, locals_: func(*locals_, *a[operands:], **k)
     first: Any = args[0] if args else None
     if (
         type(first) in (list, tuple)

@@ -34,11 +34,9 @@ def runner_of(program: Program) -> Runner:
         return _maybe_same(program.func, program.out)
     if not whole or program.returns_input:
         return lambda args, kwargs, tensors, site: _run(program, args, kwargs, tensors, site)
-    if not program.unchanged:
-        return _wrapping(program)
-    if program.operands in (1, 2):
+    if program.unchanged and program.operands in (1, 2):
         return _direct(program.func, program.operands, program.out)
-    return _unchanged(program)
+    return _wrapping(program)
 
 
 def _direct(func: Function, operands: int, out: Layout) -> Runner:
@@ -68,25 +66,6 @@ def _maybe_same(func: Function, out: Layout) -> Runner:
         local = tensor._local
         result = func(local, *args[1:], **kwargs)
         return tensor if result is local and tensor._layout is out else wrap(result, out)
-
-    return run
-
-
-def _unchanged(program: Program) -> Runner:
-    """Every argument is a global tensor in the wanted states, the output is one new global tensor."""
-    local, takes_arguments, out, template = (
-        program.local,
-        program.takes_arguments,
-        program.out,
-        program.out.template,
-    )
-
-    def run(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
-        locals_ = [t._local for t in tensors]
-        made: Any = make_subclass(GlobalTensor, template)
-        made._local = local(args, kwargs, locals_) if takes_arguments else local(locals_, site)
-        made._layout = out
-        return made
 
     return run
 
