@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from meshwright_dtensor.utils.step_copy import step_copy
+
 MOST_ELEMENTS = 1 << 16
 """Of a tensor of which a step is tried."""
 
@@ -59,9 +61,8 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -
     if not tensor.numel():
         return 0.0
     tensor.grad = torch.zeros_like(tensor)
-    copied: Any = object.__new__(type(optimizer))
-    copied.__dict__.update(optimizer.__dict__)
-    copied.state, copied.param_groups = defaultdict(dict), [{**group, "params": [tensor]}]
+    copied = step_copy(optimizer, defaultdict(dict))
+    copied.param_groups = [{**group, "params": [tensor]}]
     # of the class and without hooks: schedulers and others put a function of the original into the instance
     inspect.unwrap(type(optimizer).step)(copied)
     states = [value for value in copied.state[tensor].values() if isinstance(value, torch.Tensor)]

@@ -30,10 +30,10 @@ from meshwright_dtensor.stored.elementwise import parts_correspond
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, permuted_layout
 from meshwright_dtensor.tensor.compute_copy import touch
+from meshwright_dtensor.utils.step_copy import step_copy
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.muon import MuonGroups
 from meshwright_parallel.optim.quantized_states import blocks_of
-from meshwright_parallel.optim.step_copy import step_copy
 from meshwright_parallel.optim.whole_blocks import BlockGroups, block_copy, refuse_stages_of_blocks
 from meshwright_parallel.optim.whole_matrices import OwnedGroups, keep_changes, refuse_stages, whole_copy
 from meshwright_parallel.ranks import check_options

@@ -27,9 +27,9 @@ from meshwright_dtensor.stages.stage_tensor import StageTensor, value_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import dequantized, permuted_layout, placed_dtensor
 from meshwright_dtensor.tensor.compute_copy import touch
+from meshwright_dtensor.utils.step_copy import step_copy
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.block_layouts import whole_block_states
-from meshwright_parallel.optim.step_copy import step_copy
 
 Tensor = torch.Tensor
 _MARK = "_meshwright_blocks"

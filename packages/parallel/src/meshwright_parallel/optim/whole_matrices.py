@@ -25,9 +25,9 @@ from meshwright_dtensor.parameter import MeshParameter, state_like
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.stored.elementwise import parts_correspond
 from meshwright_dtensor.stored.permuted import like_parameter
+from meshwright_dtensor.utils.step_copy import step_copy
 from meshwright_parallel._torch.core import local_of
 from meshwright_parallel.optim.matrix_owners import OwnerExchange, balanced_owners
-from meshwright_parallel.optim.step_copy import step_copy
 
 Tensor = torch.Tensor
 _MARK = "_meshwright_whole_matrices"
