@@ -76,19 +76,15 @@ def _plain(leaf: Any) -> Any:
     if isinstance(leaf, Mapping):
         # a mapping of another class, such as the encodings of transformers
         return {str(key): pytree.tree_map(_plain, value) for key, value in leaf.items()}
-    if isinstance(leaf, torch.Tensor) or not hasattr(leaf, "__array_interface__"):
-        if isinstance(leaf, (str, bytes)):
-            data = leaf.encode() if isinstance(leaf, str) else leaf
-            return (
-                leaf
-                if isinstance(leaf, str) and len(leaf) < MAX_TEXT
-                else f"{len(leaf)} characters, {zlib.crc32(data):x}"
-            )
-        return leaf
-    with suppress(TypeError):
-        return torch.from_numpy(np.array(leaf))
-    # texts and objects
-    return type(leaf).__name__
+    if hasattr(leaf, "__array_interface__") and not isinstance(leaf, torch.Tensor):
+        with suppress(TypeError):
+            return torch.from_numpy(np.array(leaf))
+        # texts and objects
+        return type(leaf).__name__
+    if isinstance(leaf, bytes) or (isinstance(leaf, str) and len(leaf) >= MAX_TEXT):
+        data = leaf if isinstance(leaf, bytes) else leaf.encode()
+        return f"{len(leaf)} characters, {zlib.crc32(data):x}"
+    return leaf
 
 
 def length_of(dataset: Any) -> int:
