@@ -20,11 +20,11 @@ from meshwright_planner.simulation.events import run
 from meshwright_planner.simulation.replay import simulate
 from meshwright_planner.simulation.workload import Faults, Workload
 
-SAME = 1.5e-3
-"""By what part both may differ where ranks share nothing: messages meet collectives inside of stages a little differently.
-
-Most under zero-bubble with tp, 1.02e-3, which grows with the part of the step that collectives take.
-"""
+SAME = 1e-3
+"""By what part both may differ where ranks share nothing: messages meet collectives inside of stages a little differently."""
+ZERO_BUBBLE = 1.5e-3
+"""The same of zero-bubble with tp, which is at 1.02e-3: its bubble depends on each pass, and is predicted to grow by collectives as
+compute does, though forwards have more of them."""
 SHARED = 0.035
 """The same where they share parameters: how far gathers hide is predicted of whole passes, and replayed block by block."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
@@ -70,7 +70,8 @@ def test_schedules_take_what_is_predicted_and_are_ranked_alike(pp: int, tp: int)
         assert plan.predicted is not None
         times[schedule] = plan.predicted.step_seconds, simulate(plan, DGX_H100).seconds
     assert {name: replayed / predicted - 1 for name, (predicted, replayed) in times.items()} == {
-        name: pytest.approx(0, abs=SAME) for name in times
+        name: pytest.approx(0, abs=ZERO_BUBBLE if name == "zero-bubble" and tp > 1 else SAME)
+        for name in times
     }
     for (a, first), (b, second) in itertools.combinations(times.items(), 2):
         if abs(first[0] / second[0] - 1) > 2 * SAME:
