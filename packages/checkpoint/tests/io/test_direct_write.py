@@ -115,7 +115,8 @@ def test_large_files_bypass_the_cache(
         calls = Calls()
         monkeypatch.setattr(os, "pwrite", calls)
         copied.clear()
-        pieces = [file[:100], file[100:nbytes]] if around else [memoryview(bytes(file[:nbytes]))]
+        # memory that starts a byte after an aligned address is never written in place
+        pieces = [file[:100], file[100:nbytes]] if around else [file[1 : nbytes + 1]]
         put(tmp_path / f"{nbytes}", pieces)
         assert (calls.around > nbytes - ALIGN) == around
         assert sum(copied) <= 2 * most  # the rest was written without a copy
