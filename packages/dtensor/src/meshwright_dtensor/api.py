@@ -50,7 +50,7 @@ def distribute(
     if isinstance(tensor, GlobalTensor):
         return tensor.redistribute(placements)
     context = MeshContext.of(mesh)
-    states = states_of(placements, tensor.ndim, context.ndim)
+    states = states_of(placements, tensor.shape, context)
     check_shardable(context, tensor.shape, states)
     source = replicated_layout(context, tensor)
     target = source.with_states(states)
@@ -65,7 +65,7 @@ def from_local(
 ) -> GlobalTensor:
     """The global tensor of global ``shape`` whose part here is ``local``. Raises UnsupportedError if that has another shape."""
     context = MeshContext.of(mesh)
-    states = states_of(placements, len(shape), context.ndim)
+    states = states_of(placements, shape, context)
     check_shardable(context, shape, states)
     layout = layout_of(context, states, tuple(shape), local.dtype)
     if tuple(local.shape) != tuple(layout.local_shape):

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.mesh.layout import states_of
+from meshwright_dtensor.mesh.layout import placement_of, state_of
+from meshwright_dtensor.mesh.run_shard import RunShard
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
@@ -80,8 +81,15 @@ def marks_of(parameter: torch.Tensor) -> dict[str, State]:
 
 
 def _state(tensor: torch.Tensor, axis: str, placement: Any) -> State:
-    if placement == "I" or (isinstance(placement, (Placement, int)) and not isinstance(placement, bool)):
-        state = states_of([placement], tensor.dim(), 1)[0]
+    if placement == "I":
+        return "I"
+    if isinstance(placement, (Placement, int)) and not isinstance(placement, bool):
+        state = state_of(placement_of(placement) if isinstance(placement, int) else placement, tensor.dim())
+        if type(state) is int and isinstance(placement, RunShard) and placement.size != tensor.shape[state]:
+            raise UsageError(
+                f"mark on axis {axis!r} is {placement!r}, chunks of {placement.size} elements of dim {state}, which has "
+                f"{tensor.shape[state]}: use Shard({state})"
+            )
         if state == "I" or isinstance(state, int):
             return state
     raise UsageError(f"mark on axis {axis!r} is {placement!r}; use Shard(dim), a dim, Replicate() or 'I'")

@@ -75,6 +75,12 @@ def test_text(state, n, text):
     assert isinstance(parse_state(text), int)  # checked without knowing the ranks
 
 
+@pytest.mark.parametrize("text", ["S(0; 0:2 | 2:2)", "S(0; 10)"])
+def test_text_of_plain_chunks_is_that_of_the_dim(text):
+    with pytest.raises(ValueError, match=r"write 'S\(0\)'"):
+        parse_state(text, 2)
+
+
 @given(st.data())
 def test_text_of_any_runs(data):
     state = data.draw(partitions())

@@ -17,8 +17,9 @@ from meshwright_dtensor import (
     distribute,
     from_local,
     like_parameter,
+    mark_sharding,
 )
-from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.random import Part, run_random
 from meshwright_dtensor.sharding.boxes import read_region, region_of
 from meshwright_dtensor.sharding.intervals import segmented_shard, single_owner_shard, zigzag_shard
@@ -159,6 +160,14 @@ def refusals(rank, world):
         RunShard(0, [[(0, 2)], [(3, 2)]])
     with pytest.raises(UnsupportedError, match="does not fit dim 0 of size 6"):
         distribute(torch.zeros(6, 2), mesh, [RunShard.parts(0, (4, 4), world)])
+    # plain chunks, but of another size of the dim or of another number of ranks
+    chunks = distribute(torch.zeros(4, 2), mesh, [RunShard(0, [[(0, 2)], [(2, 2)]])])
+    assert chunks.placements == (Shard(0),)
+    for ranks in ([[(0, 2)], [(2, 2)]], [[(0, 2)], [(2, 2)], [(4, 2)]]):
+        with pytest.raises(UsageError, match=r"owns . elements on . ranks, the dim has 10 on 2"):
+            distribute(torch.zeros(10, 2), mesh, [RunShard(0, ranks)])
+    with pytest.raises(UsageError, match=r"use Shard\(0\)"):
+        mark_sharding(torch.nn.Parameter(torch.zeros(10, 2)), {"tp": RunShard(0, [[(0, 2)], [(2, 2)]])})
     return True
 
 

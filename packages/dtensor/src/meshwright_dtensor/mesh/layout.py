@@ -134,7 +134,7 @@ def stock_layout(dtensor: DTensor) -> Layout:
     """The layout that the placements of a DTensor name."""
     spec = dtensor_spec(dtensor)
     context = MeshContext.of(spec.mesh)
-    states = states_of(spec.placements, len(spec.shape), context.ndim)
+    states = states_of(spec.placements, spec.shape, context)
     return layout_of(context, states, spec.shape, spec.tensor_meta.dtype)
 
 
@@ -171,16 +171,28 @@ def state_of(placement: Placement, ndim: int) -> State:
     )
 
 
-def states_of(placements: Sequence[Placement | State], ndim: int, axes: int) -> States:
-    """States from a mix of torch placements and states, one per mesh axis; negative dims are resolved."""
-    if len(placements) != axes:
+def states_of(placements: Sequence[Placement | State], shape: Sequence[int], context: MeshContext) -> States:
+    """States of a tensor of `shape` from a mix of torch placements and states, one per mesh axis; negative dims are resolved.
+
+    Raises UnsupportedError: a wrong number of placements, or one that global tensors do not know. UsageError: the intervals
+    of a RunShard are those of another size of the dim, or of another number of ranks.
+    """
+    if len(placements) != context.ndim:
         raise UnsupportedError(
-            f"{len(placements)} placements were given for a mesh of {axes} axes; give one per axis, outermost first"
+            f"{len(placements)} placements were given for a mesh of {context.ndim} axes; give one per axis, outermost first"
         )
-    states: list[State] = []
-    for p in placements:
-        if isinstance(p, str) and p in ("I", "X", "P"):
-            states.append(p)
-        else:
-            states.append(state_of(placement_of(p) if isinstance(p, int) else p, ndim))  # type: ignore[arg-type]
-    return tuple(states)
+    ndim = len(shape)
+    states = tuple(
+        p
+        if isinstance(p, str) and p in ("I", "X", "P")
+        else state_of(placement_of(p) if isinstance(p, int) else p, ndim)  # type: ignore[arg-type]
+        for p in placements
+    )
+    given = tuple(
+        IntervalShard(s, p.intervals) if isinstance(p, RunShard) and isinstance(s, int) and n > 1 else s
+        for p, s, n in zip(placements, states, context.sizes, strict=True)
+    )
+    if any(type(was) is not type(s) for was, s in zip(given, states, strict=True)):
+        # intervals that are plain chunks became their dim, which fits any size
+        region_of(tuple(shape), context.sizes, context.coords, given)
+    return states

@@ -63,6 +63,11 @@ class RunShard(Shard):
             raise UnsupportedError(str(error)) from None
         return cls(dim, runs.intervals_of(state, size, ranks))
 
+    @property
+    def size(self) -> int:
+        """Elements of the dim that all ranks own together."""
+        return sum(length for held in self.intervals for _, length in held)
+
     def state(self, dim: int) -> int:
         """The state for non-negative ``dim``: an IntervalShard, or the dim itself if the intervals are plain chunks."""
         return runs.interval_shard(dim, self.intervals)

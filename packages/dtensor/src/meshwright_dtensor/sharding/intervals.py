@@ -210,7 +210,8 @@ def parse_interval_shard(text: str, n: int | None = None) -> int | None:
     """The state of a text by :func:`format_interval_shard` on an axis of ``n`` ranks; None for other text.
 
     Segments do not tell the number of ranks: without ``n`` they are only checked, as for one rank. Raises ValueError if
-    they do not divide by ``n``, or if intervals are no partition over ``n`` ranks.
+    they do not divide by ``n``, if intervals are no partition over ``n`` ranks, or if they are plain chunks: those are
+    written without their sizes, which would not be compared with the dim's.
     """
     match = _SEGMENTS.fullmatch(text)
     if match is not None:
@@ -218,7 +219,7 @@ def parse_interval_shard(text: str, n: int | None = None) -> int | None:
         for term in match[2].split("+"):
             times, _, size = term.rpartition("*")
             sizes += [int(size)] * int(times or 1)
-        return segmented_shard(int(match[1]), sizes, n or 1)
+        return _not_chunks(text, segmented_shard(int(match[1]), sizes, n or 1), n or 1)
     match = _INTERVALS.fullmatch(text)
     if match is None:
         return None
@@ -228,4 +229,10 @@ def parse_interval_shard(text: str, n: int | None = None) -> int | None:
     ]
     if n is not None and len(ranks) != n:
         raise ValueError(f"state {text!r} gives intervals for {len(ranks)} ranks, but the axis has {n}")
-    return interval_shard(int(match[1]), ranks)
+    return _not_chunks(text, interval_shard(int(match[1]), ranks), len(ranks))
+
+
+def _not_chunks(text: str, state: int, n: int) -> int:
+    if n > 1 and not isinstance(state, IntervalShard):
+        raise ValueError(f"state {text!r} gives each of {n} ranks its chunk of the dim: write 'S({state})'")
+    return state

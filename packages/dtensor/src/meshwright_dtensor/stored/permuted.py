@@ -164,7 +164,7 @@ def redistributed(
         raise UnsupportedError(
             "redistribute of a tensor with an interval shard takes placements on its own mesh only; redistribute the result"
         )
-    states = layout.states if placements is None else states_of(placements, layout.ndim, layout.context.ndim)
+    states = layout.states if placements is None else states_of(placements, layout.shape, layout.context)
     return _converted(x, layout, states)
 
 

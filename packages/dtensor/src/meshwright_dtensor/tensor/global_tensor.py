@@ -115,7 +115,7 @@ class GlobalTensor(Unheard, torch.Tensor):
     def redistribute(self, placements: Sequence[Placement | State]) -> GlobalTensor:
         """The same value in another layout: torch placements or states, one per mesh axis."""
         layout = self._layout
-        states = states_of(placements, layout.ndim, layout.context.ndim)
+        states = states_of(placements, layout.shape, layout.context)
         check_shardable(layout.context, layout.shape, states)
         target = layout.with_states(states)
         return self if target is layout else wrap(local_in(self, target.states), target)
