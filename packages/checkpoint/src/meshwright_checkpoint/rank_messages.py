@@ -1,7 +1,7 @@
 """Small JSON messages between ranks, on the caller's thread. A single rank needs no process group.
 
-`gather` costs every rank as much as there are ranks. The others cost a rank the same in a world of any size: `most`, `first`,
-`same`, `digest`, and of `to_first` and `from_first` all ranks but the first.
+`gather` costs every rank a KiB or more for each rank, and `gather_numbers` 8 bytes. The others cost a rank the same in a world of
+any size: `most`, `first`, `same`, `digest`, and of `to_first` and `from_first` all ranks but the first.
 """
 
 from __future__ import annotations
@@ -59,6 +59,19 @@ class Ranks:
         parts = torch.empty(self.size * nbytes, dtype=torch.uint8, device=device)
         dist.all_gather_single(parts, _row(data, nbytes, device), group=self.group)
         return [row.tobytes() for row in parts.to(HOST).view(self.size, nbytes).numpy()]
+
+    def gather_numbers(self, number: int) -> list[int]:
+        """All-gather a number of at most 63 bits, in rank order: 8 bytes of each rank."""
+        if self.size == 1:
+            return [number]
+        numbers = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        dist.all_gather_single(numbers, torch.tensor([number], device=self.device), group=self.group)
+        result: list[int] = numbers.tolist()
+        return result
+
+    def wait_for_all(self) -> None:
+        """Return once every rank has called this."""
+        self.most([0])
 
     def most(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over the ranks; values are at most 62 bits long."""

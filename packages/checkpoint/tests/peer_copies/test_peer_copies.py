@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
+import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +22,7 @@ from meshwright_checkpoint import CheckpointError
 from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.peer_copies.exchange import holders
 from meshwright_checkpoint.peer_copies.host_folder import LEFT_SECONDS, HostFolder
+from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -91,6 +97,24 @@ def test_a_flipped_bit_is_found_and_the_copy_before_it_is_used(tmp_path: Path, a
     assert step == 1 and "the copy of step 2 is damaged" in reasons[0] and path.name in reasons[0]
 
 
+@pytest.mark.parametrize("lacks", ["saved", "types", "optimizer"])
+def test_a_copy_of_another_release_is_left_out(tmp_path: Path, lacks: str) -> None:
+    put(begin(tmp_path), 1, 2)
+    (path,) = files(tmp_path, 2)
+    data = path.read_bytes()
+    body = int.from_bytes(data[-16:-8], "little")
+    note = json.loads(data[body:-48])
+    del note[lacks]
+    text = json.dumps(note).encode()
+    tail = hashlib.sha256(text).digest() + struct.pack("<QQ", body, len(text))
+    path.write_bytes(data[:body] + text + tail)
+    step, reasons = loaded(begin(tmp_path))
+    assert (
+        step == 1
+        and f"the copy of step 2 is damaged, or of another version: KeyError: '{lacks}'" in reasons[0]
+    )
+
+
 def test_torn_copies_are_not_used(tmp_path: Path) -> None:
     put(begin(tmp_path), 1, 2)
     (path,) = files(tmp_path, 2)
@@ -110,9 +134,25 @@ def test_copies_of_another_run_are_not_used(tmp_path: Path) -> None:
     assert loaded(begin(tmp_path)) == (None, [])
     # and what the old one has left is removed once it is old
     old = next(path.parent for path in files(tmp_path, 1))
+    begin(tmp_path)
+    assert old.exists()
     os.utime(old, (0, time.time() - LEFT_SECONDS - 60))
     begin(tmp_path)
-    assert old.exists() == any(old.glob("lock-*"))
+    assert not old.exists()
+
+
+LOCKS = "import fcntl, os, sys; fcntl.lockf(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+def test_a_run_that_cleans_up_still_holds_its_own_lock(tmp_path: Path) -> None:
+    """Without it another run of this host removes its copies after ten minutes without one."""
+    copies = begin(tmp_path)
+    (lock,) = copies._folder.path.glob("lock-*")
+    command = [sys.executable, "-c", LOCKS, str(lock)]
+    assert b"BlockingIOError" in subprocess.run(command, capture_output=True).stderr
+    copies._folder._lock.release()
+    lock.touch()
+    assert subprocess.run(command).returncode == 0
 
 
 def test_a_removed_checkpoint_takes_its_copies_with_it(tmp_path: Path) -> None:
@@ -215,6 +255,21 @@ def damaged(rank: int, size: int, folder: str, step: int) -> Any:
         model: Any = build("fsdp", seed=3)
         extra = copies.load(held, model, None)
         return extra["step"], float(model.first.weight.full_tensor().mean())
+
+
+def gathered(rank: int, size: int, folder: str) -> list[str]:
+    """The texts that all ranks send to all for a copy, and for the next one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(rank))
+        copies = begin(Path(folder), f"memory-{rank}")
+        texts: list[str] = []
+        patch.setattr(Ranks, "gather", lambda ranks, value: texts.append(str(value)))
+        put(copies, 1, 2)
+    return texts
+
+
+def test_no_texts_of_all_ranks_are_sent_for_a_copy(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert rank_pool.run(2, gathered, str(tmp_path)) == [[], []]
 
 
 def test_the_copy_of_another_host_replaces_a_damaged_one(rank_pool: RankPool, tmp_path: Path) -> None:

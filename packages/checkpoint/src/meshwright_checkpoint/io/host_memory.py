@@ -12,6 +12,7 @@ import mmap
 import threading
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,34 @@ PART = HUGE
 _MAP_FIXED, _MADV_COLLAPSE = 0x10, 25
 SLACK = 64 << 20
 """Extra bytes of a buffer, because `extra` may grow. Pages that are not touched cost nothing."""
+
+
+def available_memory(
+    system: Path = Path("/proc/meminfo"), limits: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes that processes may still take, of the system and of the container; None where that is not known (not on Linux).
+
+    system, limits: the file and folder of Linux that tell it.
+    """
+    try:
+        free = _numbers(system)["MemAvailable:"] << 10
+    except (OSError, KeyError):
+        return None
+    # cgroups, version 2; "max" is no limit
+    with suppress(OSError, ValueError):
+        limit, used = (int((limits / name).read_text()) for name in ("memory.max", "memory.current"))
+        with suppress(OSError):
+            # what is cached of files gives way
+            kinds = _numbers(limits / "memory.stat")
+            used -= kinds.get("active_file", 0) + kinds.get("inactive_file", 0)
+        free = min(free, limit - used)
+    return max(free, 0)
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The first words of the lines of a file, and the numbers after them."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
 def aligned_memory(nbytes: int) -> torch.Tensor:

@@ -108,8 +108,9 @@ class PeerCopies:
             save_id = uuid.uuid4().hex
             _, _, body = self._plans.collect(model, optimizer, None, self._ranks, shared, save_id)
             predicted = 0 if optimizer is None else self._predicted(unwrapped(model), optimizer, body)
-            sizes = self._ranks.gather([body.nbytes, predicted])
-        self._check_sizes([nbytes + more for nbytes, more in sizes], any(more for _, more in sizes))
+            sizes = self._ranks.gather_numbers(body.nbytes + predicted)
+            is_predicted = self._ranks.most([predicted]) != [0]
+        self._check_sizes(sizes, is_predicted)
 
     def _predicted(self, model: nn.Module, optimizer: Optimizer, body: FileLayout) -> int:
         """Bytes of states that the optimizer will have, of the parameters that this rank writes."""
@@ -165,7 +166,7 @@ class PeerCopies:
                 "about": metadata if ranks.rank == 0 else {},
             },
         )
-        sizes = ranks.gather(copying.nbytes)
+        sizes = ranks.gather_numbers(copying.nbytes)
         self._check_sizes(sizes)
 
         def take() -> None:
@@ -264,7 +265,7 @@ class PeerCopies:
     def drop(self, all_but: HeldCheckpoint | None) -> None:
         """Remove all copies but one: the run goes on from that, or from another state (a collective call)."""
         # all ranks have read
-        self._ranks.gather(None)
+        self._ranks.wait_for_all()
         self._newest = None if all_but is None else all_but.generation
         self._folder.keep(*([] if all_but is None else [all_but.generation]))
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.io.host_memory import available_memory
 from meshwright_checkpoint.peer_copies.held_file import PARTIAL, Generation, parse_name
 from meshwright_checkpoint.storage.filesystem import FileLock, held_by_other
 
@@ -67,9 +68,12 @@ class HostFolder:
             if path != self._lock.path and lock.take():
                 lock.release()
         for other in self.path.parent.iterdir():
+            # not the folder of this run: whoever opens and closes a lock file of its own process has lost the lock (POSIX)
+            if other == self.path:
+                continue
             with suppress(OSError):
                 is_used = any(held_by_other(lock) for lock in other.glob(f"{_LOCK}*"))
-                if other != self.path and not is_used and time.time() - other.stat().st_mtime > LEFT_SECONDS:
+                if not is_used and time.time() - other.stat().st_mtime > LEFT_SECONDS:
                     shutil.rmtree(other, ignore_errors=True)
 
     def files(self) -> dict[str, tuple[Generation, int]]:
@@ -110,12 +114,5 @@ class HostFolder:
         for path in self.path.iterdir():
             with suppress(FileNotFoundError):
                 used += path.stat().st_size
-        return min(shutil.disk_usage(self.path).free, _available_memory()) + used
-
-
-def _available_memory() -> int:
-    """Bytes of memory that processes of this host can still take."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) << 10
-    return 1 << 62
+        free, memory = shutil.disk_usage(self.path).free, available_memory()
+        return (free if memory is None else min(free, memory)) + used

@@ -74,7 +74,7 @@ def fill(
             layer = {}
             layers.append(layer)
         layer.setdefault(want.key, []).append((want.box, want.target))
-    count = max(ranks.gather(len(layers)))
+    (count,) = ranks.most([len(layers)])
     for layer in layers + [{}] * (count - len(layers)):
         targets: dict[str, LocalShards] = {
             key: _pieces(shapes[key], parts[0][1].dtype, parts) for key, parts in layer.items()

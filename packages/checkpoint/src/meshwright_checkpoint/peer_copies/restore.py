@@ -70,16 +70,17 @@ def newest(
         if len(notes) < generation.ranks:
             reasons.append(f"{what} is damaged: {'; '.join(broken[:3])}")
             continue
-        before = notes[0]["saved"]
-        if before is not None and (saved is None or before > saved):
+        try:
+            before, manifest = notes[0]["saved"], _manifest(generation, notes)
+            gone = before is not None and (saved is None or before > saved)
+        # of another release, say; the notes are the same on all ranks, so all of them are here
+        except (CheckpointError, LookupError, TypeError, ValueError, AttributeError) as error:
+            reasons.append(f"{what} is damaged, or of another version: {type(error).__name__}: {error}")
+            continue
+        if gone:
             reasons.append(
                 f"{what} is of a run with a checkpoint of step {before}, which is not there any more"
             )
-            continue
-        try:
-            manifest = _manifest(generation, notes)
-        except CheckpointError as error:
-            reasons.append(f"{what} is damaged: {error}")
             continue
         return HeldCheckpoint(generation, manifest, files), reasons
     return None, reasons
