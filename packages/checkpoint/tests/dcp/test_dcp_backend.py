@@ -207,6 +207,48 @@ def test_damaged_dcp_metadata_raise_checkpoint_error_only(tmp_path: Path) -> Non
             safe_loads(data, "here")
 
 
+def doubled(times: int) -> bytes:
+    """A tuple of two that is the same tuple of two, and so on."""
+    return b"(t" + b"q\x000h\x00h\x00\x86" * times
+
+
+def filled_later(times: int) -> bytes:
+    """The same of lists that are filled after they were put into others."""
+    lists = b"".join(b"]q%c0" % number for number in range(times))
+    filled = b"".join(b"h%ch%cah%ca0" % (n, n - 1, n - 1) for n in range(times - 1, 0, -1))
+    return lists + filled + b"h%c" % (times - 1)
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02}" + doubled(22) + b"K\x01s.",
+        b"\x80\x02}(" + doubled(22) + b"K\x01u.",
+        b"\x80\x02(" + doubled(22) + b"K\x01d.",
+        b"\x80\x04\x8f(" + doubled(22) + b"\x90.",
+        b"\x80\x04(" + doubled(22) + b"\x91.",
+        b"\x80\x02" + doubled(22) + b".",
+        b"\x80\x02" + filled_later(22) + b".",
+        b"\x80\x02]q\x00h\x00a.",
+        b"\x80\x02" + b"]" * 300 + b"a" * 299 + b".",
+    ],
+    ids=["set item", "set items", "dict", "add items", "frozenset", "tuple", "lists", "itself", "deep"],
+)
+def test_a_value_that_is_large_when_it_is_written_out_is_refused(pickled: bytes) -> None:
+    with pytest.raises(CorruptError, match=r"too (large|often|deep)"):
+        safe_loads(pickled, "here")
+    # what is shared without growing is read
+    shared = ("name", (1, 2))
+    assert safe_loads(pickle.dumps([shared] * 100 + [{shared: 1}]), "here") == [shared] * 100 + [{shared: 1}]
+
+
+def test_dcp_metadata_are_measured_before_they_are_read(tmp_path: Path) -> None:
+    with (tmp_path / ".metadata").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptError, match="1099511627776 bytes; metadata have at most"):
+        load(tmp_path, model=build("plain"), backend="dcp")
+
+
 def test_dcp_load_names_missing_parts(tmp_path: Path) -> None:
     model = build("plain")
     with pytest.raises(CheckpointError, match=r"has no \.metadata"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshwright_checkpoint.dcp.safe_unpickle import Record, safe_loads
+from meshwright_checkpoint.dcp.safe_unpickle import MAX_NBYTES, Record, safe_loads
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
@@ -24,7 +24,7 @@ from meshwright_checkpoint.storage.filesystem import Reader
 from meshwright_dtensor.sharding.boxes import box_numel
 
 METADATA = ".metadata"
-MAX_VALUE_NBYTES = 64 << 20
+MAX_VALUE_NBYTES, MAX_NAME = 64 << 20, 255
 _DAMAGE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, OverflowError)
 """Errors of zipfile for a damaged archive."""
 
@@ -81,6 +81,9 @@ class DcpFiles(OpenFiles):
             hint = "; it is a checkpoint of meshwright: leave out backend" if (path / NAME).is_file() else ""
             text = f"{path} is not a checkpoint of torch.distributed.checkpoint: it has no {METADATA}{hint}"
             raise CheckpointError(text)
+        nbytes = (path / METADATA).stat().st_size
+        if nbytes > MAX_NBYTES:
+            raise CorruptError(f"{path / METADATA} has {nbytes} bytes; metadata have at most {MAX_NBYTES}")
         metadata = safe_loads((path / METADATA).read_bytes(), str(path / METADATA))
         try:
             self.tensors, self.values = _described(metadata)
@@ -169,7 +172,10 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
         if not all(type(x) is int and x >= 0 for x in (at, length)):
             raise ValueError("negative sizes")
         key = (str(index.get("fqn")), None if offset is None else tuple(offset))
-        locations[key] = (str(info.get("relative_path")), at, length)
+        # it is written into the name of each chunk
+        if len(file := str(info.get("relative_path"))) > MAX_NAME:
+            raise ValueError("a file name is too long")
+        locations[key] = (file, at, length)
     tensors: dict[str, Source] = {}
     values: dict[str, tuple[str, int, int]] = {}
     for name, stored in metadata.get("state_dict_metadata").items():

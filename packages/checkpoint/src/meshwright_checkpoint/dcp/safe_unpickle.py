@@ -1,7 +1,8 @@
 """Restricted unpickler for pickles of torch.distributed.checkpoint: it never runs code from the file.
 
 Names in a fixed list become plain records. Only opcodes that such files need are allowed. All other names and opcodes are
-rejected before anything is built. It is used only if the backend "dcp" is given by name.
+rejected before anything is built. A few bytes can describe a value that refers to itself again and again, and would be larger than
+any memory when it is written out or hashed: such values are rejected too. It is used only if the backend "dcp" is given by name.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ import io
 import pickle
 import pickletools
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+from typing import Any, ClassVar
 
 import torch
 
 from meshwright_checkpoint.errors import CorruptError
 
 MAX_NBYTES = 1 << 30
+MAX_KEY, MAX_DEPTH = 100, 100
+"""Values in a key of a dict, and containers in each other."""
+MAX_SHARED = 64
+"""Values for each byte of a pickle, with those that it refers to written out at each place."""
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, EOFError, MemoryError, OverflowError)
 """Errors of pickle for a damaged file, besides its own."""
 
@@ -75,11 +82,72 @@ class Record:
         return state[name]
 
 
-def _key(record: Record) -> str:
-    return repr(sorted((str(k), repr(v)) for k, v in record.__dict__.get("state", {}).items()))
+def _key(record: Record) -> tuple[Any, ...]:
+    return tuple(sorted(record.__dict__.get("state", {}).items()))
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
+_CONTAINERS = (tuple, list, set, frozenset, dict, Record)
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    """The values that a value consists of."""
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if isinstance(value, dict):
+        return chain.from_iterable(value.items())
+    return value.__dict__.values() if isinstance(value, Record) else ()
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Raise ValueError for a key that is more than a name, a number or a few of them: a dict hashes all that is in it."""
+    for key in keys:
+        count, todo = 0, [key]
+        while todo:
+            count += 1
+            if count > MAX_KEY:
+                raise ValueError("a key is too large")
+            todo.extend(islice(_inner(todo.pop()), MAX_KEY))
+
+
+def _extent(value: Any, extents: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
+    """How many values there are in a value written out, and how deep. `extents`: of containers. Raises ValueError: too deep."""
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deep")
+    if not isinstance(value, _CONTAINERS):
+        return 1, 1
+    if id(value) not in extents:
+        parts = [_extent(part, extents, depth + 1) for part in _inner(value)]
+        count, height = 1 + sum(n for n, _ in parts), 1 + max((h for _, h in parts), default=0)
+        if height > MAX_DEPTH:
+            raise ValueError("nested too deep")
+        extents[id(value)] = count, height
+    return extents[id(value)]
+
+
+def _checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """A step of the unpickler that checks the keys that it takes from these places of the stack."""
+
+    def checked(unpickler: Any) -> None:
+        _check_keys(unpickler.stack[keys])
+        load(unpickler)
+
+    return checked
+
+
+class _RestrictedUnpickler(pickle._Unpickler):
+    # the one in Python: opcodes that hash values check them first
+    dispatch: ClassVar[dict[int, Any]] = pickle._Unpickler.dispatch | {
+        opcode[0]: _checked(pickle._Unpickler.dispatch[opcode[0]], keys)
+        for opcode, keys in (
+            (pickle.SETITEM, slice(-2, -1)),
+            # what came after the mark
+            (pickle.SETITEMS, slice(0, None, 2)),
+            (pickle.DICT, slice(0, None, 2)),
+            (pickle.ADDITEMS, slice(None)),
+            (pickle.FROZENSET, slice(None)),
+        )
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
             return type(name, (Record,), {"kind": name})
@@ -113,6 +181,9 @@ def safe_loads(data: bytes, where: str) -> Any:
             if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(data):
                 # the memo table would get this length
                 raise ValueError("memo index beyond the end")
-        return _RestrictedUnpickler(io.BytesIO(data)).load()
+        value = _RestrictedUnpickler(io.BytesIO(data)).load()
+        if _extent(value, {})[0] > MAX_SHARED * len(data) + MAX_KEY:
+            raise ValueError("it refers to its own parts too often")
+        return value
     except (pickle.UnpicklingError, RecursionError, *_DAMAGE) as error:
         raise CorruptError(f"{where} is refused or damaged: {ascii(str(error))[:160]}") from None
