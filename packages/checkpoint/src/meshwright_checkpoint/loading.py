@@ -113,9 +113,8 @@ def load_from(
     collect.check_call("load", model)
     ranks, inner, options = Ranks(), unwrapped(model), _Options(None, True, False, True)
     with own_state(inner, optimizer):
-        fit, wanted = _fit(
-            checkpoint, inner, optimizer, options, any(ranks.gather(optimizer is not None)), ranks
-        )
+        with_optimizer = ranks.most([optimizer is not None]) == [1]
+        fit, wanted = _fit(checkpoint, inner, optimizer, options, with_optimizer, ranks)
         return ranks.run_checked(lambda: _fill(inner, fit, wanted, bring, ranks))
 
 
@@ -171,21 +170,28 @@ def _open_on_all(
         arguments = {**asdict(options), "optimizer": collect.optimizer_given(model, optimizer)}
         return {"arguments": arguments, "opened": [stores[0].where, store_id]}
 
-    gathered = ranks.gather_checked(open_here)
-    _check_arguments([on_rank["arguments"] for on_rank in gathered])
-    first, first_id = gathered[0]["opened"]
-    for rank, on_rank in enumerate(gathered):
+    here = ranks.run_checked(open_here)
+    # what all ranks opened is compared only where any differ: there are as many as ranks
+    if not ranks.same([here["arguments"], here["opened"][1]]):
+        _check_same_store(ranks.gather(here))
+    (store,) = stores
+    with_optimizer = ranks.most([bool(here["arguments"]["optimizer"])]) == [1]
+    if with_optimizer and not isinstance(store, Checkpoint):
+        raise UsageError(f"{store.where} holds a model and no optimizer; leave out optimizer")
+    return store, with_optimizer
+
+
+def _check_same_store(on_ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UsageError or CheckpointError, on every rank, if ranks call `load` differently, or have opened different stores."""
+    _check_arguments([on_rank["arguments"] for on_rank in on_ranks])
+    first, first_id = on_ranks[0]["opened"]
+    for rank, on_rank in enumerate(on_ranks):
         where, store_id = on_rank["opened"]
         if store_id != first_id:
             raise CheckpointError(
                 f"rank {rank} has opened {where}, and rank 0 {first}, which is another checkpoint; "
                 "call latest() on one rank and broadcast its result"
             )
-    (store,) = stores
-    with_optimizer = any(on_rank["arguments"]["optimizer"] for on_rank in gathered)
-    if with_optimizer and not isinstance(store, Checkpoint):
-        raise UsageError(f"{store.where} holds a model and no optimizer; leave out optimizer")
-    return store, with_optimizer
 
 
 def _check_arguments(arguments_of_ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -274,9 +280,10 @@ class _Fit:
             states.match(checkpoint, self.names, self.options.selects)
             return states.groups
 
+        here = ranks.run_checked(match_states)
         groups = [
             [GroupTargets(tuple(saved), whole) for saved, whole in on_rank]
-            for on_rank in ranks.gather_checked(match_states)
+            for on_rank in ([here] if ranks.same(here) else ranks.gather(here))
         ]
         states = self.states
         if states is not None and checkpoint is not None and checkpoint.manifest.optimizer is not None:
@@ -290,7 +297,8 @@ def _check_fit(fit: _Fit, ranks: Ranks, sections: tuple[str, ...]) -> None:
     `sections`: prefixes of the keys that are loaded.
     """
     options, store = fit.options, fit.store
-    missing, mismatched, used, extra_state = _gather_fit(fit, ranks)
+    missing, mismatched, extra_state = _gather_fit(fit, ranks)
+    used, any_selected = _used_on_all(fit, ranks)
     unexpected: list[str] = []
     if options.only is None:
         unexpected = [key for key in store.tensors if key.startswith(sections) and key not in used]
@@ -298,10 +306,10 @@ def _check_fit(fit: _Fit, ranks: Ranks, sections: tuple[str, ...]) -> None:
             stored = fit.checkpoint.manifest.model.extra_state
             unexpected += [name for name in stored if name not in extra_state]
             missing += [name for name in extra_state if name not in stored]
-    elif not used:
+    elif not any_selected:
         missing += [f"anything that matches {pattern}" for pattern in options.only]
     if not options.strict:
-        if (used or options.only) and not any(key in store.tensors for key in used):
+        if (any_selected or options.only) and not used:
             missing = missing if options.only else ["all names of the model"]
         else:
             if missing or unexpected:
@@ -313,17 +321,23 @@ def _check_fit(fit: _Fit, ranks: Ranks, sections: tuple[str, ...]) -> None:
 
 
 def _gather_fit(fit: _Fit, ranks: Ranks) -> Iterator[list[str]]:
-    """Missing, mismatched and used names and extra states, of all ranks together (a collective call)."""
-    states = fit.states
-    gathered = ranks.gather(
-        [
-            [*fit.missing, *(states.missing if states else ())],
-            fit.mismatched,
-            sorted(fit.used | (states.used if states else set())),
-            sorted(fit.names.extra_state),
-        ]
-    )
+    """Missing and mismatched names and extra states, of all ranks together (a collective call)."""
+    missing = [*fit.missing, *(fit.states.missing if fit.states else ())]
+    here = [missing, fit.mismatched, sorted(fit.names.extra_state)]
+    # those of all ranks only where any differ: there are as many as ranks
+    gathered = [here] if ranks.same(here) else ranks.gather(here)
     return (list(dict.fromkeys(chain.from_iterable(of_ranks))) for of_ranks in zip(*gathered, strict=True))
+
+
+def _used_on_all(fit: _Fit, ranks: Ranks) -> tuple[set[str], bool]:
+    """Keys of the store that any rank takes, and whether one takes any, also a missing one (a collective call)."""
+    used, keys = fit.used | (fit.states.used if fit.states else set()), sorted(fit.store.tensors)
+    if not ranks.same(keys):
+        taken = {key for of_rank in ranks.gather(sorted(used)) for key in of_rank}
+        return taken & fit.store.tensors.keys(), bool(taken)
+    # a number for each key: names of all ranks would be as many as keys and ranks
+    *flags, any_selected = ranks.most([*(key in used for key in keys), bool(used)])
+    return {key for key, flag in zip(keys, flags, strict=True) if flag}, bool(any_selected)
 
 
 def _warn(where: str, missing: list[str], unexpected: list[str]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_checkpoint import save
+from meshwright_checkpoint import load, save
+from meshwright_checkpoint.errors import MismatchError
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -23,6 +26,7 @@ def messages(rank: int, size: int) -> dict[str, Any]:
     long = "x" * (3000 * rank)
     results = {
         "most": ranks.most([rank, -rank]),
+        "numbers": ranks.gather_numbers(rank - (1 << 62)),
         "same": [ranks.same(["a", 1]), ranks.same(rank)],
         "digest": [ranks.digest("a"), ranks.digest("a"), ranks.digest(f"a{rank // (size - 1)}")],
         "first": ranks.first({"of": rank}),
@@ -39,6 +43,7 @@ def test_messages_of_three_ranks(rank_pool: RankPool) -> None:
     results = rank_pool.run(3, messages)
     for rank, result in enumerate(results):
         assert result["most"] == [2, 0] and result["same"] == [True, False] and result["first"] == {"of": 0}
+        assert result["numbers"] == [r - (1 << 62) for r in range(3)]
         first, again, other = result["digest"]
         assert first == again != other and result["digest"] == results[0]["digest"]
         assert result["from first"] == [rank, "y" * rank]
@@ -73,6 +78,43 @@ def gathers(rank: int, size: int, folder: Path, differ: bool) -> int:
         else:
             save(folder / "same", model=model, extra={"step": 1} if rank == 0 else None).wait()
         return gather.call_count
+
+
+def loads(rank: int, size: int, folder: Path, differ: bool) -> list[Any]:
+    """The longest text that a load makes all ranks get of each, and the error where rank 1 has another model."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save(folder / "same", model=model, optimizer=optimizer, asynchronous=False)
+    if differ and rank:
+        model.add_module("more", nn.Linear(1, 1))
+        optimizer.add_param_group({"params": model.more.parameters()})
+    texts: list[str] = []
+
+    def gather(ranks: Ranks, value: Any) -> list[Any]:
+        texts.append(json.dumps(value))
+        return real(ranks, value)
+
+    real, error = Ranks.gather, ""
+    with patch.object(Ranks, "gather", gather):
+        try:
+            load(folder / "same", model=model, optimizer=optimizer)
+        except MismatchError as caught:
+            error = str(caught)
+    return [max(map(len, texts)), error]
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_load_gathers_names_only_where_they_differ(
+    rank_pool: RankPool, tmp_path: Path, differ: bool
+) -> None:
+    missing = "missing (4): more.weight, more.bias, optimizer/more.weight, optimizer/more.bias."
+    told = rank_pool.run(2, loads, tmp_path, differ)
+    # the keys of the checkpoint are some 5,000 characters
+    assert max(longest for longest, _ in told) < 400
+    for _, error in told:
+        assert (missing in error) == differ and "unexpected (" not in error
 
 
 @pytest.mark.parametrize("differ", [False, True])
