@@ -11,6 +11,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright_checkpoint import ReplicaError
+from meshwright_checkpoint.state.replicas import _who
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.parameter import MeshParameter
@@ -201,3 +202,9 @@ def test_steps_that_are_none_are_refused(rank_pool: RankPool) -> None:
 
 def test_one_device_has_no_copies() -> None:
     mw.check_replicas(Net())
+
+
+def test_ranks_are_blamed_only_by_a_majority() -> None:
+    assert _who([[0, 1, 3], [2]]) == "rank 2 from ranks 0, 1, 3"
+    assert _who([[2, 3], [0, 1]]) == "ranks 0, 1 and ranks 2, 3 have different ones"
+    assert _who([[1], [0]]) == "rank 0 and rank 1 have different ones"

@@ -179,8 +179,9 @@ def _told(parts: Sequence[Part], differing: dict[int, dict[int, list[int]]], ran
 def _who(held: Sequence[Sequence[int]]) -> str:
     """Which ranks differ from which: those of the largest group are taken to be right."""
     *few, most = sorted(held, key=len)
-    if len(most) == 1:
-        return " and ".join(f"rank {group[0]}" for group in sorted(map(list, held))) + " have different ones"
+    if len(most) == len(few[-1]):
+        # no majority says which ones are right
+        return " and ".join(map(_ranks, sorted(map(list, held)))) + " have different ones"
     odd = sorted(itertools.chain(*few))
     return f"{_ranks(odd)} from {_ranks(most)}"
 
