@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from meshwright_dtensor.mesh.lost_ranks import LostRanks, in_words, kill_here
@@ -88,6 +89,30 @@ def test_places_are_those_of_notes_and_of_answers() -> None:
         zero.silent(5.0)
     waited = zero.waited()
     assert waited[1] == "train.py:3, in main: loss.backward()" and "test_lost_ranks.py" in waited[2]
+
+
+class Counted:
+    """A store that counts its requests."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.asked = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("count", [4, 2000])
+def test_many_ranks_take_as_many_requests_as_few(count: int) -> None:
+    ranks = ranks_of(count)
+    for rank in ranks[1:]:
+        rank.announce()
+    ranks[1].say_ended("ValueError: a mistake")
+    zero = LostRanks(store := Counted(ranks[0].store), 0, count)
+    zero.announce()
+    assert zero.ended(0.0) == {1: "ValueError: a mistake"}
+    assert len(zero.silent(0.0)) == count - 2 and set(zero.waited()) == set()
+    assert store.asked < 30
 
 
 def test_a_process_of_this_host_alone_is_killed() -> None:

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.bounded_store import SilentStoreError
 from meshwright_dtensor.mesh.error_report import record_error
 from meshwright_dtensor.mesh.lost_ranks import ANSWER_SECONDS, LISTEN_SECONDS, LostRanks, in_words
 from meshwright_dtensor.mesh.users_line import is_ours, outwards, users_line
@@ -33,6 +35,8 @@ WAITING_SECONDS = 10.0
 """A rank that has done nothing for so long waits."""
 
 POLL_SECONDS = 0.5
+RETRY_SECONDS = 5.0
+"""Before the first new connection to a store that was silent."""
 IDLE_SECONDS, IDLE_BYTES = 5e-3, 1 << 14
 """CPU time of the main thread, and bytes that the process writes, between two polls of a rank that waits."""
 
@@ -40,7 +44,7 @@ _IO = Path("/proc/self/io")
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed") + os.sep
 _INNERMOST = 4
 """Frames among which a function of torch.distributed or of this framework is looked for."""
-_KEY, _NAME = "meshwright/waits/", "meshwright deadlocks"
+_KEY, _COUNT, _NAME = "meshwright/waits/", "meshwright/waiting", "meshwright deadlocks"
 
 
 def watch_for_deadlocks(seconds: float = WAITING_SECONDS) -> None:
@@ -49,7 +53,8 @@ def watch_for_deadlocks(seconds: float = WAITING_SECONDS) -> None:
     # of Linux
     if dist.get_world_size() > 1 and not running and _IO.exists():
         over = threading.Event()
-        thread = threading.Thread(target=_watch, args=(seconds, over), name=_NAME, daemon=True)
+        arguments = (LostRanks.connector(), seconds, over)
+        thread = threading.Thread(target=_watch, args=arguments, name=_NAME, daemon=True)
         thread.start()
         atexit.register(_stop, thread, over)
 
@@ -60,15 +65,28 @@ def _stop(thread: threading.Thread, over: threading.Event) -> None:
     thread.join(2 * ANSWER_SECONDS)
 
 
-def _watch(seconds: float, over: threading.Event) -> None:
-    # where the store has ended, or does not answer, nobody can tell
+def _watch(
+    connect: Callable[[], LostRanks], seconds: float, over: threading.Event, pause: float = RETRY_SECONDS
+) -> None:
+    """Watch, over one connection after the other: one whose store has been silent for a while is not asked again.
+
+    Without it, this rank would answer nobody from then on, and be taken for one that is stopped.
+    """
+    # where the store has ended, so has the job
     with suppress(RuntimeError):
-        _watch_store(seconds, over)
+        while not over.is_set():
+            try:
+                _watch_store(connect(), seconds, over)
+            except SilentStoreError:
+                # each connection to a host that is lost has a thread that waits: so fewer and fewer
+                over.wait(pause)
+                pause *= 2
 
 
-def _watch_store(seconds: float, over: threading.Event) -> None:
-    lost = LostRanks.of_job()
+def _watch_store(lost: LostRanks, seconds: float, over: threading.Event) -> None:
     store, main = lost.store, threading.main_thread().ident or 0
+    # an earlier connection may have left it
+    store.delete_key(_KEY + str(lost.rank))
     lost.announce()
     clock = time.pthread_getcpuclockid(main)
     used, sent, since, polls, has_looked = 0.0, 0, time.monotonic(), 0, False
@@ -83,11 +101,14 @@ def _watch_store(seconds: float, over: threading.Event) -> None:
         if works or frame is None or not _communicates(frame):
             if polls:
                 store.delete_key(_KEY + str(lost.rank))
+                store.add(_COUNT, -1)
             since, polls, has_looked = time.monotonic(), 0, False
             continue
         if time.monotonic() - since < seconds:
             continue
         polls += 1
+        if polls == 1:
+            store.add(_COUNT, 1)
         store.set(_KEY + str(lost.rank), json.dumps([polls, *users_line(frame)]))
         waits = _all_waits(store, lost.ranks)
         if waits and min(count for count, *_ in waits) > 2 and len({tuple(place) for _, *place in waits}) > 1:
@@ -121,7 +142,8 @@ def _communicates(frame: FrameType) -> bool:
 def _all_waits(store: Any, world: int) -> list[tuple[int, str, str]]:
     """(polls, place, line) of every rank; empty unless all wait."""
     keys = [_KEY + str(rank) for rank in range(world)]
-    if not store.check(keys):
+    # the number first, which is quick with many ranks
+    if store.add(_COUNT, 0) < world or not store.check(keys):
         return []
     return [tuple(json.loads(text)) for text in store.multi_get(keys)]
 

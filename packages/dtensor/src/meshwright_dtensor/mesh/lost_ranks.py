@@ -31,8 +31,9 @@ LISTEN_SECONDS = 1.0
 """Between two looks of a rank for a question."""
 ENDED_SECONDS = 1.0
 """How long the note of a rank that has ended may take to arrive, after its connections have closed."""
-_QUESTION, _ANSWER, _ENDED, _PROCESS, _WAITED, _NOTE = (
-    f"meshwright/{name}" for name in ("question", "answer/", "ended/", "process/", "waited/", "note/")
+_QUESTION, _ANSWER, _ENDED, _ENDINGS, _PROCESS, _WAITED, _NOTE = (
+    f"meshwright/{name}"
+    for name in ("question", "answer/", "ended/", "endings", "process/", "waited/", "note/")
 )
 
 
@@ -48,17 +49,26 @@ class LostRanks:
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
         self._answered = 0
+        # rank -> its note, of those that have ended, as far as they were read
+        self._notes: dict[int, str] = {}
+        self._read = 0
         self.places: dict[int, str] = {}
 
     @staticmethod
     def of_job() -> LostRanks:
         """Those of the default process group, over a connection of its own."""
-        # the group may be gone when something is asked
-        store = BoundedStore(default_store().clone)
-        return LostRanks(store, dist.get_rank(), dist.get_world_size())
+        return LostRanks.connector()()
+
+    @staticmethod
+    def connector() -> Callable[[], LostRanks]:
+        """What makes such a connection, also when the process group has ended or is another one."""
+        connect, rank, ranks = default_store().clone, dist.get_rank(), dist.get_world_size()
+        return lambda: LostRanks(BoundedStore(connect), rank, ranks)
 
     def announce(self) -> None:
         """Say that this rank will answer."""
+        self.store.set(f"{_ANSWER}{self.rank}", json.dumps([0, ""]))
+        self.store.set(f"{_WAITED}{self.rank}", "")
         self.store.set(f"{_PROCESS}{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
     def answer(self) -> None:
@@ -77,14 +87,16 @@ class LostRanks:
         with suppress(RuntimeError):
             if not self.store.check([key]):
                 self.store.set(key, how)
+                # so that nobody has to look for the notes of all ranks
+                number = self.store.add(_ENDINGS, 1)
+                self.store.set(f"{_ENDINGS}/{number}", str(self.rank))
 
     def ended(self, seconds: float = ENDED_SECONDS) -> dict[int, str]:
         """Rank -> its note, of the others that have ended. Waits for the first note up to `seconds`."""
         until = time.monotonic() + seconds
         while True:
-            others = [rank for rank in range(self.ranks) if rank != self.rank]
-            notes = {rank: self._text(f"{_ENDED}{rank}") for rank in others}
-            told = {rank: note for rank, note in notes.items() if note}
+            self._read_notes()
+            told = {rank: note for rank, note in self._notes.items() if note and rank != self.rank}
             if told or time.monotonic() > until:
                 return told
             time.sleep(0.1)
@@ -95,16 +107,18 @@ class LostRanks:
 
     def waited(self) -> dict[int, str]:
         """Rank -> where it has waited, or is, of all other ranks for which that is known; after `silent`."""
-        notes = {rank: self._text(f"{_WAITED}{rank}") for rank in range(self.ranks) if rank != self.rank}
+        keys = [f"{_WAITED}{rank}" for rank in range(self.ranks)]
+        notes = dict(enumerate(self._texts(keys)))
+        del notes[self.rank]
         return {rank: place for rank, note in notes.items() if (place := note or self.places.get(rank, ""))}
 
     def silent(self, seconds: float = ANSWER_SECONDS) -> dict[int, tuple[str, int]]:
         """Rank -> (host, process) of the ranks that have not ended, and do not answer within `seconds`."""
         question = self.store.add(_QUESTION, 1)
+        self._read_notes()
         waiting = {}
-        for rank in range(self.ranks):
-            process = self._text(f"{_PROCESS}{rank}")
-            if rank != self.rank and process is not None and not self.store.check([f"{_ENDED}{rank}"]):
+        for rank, process in enumerate(self._texts([f"{_PROCESS}{rank}" for rank in range(self.ranks)])):
+            if rank != self.rank and process and rank not in self._notes:
                 host, pid = json.loads(process)
                 waiting[rank] = (host, pid)
         until = time.monotonic() + seconds
@@ -112,11 +126,28 @@ class LostRanks:
             time.sleep(0.1)
             # another rank may ask at the same time
             self.answer()
-            for rank in list(waiting):
-                last, self.places[rank] = json.loads(self._text(f"{_ANSWER}{rank}") or '[0, ""]')
+            answers = self.store.multi_get([f"{_ANSWER}{rank}" for rank in waiting])
+            for rank, answer in zip(list(waiting), answers, strict=True):
+                last, self.places[rank] = json.loads(answer)
                 if last >= question:
                     del waiting[rank]
         return waiting
+
+    def _read_notes(self) -> None:
+        """Read the notes that have come since the last time."""
+        for number in range(self._read + 1, self.store.add(_ENDINGS, 0) + 1):
+            rank = self._text(f"{_ENDINGS}/{number}")
+            if rank is None:
+                # it is being written
+                return
+            self._notes[int(rank)] = self._text(f"{_ENDED}{rank}") or ""
+            self._read = number
+
+    def _texts(self, keys: list[str]) -> list[str]:
+        """The values of keys, "" for one that is not there."""
+        if self.store.check(keys):
+            return [value.decode() for value in self.store.multi_get(keys)]
+        return [self._text(key) or "" for key in keys]
 
     def _text(self, key: str) -> str | None:
         return self.store.get(key).decode() if self.store.check([key]) else None
