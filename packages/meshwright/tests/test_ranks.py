@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from meshwright import ranks
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 @pytest.fixture
@@ -80,6 +82,48 @@ def test_a_rank_leaves_without_taking_the_interpreter_down(how: str) -> None:
         )
         assert done.returncode == code, done.stderr
         assert done.stdout.startswith("printed ") and done.stdout.endswith("registered\n")
+
+
+def test_torchrun_is_given_the_error_of_a_command(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    job = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
+    command = [sys.executable, "-m", "meshwright", "train", "none.toml"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **job}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("Error: none.toml cannot be read")
+    message = json.loads(file.read_text())["message"]
+    assert message["message"].startswith("RecipeError: none.toml cannot be read")
+    assert message["extraInfo"]["py_callstack"].startswith("rank 0 of 1 on ")
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> str:
+        raise TypeError("cannot be pickled")
+
+
+def on_first(rank: int, size: int, error: Exception | None) -> str:
+    def work() -> str:
+        if error is None:
+            return f"of {rank}"
+        raise Unpicklable("no such file") if isinstance(error, ValueError) else error
+
+    try:
+        return ranks.first_rank_first(work)
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, ["of 0", "of 1"]),
+        (UsageError("no such file"), ["UsageError: no such file"] * 2),
+        (ValueError(), ["RuntimeError: Unpicklable: no such file"] * 2),
+    ],
+)
+def test_an_error_of_the_first_rank_is_one_of_all(
+    rank_pool: RankPool, error: Exception | None, told: list[str]
+) -> None:
+    assert rank_pool.run(2, on_first, error) == told
 
 
 # A stand-in for `meshwright`: starts itself on two ranks, which then fail as told.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
 
 Names = tuple[str, ...]
+E = TypeVar("E", bound=MeshwrightError)
 
 
 class CheckpointError(MeshwrightError):
@@ -28,7 +31,13 @@ class ReplicaError(MeshwrightError):
 def error_of_rank(rank: int, text: str) -> MeshwrightError:
     """The error of another rank, given as "Kind: text", with the same class on this rank."""
     kinds = {kind.__name__: kind for kind in (CorruptError, UnsupportedError, UsageError)}
-    return kinds.get(text.partition(":")[0], CheckpointError)(f"rank {rank} failed: {text}")
+    return told(kinds.get(text.partition(":")[0], CheckpointError)(f"rank {rank} failed: {text}"), rank)
+
+
+def told(error: E, rank: int) -> E:
+    """The error, as one that another rank has told."""
+    error.rank = rank
+    return error
 
 
 class MismatchError(CheckpointError):

@@ -39,6 +39,8 @@ def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) ->
                 handle.wait(60)
             except CheckpointError as error:
                 messages.append(str(error))
+                cause = error.__cause__
+                assert isinstance(cause, OSError) or cause.rank in (None, failing_rank)  # type: ignore[union-attr]
         if dies:
             Path(folder, f"told-{rank}").write_text(messages[0])
             return messages

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import pickle
+
 
 class MeshwrightError(Exception):
     """Base of every error that meshwright raises on purpose. Catch this to catch them all.
 
     `listed`: the message has a line for each of several reasons, and the command line keeps the lines.
+    `rank`: the one that has failed, where this error tells it on another rank; None for errors of this rank.
     """
 
     exit_code: int = 1
     listed: bool = False
+    rank: int | None = None
 
 
 class UsageError(MeshwrightError):
@@ -85,6 +89,16 @@ class StageError(MeshwrightError):
 
     def __reduce__(self) -> tuple[type[StageError], tuple[int, int, str, int, str]]:
         return type(self), (self.stage, self.microbatch, self.action, self.rank, self.reason)
+
+
+def portable(error: Exception) -> Exception:
+    """The error, or its text if it cannot be pickled for other ranks."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        # pickling a foreign error may raise anything
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _short(value: object, limit: int = 120) -> str:

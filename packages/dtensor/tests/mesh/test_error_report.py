@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import StageError
+from meshwright_dtensor.mesh import error_report
 from meshwright_dtensor.mesh.error_report import MAX_FRAMES, place_of, short_traceback
 
 
@@ -64,6 +66,67 @@ def test_the_stage_of_a_pipeline_is_named_with_the_first_cause() -> None:
     assert any("raise ValueError" in line for line in lines) and lines[-1].startswith("StageError: stage 1")
 
 
+GLOO = "[transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:36500"
+
+
+def with_cause(cause: Exception) -> Exception:
+    error = ValueError("a step failed")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (RuntimeError(GLOO), True),
+        (with_cause(RuntimeError(GLOO)), True),
+        (StageError(1, 0, "forward", 2, f"RuntimeError: {GLOO}"), True),
+        # a loader that reads over a connection of its own
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+        (with_cause(BrokenPipeError(32, "Broken pipe")), False),
+        (ValueError("Broken pipe"), False),
+        (RuntimeError("a mistake"), False),
+    ],
+)
+def test_only_an_error_of_a_collective_tells_that_another_rank_has_left(error: Exception, left: bool) -> None:
+    assert error_report._is_of_link(error, error_report.LEFT_ALONE) == left
+
+
+def test_torchrun_finds_a_whole_report_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    write = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        write(path, text[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert not error_report._record(ValueError("a mistake"), None, [])
+    assert not list(tmp_path.iterdir())
+    error_report.tell_error(raised(deep, 0))
+    assert list(tmp_path.iterdir()) == [file]
+    message = json.loads(file.read_text())["message"]
+    assert (
+        message["message"].startswith("ValueError: 0")
+        and "test_error_report.py" in message["extraInfo"]["py_callstack"]
+    )
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert not error_report._record(ValueError("a mistake"), None, [])
+
+
+@pytest.mark.parametrize(
+    ("started", "most", "again"), [(0, 0, False), (0, 2, True), (1, 2, True), (2, 2, False)]
+)
+def test_the_last_start_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, started: int, most: int, again: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(started))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
+    assert error_report._starts_again() == again
+
+
 SCRIPT = """
 import torch.distributed as dist
 from meshwright_dtensor.mesh.mesh import init
@@ -74,7 +137,7 @@ dist.barrier()
 """
 
 
-def screen_of(tmp_path: Path, last: str) -> list[str]:
+def screen_of(tmp_path: Path, last: str, *options: str) -> list[str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("LAST", last))
     command = [
@@ -85,6 +148,7 @@ def screen_of(tmp_path: Path, last: str) -> list[str]:
         # so that both ranks have ended when torchrun looks
         "--monitor-interval=5",
         "--nproc-per-node=2",
+        *options,
         str(script),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -98,6 +162,17 @@ def test_the_first_error_of_all_ranks_is_the_last_thing_on_the_screen(tmp_path: 
     assert lines[-1] == "ValueError: a mistake of the user" and lines[-2].startswith("raise ValueError")
     assert "rank      : 1 (local_rank: 1)" in lines[-9:]
     assert "[rank1]: ValueError: a mistake of the user" in lines
+
+
+@pytest.mark.slow
+def test_an_error_of_a_connection_of_the_user_is_the_cause_also_after_restarts(tmp_path: Path) -> None:
+    error = "ConnectionResetError: [Errno 104] Connection reset by peer"
+    lines = screen_of(
+        tmp_path, 'raise ConnectionResetError(104, "Connection reset by peer")', "--max-restarts=1"
+    )
+    assert lines[-1] == error and "rank      : 1 (local_rank: 1)" in lines[-9:]
+    # of the first start each rank has shown its own
+    assert lines[: -lines[::-1].index("Root Cause (first observed failure):")].count(error) >= 1
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from meshwright.ranks import fail, leave
+from meshwright.ranks import fail, is_rank, leave
 from meshwright_dtensor.errors import MeshwrightError, PluginError
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, discover
 
@@ -94,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MeshwrightError as error:
         data = {"error": type(error).__name__, "reason": str(error), "exit_code": error.exit_code}
         report = json.dumps(data, indent=2) if "--json" in given else None
+        if is_rank():
+            from meshwright_dtensor.mesh.error_report import tell_error
+
+            tell_error(error)
         fail(str(error) if error.listed else " ".join(str(error).split()), error.exit_code, report)
     except OSError as error:
         if error.filename is None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import UsageError, portable
 from meshwright_dtensor.utils.names import count_of
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def first_rank_first(work: Callable[[], T]) -> T:
         try:
             result = work()
         except Exception as error:
-            failed = [error]
+            failed = [portable(error)]
     dist.broadcast_object_list(failed, src=0)
     if failed[0] is not None:
         raise failed[0]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from meshwright_checkpoint._torch import bytes_of_tensor
-from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.errors import CheckpointError, told
 from meshwright_checkpoint.format.checksum import block_sums
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.format.safetensors_file import FileLayout
@@ -135,11 +135,13 @@ class SaveHandle:
             else:
                 # rank 0 commits or fails
                 if not _awaited(lambda: job.storage.outcome(job.save_id), notes):
-                    raise CheckpointError(notes.text(job.save_id) or NOT_COMMITTED)
+                    raise told(CheckpointError(notes.text(job.save_id) or NOT_COMMITTED), 0)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
             # rank 0 has removed the files
             gone = isinstance(error, FileNotFoundError) and job.rank
-            self._error = CheckpointError(notes.text(job.save_id) or NOT_COMMITTED) if gone else error
+            self._error = (
+                told(CheckpointError(notes.text(job.save_id) or NOT_COMMITTED), 0) if gone else error
+            )
             if job.rank == 0:
                 # before the others see that it has failed
                 notes.leave(
@@ -218,7 +220,7 @@ def _commit(job: Job, others: JobNotes) -> None:
     for rank in range(job.ranks):
         notes.append(json.loads(_awaited(partial(job.storage.read_note, rank), others)))
         if "error" in notes[-1]:
-            raise CheckpointError(f"rank {rank} failed: {notes[-1]['error']}")
+            raise told(CheckpointError(f"rank {rank} failed: {notes[-1]['error']}"), rank)
     about = {**about_save(job.save_id, job.step, job.ranks), **job.metadata, **merge_notes(notes)}
     job.storage.commit(manifest_of(job.tensor_types, notes, about).to_bytes())
     job.storage.clean()

@@ -14,16 +14,18 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor._torch.core import MODULE_CALL
-from meshwright_dtensor.errors import StageError
+from meshwright_dtensor.errors import MeshwrightError, StageError
 from meshwright_dtensor.mesh.bounded_store import SilentStoreError
 from meshwright_dtensor.mesh.lost_ranks import LostRanks, in_words, kill_here
 from meshwright_dtensor.mesh.users_line import is_users
@@ -45,26 +47,23 @@ def report_to_torchrun() -> None:
     before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # torchrun would not show it until the last restart has failed
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        left, waited = (
-            isinstance(error, Exception) and any(words in str(error) for words in kinds)
-            for kinds in (LEFT_ALONE, WAITED)
-        )
+        restarts = _starts_again()
+        left, waited = (_is_of_link(error, kinds) for kinds in (LEFT_ALONE, WAITED))
         causes, silent = _lost_ranks(lost, trace) if waited or (left and not restarts) else ([], [])
         is_victim = left or bool(causes)
-        lost.say_ended("" if is_victim else f"{kind.__name__}: {error}".splitlines()[0][:MAX_LINE])
-        if restarts or not isinstance(error, Exception) or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        lost.say_ended("" if is_victim else _note(error))
+        first, _ = _first(error, trace)
+        if not restarts and isinstance(first, MeshwrightError) and first.rank not in (None, lost.rank):
+            # the report of the rank that has failed is to be the first, and torchrun counts whole seconds
+            time.sleep(1.0)
+        shows = isinstance(error, Exception) and _record(error, trace, causes)
+        if restarts or not shows:
             before(kind, error, trace)
             for text in causes:
                 _say(text)
             for process in silent:
                 kill_here(process)
             return
-        if isinstance(error, StageError) and error.rank != lost.rank:
-            # the report of the rank that has failed is to be the first, and torchrun counts whole seconds
-            time.sleep(1.0)
-        _record(error, trace, causes)
         if silent:
             time.sleep(1.0)
         first_line, *_ = f"{kind.__name__}: {error}".splitlines()
@@ -77,14 +76,43 @@ def report_to_torchrun() -> None:
     atexit.register(lost.say_ended, "its script has come to its end")
 
 
+def _is_of_link(error: BaseException, words: Sequence[str]) -> bool:
+    """Whether the first cause of an error is one of gloo or NCCL with such words.
+
+    Theirs are RuntimeErrors, which errors of ours repeat for other ranks. Others with the same words, such as a
+    ConnectionResetError, are of a connection of the user's own: this rank is the cause, and not left alone.
+    """
+    first, _ = _first(error, None)
+    return isinstance(first, (RuntimeError, MeshwrightError)) and any(text in str(first) for text in words)
+
+
 def _say(line: str) -> None:
     print(f"[rank{os.environ.get('RANK', '?')}]: {line}", file=sys.stderr, flush=True)
 
 
 def record_error(error: Exception) -> None:
     """Give torchrun an exception that this process does not raise, to show it in the end."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _record(error, None, [])
+    _record(error, error.__traceback__, [])
+
+
+def tell_error(error: Exception) -> None:
+    """Give torchrun and the other ranks an exception for which this process ends, and which the caller prints."""
+    record_error(error)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        LostRanks.of_job().say_ended("" if _is_of_link(error, LEFT_ALONE + WAITED) else _note(error))
+
+
+def _note(error: BaseException) -> str:
+    """What other ranks are told of the exception that ends this one."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:MAX_LINE]
+
+
+def _starts_again() -> bool:
+    """Whether torchrun starts the ranks again when this one fails: it shows errors only after the last start has failed."""
+    started, most = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    return started < most
 
 
 def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> tuple[list[str], list[tuple[str, int]]]:
@@ -108,12 +136,25 @@ def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> tuple[list[str]
         return [], []
 
 
-def _record(error: Exception, trace: TracebackType | None, causes: list[str]) -> None:
+def _record(error: Exception, trace: TracebackType | None, causes: list[str]) -> bool:
+    """Write the report where torchrun looks for it. Whether that could be done."""
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return False
     place = place_of(error, trace)
     text = "\n".join([_heading(place), *short_traceback(error, trace, len(causes)), *causes])
     details = {"py_callstack": _shown(text), "timestamp": str(int(time.time())), **place}
     data = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(data))
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        new.write_text(json.dumps(data))
+        # torchrun itself fails on half a file: of a full disk, or of a rank that it ends meanwhile
+        os.replace(new, file)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        return False
+    return True
 
 
 def place_of(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:

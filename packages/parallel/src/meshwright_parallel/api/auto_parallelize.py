@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any, Unpack
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor._torch.modes import recordable, without_inference_mode
+from meshwright_dtensor.errors import portable
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.model.compiled import Uncompiled
 from meshwright_dtensor.plan import ParallelPlan
@@ -61,19 +61,9 @@ def auto_parallelize(
                 result = [planner.load()().plan(model, recordable(batch), request)[0].to_json()]
             except Exception as error:
                 # the other ranks wait for a result in any case
-                result = [_portable(error)]
+                result = [portable(error)]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(result, src=0)
     if isinstance(result[0], BaseException):
         raise result[0]
     return parallelize(model, ParallelPlan.from_json(result[0]), batch=batch, plugins=host)
-
-
-def _portable(error: Exception) -> Exception:
-    """The error, or its text if it cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        # pickling a foreign error may raise anything
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
