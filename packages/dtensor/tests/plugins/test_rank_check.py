@@ -70,6 +70,36 @@ def test_another_torch_is_refused(rank_pool: RankPool) -> None:
     assert rank_pool.run(3, other_torch) == [told] * 3
 
 
+def settings_differ(rank: int, world_size: int, alike: bool) -> str:
+    """The error where rank 1 has not asked for deterministic operations, or all have; and what is set."""
+    import torch
+
+    from meshwright_dtensor.mesh.mesh import init
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        init("cpu", deterministic=alike or rank != 1)
+        if alike or rank != 1:
+            assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        compare_across_ranks(host(("a", "acme", "1")))
+    except UsageError as error:
+        return str(error)
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+    return "agreed"
+
+
+def test_other_settings_of_torch_are_refused(rank_pool: RankPool) -> None:
+    told = (
+        "ranks run different settings of torch: torch.are_deterministic_algorithms_enabled()=True on ranks 0, 2, "
+        "torch.are_deterministic_algorithms_enabled()=False on rank 1; set the same on every rank"
+    )
+    assert rank_pool.run(3, settings_differ, False) == [told] * 3
+    assert rank_pool.run(3, settings_differ, True) == ["agreed"] * 3
+
+
 def groups_differ(rank: int, world_size: int) -> tuple[str, str]:
     """Ranks agree within each half, and differ between the halves."""
     import torch.distributed as dist

@@ -42,7 +42,9 @@ _CONTROL = "meshwright control"
 """Description of the group of `control_group`."""
 
 
-def init(device: str | None = None, *, timeout: float | None = None) -> torch.device:
+def init(
+    device: str | None = None, *, timeout: float | None = None, deterministic: bool = False
+) -> torch.device:
     """Join the process group that torchrun describes, or make a world of one rank; every entry point calls it.
 
     Args:
@@ -51,6 +53,9 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
             where there is one, else the CPU.
         timeout: seconds that a collective waits for other ranks before it fails; by default torch's, half an hour (NCCL: ten
             minutes). All groups that are made from now on have that of the world.
+        deterministic: equal inputs give equal bits from now on, in this run and in the next one on the same plan:
+            `torch.use_deterministic_algorithms`, and cuDNN and cuBLAS without a choice of their own. An operation of torch that
+            cannot raises RuntimeError. It may cost time.
 
     Returns:
         The device of this rank.
@@ -60,6 +65,11 @@ def init(device: str | None = None, *, timeout: float | None = None) -> torch.de
     """
     if timeout is not None and not timeout > 0:
         raise UsageError(f"timeout={timeout!r} is no time that a collective can wait; give seconds above 0")
+    if deterministic:
+        # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     record = _record(device)
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if not record.on_host and index >= record.count():

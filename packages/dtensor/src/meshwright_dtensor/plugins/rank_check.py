@@ -1,7 +1,8 @@
-"""Check at start-up that every rank has the same plugins, torch and Python.
+"""Check at start-up that every rank has the same plugins, torch and Python, and settings of torch for numbers.
 
 Ranks with different plugins would plan or place differently and then deadlock in a collective; kernels and random numbers of
-another torch are others. torch is imported only when the check runs.
+another torch are others, and values that several ranks compute differ where one computes in another way. torch is imported only
+when the check runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Records = set[tuple[str, str, str, str]]
 
 
 def compare_across_ranks(host: PluginHost, group: Any = None) -> None:
-    """Raise PluginError on every rank of `group` unless all ranks hold the same records, UsageError for another torch or Python.
+    """Raise PluginError on every rank of `group` unless all ranks hold the same records, UsageError for another torch, Python or
+    setting of torch for numbers.
 
     group: a torch.distributed process group; None is the default one. Without one (a world of one) nothing is done.
     Records are compared by kind, name, distribution and version. Every rank of the group must call this.
@@ -56,22 +58,42 @@ def _compare(host: PluginHost | None, failure: str | None, group: Any) -> None:
         problems = [str(problem) for problem in host.problems]
     python = platform.python_version_tuple()
     versions = [f"torch {torch.__version__}", f"Python {python[0]}.{python[1]}"]
+    settings = [f"{name}={value}" for name, value in _settings().items()]
     # the records of all ranks are compared only where any differ: there are as many as ranks
-    if _alike((sorted(held), problems, failure, versions), group) and failure is None:
+    if _alike((sorted(held), problems, failure, versions, settings), group) and failure is None:
         return
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (held, problems, failure, versions), group=group)
-    for number in range(len(versions)):
-        on_ranks = _by_value([[rank_versions[number]] for *_, rank_versions in gathered])
-        if len(on_ranks) > 1:
-            listed = ", ".join(f"{version} on {_ranks(ranks)}" for version, ranks in on_ranks.items())
-            raise UsageError(f"ranks run different versions: {listed}; install the same on every rank")
-    failures = _by_value([[text] if text else [] for _, _, text, _ in gathered])
+    dist.all_gather_object(gathered, (held, problems, failure, versions, settings), group=group)
+    _check_each("versions", "install the same on every rank", [of_rank[3] for of_rank in gathered])
+    _check_each("settings of torch", "set the same on every rank", [of_rank[4] for of_rank in gathered])
+    failures = _by_value([[text] if text else [] for _, _, text, *_ in gathered])
     if failures:
         raise PluginError("; ".join(f"{text}, on {_ranks(ranks)}" for text, ranks in failures.items()))
     message = difference([held for held, *_ in gathered], [broken for _, broken, *_ in gathered])
     if message:
         raise PluginError(message)
+
+
+def _settings() -> dict[str, object]:
+    """The settings of torch by which the same operations give other numbers."""
+    import torch
+
+    return {
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.backends.cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def _check_each(what: str, fix: str, of_ranks: list[list[str]]) -> None:
+    """Raise UsageError for the first of several values of each rank that differs."""
+    for values in zip(*of_ranks, strict=True):
+        on_ranks = _by_value([[value] for value in values])
+        if len(on_ranks) > 1:
+            listed = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in on_ranks.items())
+            raise UsageError(f"ranks run different {what}: {listed}; {fix}")
 
 
 def _alike(value: object, group: Any) -> bool:
