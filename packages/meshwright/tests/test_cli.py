@@ -132,7 +132,7 @@ def test_doctor_measures_the_host(run: Any, tmp_path: Path) -> None:
     code, out, _ = run("doctor", "--health", "--world-size", "1", "--folder", str(tmp_path), "--json")
     assert code == 0 and any(check["name"].startswith("disk") for check in json.loads(out)["health"])
     code, out, _ = run("doctor", "--health", "--world-size", "1", "--folder", str(tmp_path / "none"))
-    assert code == 0 and "choose another folder" in out
+    assert code == 4 and "choose another folder" in out
     code, _, errors = run("doctor", "--world-size", "2")
     assert code == 2 and "--health" in errors
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +22,13 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands import options as opt
+from meshwright_dtensor.errors import VerificationError
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.utils.console import Table, show
 
 _PARTS = "dtensor parallel pipeline planner checkpoint".split()
+PRINT_SECONDS = 2.0
+"""For rank 0 to print the checks, where one of them has failed."""
 DISTRIBUTIONS = ("meshwright", *(f"meshwright-{part}" for part in _PARTS), "transformers")
 
 
@@ -53,7 +57,8 @@ def command(
     """Report the environment: versions, devices, backends, threads, ranks, and the problems of plugins.
 
     With --model, also every call of that model that has no local form (it runs op by op, or on gathered values), with the reason.
-    With --health, limits, memory, disk, clocks, processors, links, versions and plugins of hosts and ranks, each with what to do.
+    With --health, limits, memory, disk, clocks, processors, links, versions and plugins of hosts and ranks, each with what to do;
+    the exit code is 4 where a run would fail: ranks that do not reach each other or differ, a folder that cannot be written to.
     With --compile, three steps are run, and each kind of module is listed with the calls that ran compiled, and why others did not.
     """
     pins = opt.parse_degrees(degrees, state.host)
@@ -70,15 +75,20 @@ def command(
             return ranks.launch(size, state.arguments)
     facts = environment() | {"plugin problems": list(map(str, state.host.problems))}
     facts["plugins turned off"] = list(state.host.disabled)
+    failed = False
     if health:
         from meshwright.commands.health import checks_of_job
 
-        facts["health"] = list(map(asdict, checks_of_job(Path(folder), state.host)))
+        checks = checks_of_job(Path(folder), state.host)
+        facts["health"], failed = list(map(asdict, checks)), any(check.failed for check in checks)
     if model is not None:
         facts["programs"] = programs(opt.ModelChoice(model, batch_size, sequence_length), pins, compile)
     if ranks.rank() == 0:
         click.echo(json.dumps(facts, indent=2)) if as_json else print_facts(facts)
-    return 0
+    if failed and ranks.rank():
+        # the launcher ends all ranks once one has left with a code, and rank 0 prints
+        time.sleep(PRINT_SECONDS)
+    return VerificationError.exit_code if failed else 0
 
 
 def print_facts(facts: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright_checkpoint.io.host_memory import available_memory
 from meshwright_dtensor.devices import default_device
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.mesh.mesh import init, message_device
@@ -50,11 +51,13 @@ class Check:
 
     Attributes:
         name: of it. value: with its unit. advice: what to do; "" if nothing.
+        failed: a run would not work, or be wrong; not only slow.
     """
 
     name: str
     value: str
     advice: str = ""
+    failed: bool = False
 
 
 def checks_of_host(folder: Path) -> Iterator[Check]:
@@ -99,14 +102,9 @@ def _shared_memory(path: Path) -> Check:
 def _memory(system: Path, limits: Path) -> Check:
     """What processes may still take: of the system, and of the container. system, limits: files of Linux."""
     name = "memory of the host"
-    if not system.is_file():
+    free = available_memory(system, limits)
+    if free is None:
         return Check(name, "not known")
-    fields = dict(line.split(":") for line in system.read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) << 10
-    # cgroups, version 2; "max" is no limit
-    with suppress(OSError, ValueError):
-        limit, used = (int((limits / file).read_text()) for file in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
     advice = "little for a rank, its batches and checkpoints; end other processes, or give the container more"
     return Check(name, f"{human_bytes(free)} free", advice if free < LEAST_MEMORY else "")
 
@@ -122,9 +120,8 @@ def _disk(folder: Path) -> Check:
             os.fsync(file.fileno())
             seconds = time.perf_counter() - start
     except OSError as error:
-        return Check(
-            f"disk of {folder}", str(error), "checkpoints cannot be written there; choose another folder"
-        )
+        advice = "checkpoints cannot be written there; choose another folder"
+        return Check(f"disk of {folder}", str(error), advice, failed=True)
     speed, free = DISK_NBYTES / seconds, shutil.disk_usage(folder).free
     slow = "checkpoints are written slowly; choose a faster disk (they are written in the background)"
     value = f"{speed / 1e6:.0f} MB/s, {human_bytes(free)} free"
@@ -178,12 +175,12 @@ def _not_reached(what: str, error: Exception) -> Check:
     lines = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, UsageError):
         rule, _, fix = lines[0].rpartition("; ")
-        return Check(f"collectives between {what}", rule or lines[0], fix)
+        return Check(f"collectives between {what}", rule or lines[0], fix, failed=True)
     advice = (
         "ranks do not reach each other: set GLOO_SOCKET_IFNAME on each host to the interface between hosts (ip -brief addr), and "
         "open all ports above 1024 between them"
     )
-    return Check(f"collectives between {what}", lines[0], advice)
+    return Check(f"collectives between {what}", lines[0], advice, failed=True)
 
 
 def _alike(host: PluginHost) -> Check:
@@ -193,7 +190,7 @@ def _alike(host: PluginHost) -> Check:
         compare_across_ranks(host)
     except (PluginError, UsageError) as error:
         difference, _, fix = str(error).rpartition("; ")
-        return Check(name, difference, fix)
+        return Check(name, difference, fix, failed=True)
     return Check(name, f"alike on {count_of(dist.get_world_size(), 'rank')}")
 
 
@@ -222,11 +219,11 @@ def _on_accelerators() -> Check:
             "the accelerators do not reach each other: NCCL_DEBUG=INFO says over what they try; set NCCL_SOCKET_IFNAME to the "
             "interface between hosts, or NCCL_IB_DISABLE=1 and NCCL_P2P_DISABLE=1 to find out which link fails"
         )
-        return Check(name, (str(error).splitlines() or [type(error).__name__])[0], advice)
+        return Check(name, (str(error).splitlines() or [type(error).__name__])[0], advice, failed=True)
     size = dist.get_world_size()
     if total != size:
         advice = "the sum is wrong: a link or a driver is broken; try each host alone"
-        return Check(name, f"{total:g} as the sum of {size} ones", advice)
+        return Check(name, f"{total:g} as the sum of {size} ones", advice, failed=True)
     nbytes = value.nbytes
     return Check(name, f"{nbytes / seconds / 1e6:.0f} MB/s for {human_bytes(nbytes)}")
 
