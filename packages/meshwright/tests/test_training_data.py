@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.configs import config_of
 from meshwright.recipes.recipe_input import read_recipe
 from meshwright.recipes.schema import Recipe
 from meshwright.training.data import (
@@ -237,6 +238,39 @@ def test_a_function_returns_a_dataset() -> None:
     assert rows_for("data=rows.py:good")[0] == {"x": 8}
     with pytest.raises(UsageError, match="returned a int; it must return a dataset"):
         rows_for("data=rows.py:bad")
+
+
+HOSTILE = """
+from pathlib import Path
+from transformers import PretrainedConfig, PreTrainedTokenizer
+Path("harm").touch()
+class Hostile(PretrainedConfig):
+    model_type = "hostile"
+class Words(PreTrainedTokenizer):
+    pass
+"""
+
+
+def test_code_of_a_folder_is_never_run_nor_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    # transformers would ask on the terminal
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    Path("hostile").mkdir()
+    Path("hostile/code.py").write_text(HOSTILE)
+    written = {
+        "config.json": {"model_type": "hostile", "auto_map": {"AutoConfig": "code.Hostile"}},
+        "tokenizer_config.json": {
+            "tokenizer_class": "Words",
+            "auto_map": {"AutoTokenizer": ["code.Words", None]},
+        },
+    }
+    for name, value in written.items():
+        Path("hostile", name).write_text(json.dumps(value))
+    with pytest.raises(UsageError, match="no transformers config"):
+        config_of("model", "hostile")
+    with pytest.raises(UsageError, match="cannot be read"):
+        tokenizer_of(recipe_of("data=texts", "tokenizer=hostile"))
+    assert not Path("harm").exists()
 
 
 def test_a_tokenizer_of_transformers() -> None:

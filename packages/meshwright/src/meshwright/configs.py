@@ -37,7 +37,8 @@ def config_of(
     if isinstance(given, Mapping):
         return _of_table(option, given, defaults or {})
     try:
-        return transformers.AutoConfig.from_pretrained(given)
+        # without it transformers asks on the terminal whether to run code of the folder
+        return transformers.AutoConfig.from_pretrained(given, trust_remote_code=False)
     # transformers raises many kinds of errors for a bad config
     except Exception as error:
         text = f"{option} {given} is no transformers config ({_first_line(error)}); give its config.json"
@@ -72,7 +73,7 @@ def model_of(option: str, config: Any, **settings: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_config(config, **settings)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
     except Exception as error:
         raise UsageError(
             f"{option}: transformers cannot build it ({_first_line(error)}); check its config"

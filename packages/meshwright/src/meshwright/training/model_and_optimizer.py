@@ -67,4 +67,4 @@ def export(recipe: Recipe, folder: str, model: nn.Module, first: bool) -> None:
     if first and recipe.vocabulary != "bytes":
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(recipe.vocabulary).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(recipe.vocabulary, trust_remote_code=False).save_pretrained(folder)

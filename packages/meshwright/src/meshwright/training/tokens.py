@@ -38,7 +38,8 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(recipe.vocabulary)
+        # see `configs.config_of`
+        loaded = AutoTokenizer.from_pretrained(recipe.vocabulary, trust_remote_code=False)
     except Exception as error:
         raise UsageError(
             f"tokenizer: {recipe.vocabulary} cannot be read ({error}); give the folder of one"
