@@ -215,6 +215,53 @@ def test_a_bad_loss_goes_back_and_leaves_batches_out(
     assert left_out == 0 and max(taken) > 5 * max(expected)
 
 
+class Killed(list[Tensor]):
+    """Batches, and then an error."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from super().__iter__()
+        raise RuntimeError("killed")
+
+
+def test_a_run_that_was_started_again_knows_its_losses(tmp_path: Path) -> None:
+    """A spike soon after a start is one too: its median is that of the losses before."""
+    bad = rows(13, value=100.0)
+    expected, _ = guarded(0, 1, str(tmp_path / "whole"), bad, 5.0)
+    with pytest.raises(RuntimeError, match="killed"):
+        guarded(0, 1, str(tmp_path / "run"), Killed(bad[:12]), 5.0)
+    # of step 12 before it went back, too
+    (_, *losses), left_out = guarded(0, 1, str(tmp_path / "run"), bad, 5.0)
+    assert left_out == 2 and losses == pytest.approx(expected[12:], rel=1e-5)
+
+
+class OfRank(Counted):
+    """Batches of global rows, and a place of each rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "file": torch.tensor([self.rank])}
+
+
+def places(rank: int, size: int, folder: str, differ: bool) -> str:
+    mw.init()
+    run = mw.elastic(folder, model=nn.Linear(6, 6), interval=2)
+    try:
+        for _, _ in run.batches(OfRank(rank * differ), 3):
+            pass
+    except UsageError as error:
+        return f"{run.step}: {error}"
+    return ""
+
+
+def test_a_loader_with_a_place_of_each_rank_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert rank_pool.run(2, places, str(tmp_path / "alike"), False) == ["", ""]
+    for told in rank_pool.run(2, places, str(tmp_path / "run"), True):
+        assert told.startswith("0: state_dict() of the loader differs between ranks")
+
+
 def test_a_run_that_stays_bad_ends(tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match="step 4: the loss is nan; the run went back 1 time before"):
         guarded(0, 1, str(tmp_path / "twice"), rows(4, 6), None)

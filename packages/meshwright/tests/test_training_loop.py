@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,9 @@ from meshwright.recipes.schema import Recipe
 from meshwright.runs import run_states
 from meshwright.runs.run_states import RunStates
 from meshwright.training import loop
+from meshwright.training.log import Log
 from meshwright.training.loop import Run, evaluate, train
+from meshwright_checkpoint.format.manifest import NAME, Manifest
 from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
@@ -83,6 +87,62 @@ def test_a_function_without_labels_may_be_held_out(recipe: Recipe) -> None:
     assert evaluate(run) == 1.5
     run.held_out = [{"x": x, "labels": torch.ones(1, 3)}, {"x": 2 * x, "labels": torch.ones(1, 2)}]
     assert evaluate(run) == pytest.approx(4 / 3)
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, faults: dict[int, float], *words: str) -> list[dict[str, Any]]:
+    """The records of a run of 12 steps; the losses of some are multiplied, by how manieth they are."""
+    Path("model.py").write_text(MODEL)
+    Path("text.txt").write_text("to be, or not to be" * 99)
+    common = ["model=model.py:model", "data=text.txt", "steps=12", "batch_size=2", "sequence_length=8"]
+    recipe = read_recipe([*common, "checkpoints.interval=3", "plan.dp=1", "out=run", *words])
+    log, step, numbers = Log(recipe, True, True), loop.train_step, itertools.count(1)
+
+    def faulty(run: Run, batches: Any) -> tuple[float, float]:
+        loss, norm = step(run, batches)
+        return loss * faults.get(next(numbers), 1.0), norm
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", faulty)
+        try:
+            assert train(recipe, log) == 0
+        finally:
+            log.close()
+    return [json.loads(line) for line in Path(recipe.out, "metrics.jsonl").read_text().splitlines()]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bad", "factor", "words"), [(8, NAN, ["rewinds=1"]), (12, 50.0, ["rewinds=1", "spike=5.0"])]
+)
+def test_a_bad_step_goes_back_and_leaves_its_rows_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int, factor: float, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = trained(monkeypatch, {bad: factor}, *words)
+    (back,) = [record for record in records if "went_back" in record]
+    saved = (bad - 1) // 3 * 3
+    assert back["went_back"].startswith(f"step {bad}: the loss is ") and back["step"] == saved
+    # the records of steps that were taken back are gone, and those of the run are whole
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, 13))
+    extra = Manifest.from_bytes(Path("run/checkpoints/step-12", NAME).read_bytes(), "here").extra
+    assert (extra["step"], extra["rows_seen"]) == (12, 2 * (12 + bad - saved))
+    assert len(extra["losses"]) == 12 * (len(words) - 1)
+
+
+@pytest.mark.slow
+def test_a_run_that_stays_bad_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UsageError, match="step 2: the loss is nan, and there is no checkpoint to go back to yet"
+    ):
+        trained(monkeypatch, {2: NAN}, "rewinds=2")
+    with pytest.raises(UsageError, match="step 5: the loss is nan; the run went back 1 time before"):
+        trained(monkeypatch, {5: NAN, 7: NAN}, "rewinds=1", "out=twice")
+    with pytest.raises(UsageError, match="spike: it has no effect without rewinds"):
+        trained(monkeypatch, {}, "spike=5.0")
 
 
 def test_a_run_ends_with_the_checkpoint_that_is_being_written(

@@ -180,6 +180,11 @@ def evaluation(value: Any, above: Above) -> str | None:
     return "files of tokens in its data have no documents to keep apart; give text, or leave packing out"
 
 
+def spike(value: float, above: Above) -> str | None:
+    never = above.get("rewinds") == 0
+    return "it has no effect without rewinds; say how often the run may go back" if never else None
+
+
 def warms_up(value: Any, above: Above) -> str | None:
     steps = above.get("steps", math.inf)
     return (

@@ -142,8 +142,11 @@ class Recipe(Table):
     out: Annotated[str, obeys(rules.outside)] = "meshwright-run"
     packing: Annotated[bool, obeys(rules.packing)] = True
     export: Annotated[str | None, obeys(rules.absent)] = None
+    deterministic: bool = False
     check_replicas: Count | None = None
     check_stragglers: Count | None = 100
+    rewinds: Whole = 0
+    spike: Annotated[float | None, Field(gt=1), obeys(rules.spike)] = None
     optimizer: Optimizer = Optimizer()
     schedule: Annotated[Schedule, obeys(rules.warms_up)] = Schedule()
     plan: Annotated[Plan, BeforeValidator(plan_table), obeys(rules.plan)] = Plan()

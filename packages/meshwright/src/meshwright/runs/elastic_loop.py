@@ -16,13 +16,17 @@ from meshwright.runs.loss_guard import LossGuard
 from meshwright.runs.run_states import RunStates
 from meshwright.runs.stragglers import StragglerWatch, watch_stragglers
 from meshwright_checkpoint import CheckpointError
+from meshwright_checkpoint.format.json_values import encode
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import extremes
+from meshwright_dtensor.utils.checksum import checksum
 
-_KEYS = {"step", "place", "state", "left_out"}
+_KEYS = {"step", "place", "state"}
+_NEW_KEYS = {"left_out", "losses"}
+"""Those that checkpoints of earlier releases lack."""
 
 _log = logging.getLogger("meshwright")
 
@@ -188,10 +192,13 @@ class ElasticLoop:
         Raises as `steps`, and UsageError: the loader has no batch, or fewer than it had.
         """
         self._batches, place = _Batches(loader, self._place), self._place
-        source = iter(self._batches)
+        source, first = iter(self._batches), self.step
         try:
             for step in self.steps(total):
-                yield step, next(source)
+                batch = next(source)
+                if step == first:
+                    self._check_place(self._batches.place())
+                yield step, batch
         finally:
             self._place = self._batches.place() or place
             self._batches = None
@@ -230,6 +237,9 @@ class ElasticLoop:
     def _go_back(self) -> None:
         left = self.left_out + self.step + 1
         self._goes_back = False
+        if self.watch is not None:
+            # reading a checkpoint is no part of a step
+            self.watch.pause()
         self._states.wait()
         # a step that was not taken has left them
         self._model.zero_grad()
@@ -249,7 +259,7 @@ class ElasticLoop:
         if state is None:
             return False
         path, extra = state.where, state.load(self._model, self._optimizer)
-        if not isinstance(extra, dict) or not _KEYS - {"left_out"} <= extra.keys() <= _KEYS:
+        if not isinstance(extra, dict) or not _KEYS <= extra.keys() <= _KEYS | _NEW_KEYS:
             raise UsageError(f"{path} was not written by mw.elastic; give another folder, or use mw.load")
         missing = sorted(extra["state"].keys() ^ self._state.keys())
         if missing:
@@ -259,12 +269,25 @@ class ElasticLoop:
         for name, owner in self._state.items():
             owner.load_state_dict(extra["state"][name])
         self.step, self._place, self.left_out = extra["step"], extra["place"], extra.get("left_out", 0)
+        self._guard.last = extra.get("losses", [])
         return True
 
     def _extra(self) -> dict[str, Any]:
         place = self._place if self._batches is None else self._batches.place()
+        self._check_place(place)
         state = {name: owner.state_dict() for name, owner in self._state.items()}
-        return {"step": self.step, "place": place, "state": state, "left_out": self.left_out}
+        counts = {"step": self.step, "left_out": self.left_out, "losses": self._guard.last}
+        return {"place": place, "state": state, **counts}
+
+    def _check_place(self, place: dict[str, Any] | None) -> None:
+        """Raise UsageError, on every rank, for a loader with another place on each rank: that of rank 0 alone is saved."""
+        if place is None or "loader" not in place or self._ranks.size == 1:
+            return
+        if not self._ranks.same(encode(place, lambda _, tensor: str(checksum(tensor)), "the loader's state")):
+            raise UsageError(
+                "state_dict() of the loader differs between ranks, and a run may go on with other ranks: give run.batches a loader "
+                "of global batches that is the same on every rank, or use run.steps, with the loader in a checkpoint of your own"
+            )
 
 
 class _Batches:

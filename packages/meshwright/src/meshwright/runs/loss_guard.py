@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.names import count_of
@@ -31,6 +32,15 @@ class LossGuard:
         self.spike, self.most = spike, most
         self._last: deque[float] = deque(maxlen=WINDOW)
         self._faults = 0
+
+    @property
+    def last(self) -> list[float]:
+        """The losses of which the median is taken, which a run that is started again needs; none without `spike`."""
+        return [] if self.spike is None else list(self._last)
+
+    @last.setter
+    def last(self, losses: Iterable[float]) -> None:
+        self._last = deque(losses, maxlen=WINDOW)
 
     def fault_of(self, loss: float) -> str:
         """What is wrong with a loss; "" if nothing is."""

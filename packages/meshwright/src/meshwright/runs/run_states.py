@@ -67,7 +67,8 @@ class RunStates:
         ranks, copies = self._ranks, self.copies if in_memory else None
         # of rank 0: another rank may see the folder later
         path = ranks.result_of_first(lambda: latest(self._folder))
-        manifest = None if path is None else storage_of(path, DEFAULT).manifest()
+        # and what a rank alone cannot read is an error on all, before the calls that need every rank
+        manifest = None if path is None else ranks.run_checked(lambda: storage_of(path, DEFAULT).manifest())
         self.saved = None if manifest is None else manifest.step
         held, reasons = (None, []) if copies is None else copies.newest(self.saved)
         state = None

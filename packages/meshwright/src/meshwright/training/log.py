@@ -52,16 +52,26 @@ class Log:
         self.say(plan.explain().partition("\n")[0])
         self.say(f"{type(model).__name__}, {count:.2f}M parameters, from step {step} to {self.recipe.steps}")
         self.file = self.out / "metrics.jsonl"
-        lines = self.file.read_text().splitlines() if self.file.is_file() else []
-        # a run that was killed may have gone on after its last checkpoint, and its last line may be half written
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-        self.file.write_text("".join(f"{line}\n" for line in kept))
+        # a run that was killed may have gone on after its last checkpoint
+        self._keep(step)
         wanted = self.recipe.metrics.tensorboard
         if find_spec("tensorboard") is not None if wanted is None else wanted:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(self.out / "tensorboard"), purge_step=step + 1)
         self.progress.start()
+
+    def _keep(self, step: int) -> None:
+        """Drop the records of later steps, and a last one that is half written."""
+        lines = self.file.read_text().splitlines() if self.file.is_file() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        self.file.write_text("".join(f"{line}\n" for line in kept))
+
+    def went_back(self, step: int, fault: str) -> None:
+        """The run goes on from an earlier step, with the next rows; `fault`: why."""
+        if self.active:
+            self._keep(step)
+            self.write(step, f"{fault}; going on from here with the next rows", {"went_back": fault})
 
     def step(
         self, step: int, loss: float, norm: float, rate: float, batches: list[Any], seconds: float, used: int
@@ -106,7 +116,8 @@ class Log:
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, len(value) if isinstance(value, list) else value, step)
+            if not isinstance(value, str):
+                self.board.add_scalar(name, len(value) if isinstance(value, list) else value, step)
         if not self.console.is_terminal:
             self.say(f"step {step:>{len(str(self.recipe.steps))}}/{self.recipe.steps}  {text}")
 

@@ -23,7 +23,8 @@ from torch import nn
 import meshwright as mw
 from meshwright.ranks import first_rank_first, signals
 from meshwright.recipes.schema import Recipe
-from meshwright.runs.run_states import RunStates
+from meshwright.runs.loss_guard import LossGuard
+from meshwright.runs.run_states import LastState, RunStates
 from meshwright.runs.stragglers import StragglerWatch
 from meshwright.sources import loss_of
 from meshwright.training.data import (
@@ -72,8 +73,13 @@ def train(recipe: Recipe, log: Log) -> int:
     log: is told on every rank what happens; only that of rank 0 shows and writes it.
     Raises what planning, applying and loading raise, and UsageError where recipe, data and model do not fit.
     """
-    run = set_up(recipe)
+    run, guard = set_up(recipe), LossGuard(recipe.spike, recipe.rewinds)
     done, received = run.done, 0
+    guard.last = done.pop("losses", [])
+
+    def state() -> dict[str, Any]:
+        return {**done, "losses": guard.last}
+
     log.begin(run.model, done["step"], run.flops)
     with signals() as arrived:
         while done["step"] < recipe.steps and not received:
@@ -81,7 +87,13 @@ def train(recipe: Recipe, log: Log) -> int:
             rate = set_rate(recipe, run.optimizer, done["step"])
             batches = [on(run.device, batch) for batch in islice(run.batches, recipe.accumulate)]
             loss, norm = train_step(run, batches)
-            done.update(step=done["step"] + 1, rows_seen=done["rows_seen"] + recipe.batch_size)
+            done["rows_seen"] += recipe.batch_size
+            if recipe.rewinds and (fault := fault_on_all(guard, loss, norm)):
+                fault = f"step {done['step'] + 1}: {fault}"
+                go_back(run, guard, fault)
+                log.went_back(done["step"], fault)
+                continue
+            done["step"] += 1
             step, last = done["step"], done["step"] == recipe.steps
             if not math.isfinite(loss + norm):
                 run.states.end(step)
@@ -91,8 +103,9 @@ def train(recipe: Recipe, log: Log) -> int:
             log.step(step, loss, norm, rate, batches, time.perf_counter() - start, used)
             log.slow_ranks(step, () if run.watch is None else run.watch.slow)
             if last or received or step % recipe.checkpoints.interval == 0:
-                run.states.save(run.model, run.optimizer, dict(done), step)
-            run.states.copy(run.model, run.optimizer, lambda: dict(done), step)
+                guard.forgive()
+                run.states.save(run.model, run.optimizer, state(), step)
+            run.states.copy(run.model, run.optimizer, state, step)
             if recipe.evaluation and not received and (last or step % recipe.evaluation.interval == 0):
                 log.evaluated(step, evaluate(run))
         run.states.end(done["step"])
@@ -104,7 +117,11 @@ def train(recipe: Recipe, log: Log) -> int:
 
 def set_up(recipe: Recipe) -> Run:
     """Plan, apply the plan, and go on from the latest checkpoint of the run's folder. Raises as `train`."""
-    device, tokenizer, watched = mw.init(), tokenizer_of(recipe), recipe.evaluation
+    device, tokenizer, watched = (
+        mw.init(deterministic=recipe.deterministic),
+        tokenizer_of(recipe),
+        recipe.evaluation,
+    )
     rows = first_rank_first(lambda: rows_of(recipe.data, recipe, tokenizer))
     held_out = first_rank_first(lambda: rows_of(watched.data, recipe, tokenizer)) if watched else []
     size = recipe.batch_size // recipe.accumulate
@@ -115,7 +132,8 @@ def set_up(recipe: Recipe) -> Run:
         seed(recipe.seed)
     with mw.deferred_init():
         model = make_model(recipe, tokenizer)
-    done, same = {"step": 0, "rows_seen": 0}, identity(rows, recipe, tokenizer)
+    done: dict[str, Any] = {"step": 0, "rows_seen": 0, "losses": []}
+    same = identity(rows, recipe, tokenizer)
     kept = recipe.checkpoints
     retention = Retention(kept.keep_last, kept.keep_every)
     states = RunStates(Path(recipe.out) / "checkpoints", retention, kept.peer_copies)
@@ -125,7 +143,7 @@ def set_up(recipe: Recipe) -> Run:
         check_same(
             saved.extra | settings_of(saved.model.config), same | settings_of(config_of(model)), recipe.out
         )
-        done = {name: saved.extra[name] for name in done}
+        done = {name: saved.extra.get(name, first) for name, first in done.items()}
     flops = model_flops(model, example, recipe.precision) if dist.get_rank() == 0 else None
     if recipe.plan.file:
         model = mw.parallelize(model, mw.ParallelPlan.load(recipe.plan.file), batch=example)
@@ -141,10 +159,7 @@ def set_up(recipe: Recipe) -> Run:
         return mw.shard_loader(loader_of(rows, order, workers), model=model)
 
     if state is not None:
-        state.load(model, optimizer)
-        for group in optimizer.param_groups:
-            # the recipe's settings, not those that were saved
-            group.update(optimizer.defaults)
+        load_into(state, model, optimizer)
     elif isinstance(recipe.model, str) and Path(recipe.model).is_dir():
         mw.load(recipe.model, model=model, cast=True)
     states.check_room(model, optimizer)
@@ -153,6 +168,41 @@ def set_up(recipe: Recipe) -> Run:
     evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
     flops = None if flops is None else flops * recipe.accumulate
     return Run(recipe, device, model, optimizer, states, endless, evaluated, {**done, **same}, flops, watch)
+
+
+def load_into(state: LastState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load a state of the run (a collective call)."""
+    state.load(model, optimizer)
+    for group in optimizer.param_groups:
+        # the recipe's settings, not those that were saved
+        group.update(optimizer.defaults)
+
+
+def fault_on_all(guard: LossGuard, loss: float, norm: float) -> str:
+    """Why a step is none to go on from, on any rank; "" if it is one (a collective call)."""
+    fault = guard.fault_of(loss) or ("" if math.isfinite(norm) else f"the gradient's norm is {norm}")
+    ((_, most),) = extremes([int(bool(fault))], None)
+    return fault or ("the loss of another rank is none to train on" if most else "")
+
+
+def go_back(run: Run, guard: LossGuard, fault: str) -> None:
+    """Go back to the last checkpoint, but not to its rows (a collective call). Raises UsageError: too often, or there is none."""
+    fix = "lower optimizer.lr, raise schedule.warm_up, or look at these rows"
+    try:
+        guard.count(fault)
+    except FloatingPointError as error:
+        raise UsageError(str(error)) from error
+    if run.watch is not None:
+        run.watch.pause()
+    run.states.wait()
+    if run.states.copies is not None:
+        # they may have the state that gave this loss
+        run.states.copies.forget()
+    state = run.states.last(in_memory=False)
+    if state is None:
+        raise UsageError(f"{fault}, and there is no checkpoint to go back to yet; {fix}")
+    load_into(state, run.model, run.optimizer)
+    run.done["step"], guard.last = state.manifest.extra["step"], state.manifest.extra.get("losses", [])
 
 
 def train_step(run: Run, batches: list[Batch]) -> tuple[float, float]:
