@@ -81,6 +81,8 @@ class StageError(MeshwrightError):
     Attributes: `stage`, `microbatch`, `action` ("forward" or "backward"), `rank` (of the run) and `reason`.
     """
 
+    rank: int
+
     def __init__(self, stage: int, microbatch: int, action: str, rank: int, reason: str) -> None:
         self.stage, self.microbatch, self.action = stage, microbatch, action
         self.rank, self.reason = rank, reason
