@@ -176,6 +176,18 @@ def test_an_error_of_a_connection_of_the_user_is_the_cause_also_after_restarts(t
 
 
 @pytest.mark.slow
+def test_with_restarts_each_round_has_its_report_and_the_last_is_the_last_thing_on_the_screen(
+    tmp_path: Path,
+) -> None:
+    lines = screen_of(tmp_path, 'raise ValueError("a mistake of the user")', "--max-restarts=1")
+    assert lines[-1] == "ValueError: a mistake of the user"
+    assert lines.count("[rank1]: ValueError: a mistake of the user") == 2
+    assert sum(line.startswith("[rank1]: rank 1 of 2 on ") for line in lines) == 2
+    # torchrun's own
+    assert sum("Traceback" in line for line in lines) == 1
+
+
+@pytest.mark.slow
 def test_a_rank_that_returns_early_is_named(tmp_path: Path) -> None:
     lines = screen_of(tmp_path, "raise SystemExit(0)")
     assert lines[-1] == "rank 1 has ended: its script has come to its end"

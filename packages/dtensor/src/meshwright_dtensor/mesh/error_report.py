@@ -47,17 +47,16 @@ def report_to_torchrun() -> None:
     before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        restarts = _starts_again()
         left, waited = (_is_of_link(error, kinds) for kinds in (LEFT_ALONE, WAITED))
-        causes, silent = _lost_ranks(lost, trace) if waited or (left and not restarts) else ([], [])
+        causes, silent = _lost_ranks(lost, trace) if waited or left else ([], [])
         is_victim = left or bool(causes)
         lost.say_ended("" if is_victim else _note(error))
         first, _ = _first(error, trace)
-        if not restarts and isinstance(first, MeshwrightError) and first.rank not in (None, lost.rank):
+        if isinstance(first, MeshwrightError) and first.rank not in (None, lost.rank):
             # the report of the rank that has failed is to be the first, and torchrun counts whole seconds
             time.sleep(1.0)
-        shows = isinstance(error, Exception) and _record(error, trace, causes)
-        if restarts or not shows:
+        text = _record(error, trace, causes) if isinstance(error, Exception) else ""
+        if not text:
             before(kind, error, trace)
             for text in causes:
                 _say(text)
@@ -66,8 +65,9 @@ def report_to_torchrun() -> None:
             return
         if silent:
             time.sleep(1.0)
-        first_line, *_ = f"{kind.__name__}: {error}".splitlines()
-        _say(first_line)
+        # torchrun shows a report after the last restart only, so with restarts each rank shows its own
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        _say("\n".join([_note(error), *causes]) if is_victim or not restarts else text)
         for process in silent:
             # not before: torchrun would show its end as the first, in the same second or in one before
             kill_here(process)
@@ -86,8 +86,11 @@ def _is_of_link(error: BaseException, words: Sequence[str]) -> bool:
     return isinstance(first, (RuntimeError, MeshwrightError)) and any(text in str(first) for text in words)
 
 
-def _say(line: str) -> None:
-    print(f"[rank{os.environ.get('RANK', '?')}]: {line}", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    rank = os.environ.get("RANK", "?")
+    # in one piece, since other ranks write there too
+    sys.stderr.write("".join(f"[rank{rank}]: {line}\n" for line in text.splitlines()))
+    sys.stderr.flush()
 
 
 def record_error(error: Exception) -> None:
@@ -105,14 +108,6 @@ def tell_error(error: Exception) -> None:
 def _note(error: BaseException) -> str:
     """What other ranks are told of the exception that ends this one."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:MAX_LINE]
-
-
-def _starts_again() -> bool:
-    """Whether torchrun starts the ranks again when this one fails: it shows errors only after the last start has failed."""
-    started, most = (
-        int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    return started < most
 
 
 def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> tuple[list[str], list[tuple[str, int]]]:
@@ -136,10 +131,10 @@ def _lost_ranks(lost: LostRanks, trace: TracebackType | None) -> tuple[list[str]
         return [], []
 
 
-def _record(error: Exception, trace: TracebackType | None, causes: list[str]) -> bool:
-    """Write the report where torchrun looks for it. Whether that could be done."""
+def _record(error: Exception, trace: TracebackType | None, causes: list[str]) -> str:
+    """Write the report where torchrun looks for it. Its text, "" where that could not be done."""
     if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        return False
+        return ""
     place = place_of(error, trace)
     text = "\n".join([_heading(place), *short_traceback(error, trace, len(causes)), *causes])
     details = {"py_callstack": _shown(text), "timestamp": str(int(time.time())), **place}
@@ -153,8 +148,8 @@ def _record(error: Exception, trace: TracebackType | None, causes: list[str]) ->
     except OSError:
         with suppress(OSError):
             new.unlink()
-        return False
-    return True
+        return ""
+    return text
 
 
 def place_of(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
