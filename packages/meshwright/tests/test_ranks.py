@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from meshwright import ranks
@@ -124,6 +129,30 @@ def test_an_error_of_the_first_rank_is_one_of_all(
     rank_pool: RankPool, error: Exception | None, told: list[str]
 ) -> None:
     assert rank_pool.run(2, on_first, error) == told
+
+
+def wait_for_ever(ready: Any) -> None:
+    # as the worker of a loader does
+    torch.utils.data._utils.signal_handling._set_worker_signal_handlers()
+    ready.set()
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_forked_process_ends_at_signals_of_its_rank_alone(inside: bool) -> None:
+    with ranks.signals() if inside else nullcontext():
+        context = multiprocessing.get_context("fork")
+        ready = context.Event()
+        worker = context.Process(target=wait_for_ever, args=(ready,), daemon=True)
+        worker.start()
+        assert ready.wait(30)
+        for name in ("INT", "TERM"):
+            subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+        worker.join(0.5 if inside else 30)
+        assert worker.is_alive() == inside
+        worker.terminate()
+        worker.join(30)
+        assert not worker.is_alive()
 
 
 # A stand-in for `meshwright`: starts itself on two ranks, which then fail as told.

@@ -11,10 +11,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.util import register_after_fork
 from typing import NoReturn, TypeVar
 
 from meshwright_dtensor.errors import UsageError, portable
@@ -110,11 +112,15 @@ def first_rank_first(work: Callable[[], T]) -> T:
 def signals() -> Iterator[Callable[[], int]]:
     """Inside, SIGINT (Ctrl-C) and SIGTERM do nothing but set what the function returns: the signal, or 0.
 
-    A rank whose launcher was killed, and which nobody would end, has SIGTERM too.
+    A rank whose launcher was killed, and which nobody would end, has SIGTERM too. Processes that are forked inside, such as the
+    workers of a loader, outlast both signals: torchrun, terminals and Slurm send them to all processes of a rank.
     """
     arrived: list[int] = []
     watched, launcher = (signal.SIGINT, signal.SIGTERM), os.getppid()
     before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in watched]
+    # multiprocessing forgets the function with this object
+    inside = _Inside()
+    register_after_fork(inside, _outlast_signals)
 
     def received() -> int:
         alone = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher
@@ -123,8 +129,29 @@ def signals() -> Iterator[Callable[[], int]]:
     try:
         yield received
     finally:
+        del inside
         for number, handler in zip(watched, before, strict=True):
             signal.signal(number, handler)
+
+
+class _Inside:
+    """Exists inside of `signals`."""
+
+
+def _outlast_signals(_: object) -> None:
+    """End this process, which a rank has forked, at a signal of the rank only, as Process.terminate() sends it.
+
+    The signals are blocked, since a loader's worker sets handlers of its own, which die of them.
+    """
+    parent, watched = os.getppid(), (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+
+    def wait() -> None:
+        while signal.sigwaitinfo(watched).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="meshwright signals", daemon=True).start()
 
 
 def fail(message: str, code: int, data: str | None = None) -> NoReturn:

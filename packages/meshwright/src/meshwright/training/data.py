@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -119,14 +118,8 @@ def in_order(rows: int, batch: int, most: int | None) -> list[list[int]]:
 
 def loader_of(rows: Dataset[Any], batches: Iterable[list[int]], workers: int = 0) -> DataLoader[Any]:
     """Loads these batches. The generator is given so that the model's random numbers stay as they are."""
-    options: Any = {"batch_sampler": batches, "num_workers": workers, "worker_init_fn": _outlast_signals}
+    options: Any = {"batch_sampler": batches, "num_workers": workers}
     return DataLoader(rows, generator=torch.Generator().manual_seed(0), **options)
-
-
-def _outlast_signals(worker: int) -> None:
-    """A worker ends with its rank. Ctrl-C reaches both, and the rank has a step to complete."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def identity(rows: Any, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
