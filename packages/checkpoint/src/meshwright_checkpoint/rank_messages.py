@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshwright_checkpoint.errors import CheckpointError, error_of_rank
 from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.mesh.mesh import message_device
+from meshwright_dtensor.mesh.mesh import control_group, message_device
 
 T = TypeVar("T")
 INLINE_NBYTES = 1016
@@ -26,12 +26,15 @@ INLINE_NBYTES = 1016
 
 
 class Ranks:
-    """The ranks that save or load together: those of `group`, by default of the default process group."""
+    """The ranks that save or load together: those of `group`, by default all ranks, in a group for such messages alone.
+
+    Made by all ranks together.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         initialized = dist.is_available() and dist.is_initialized()
         if group is None and initialized:
-            group = dist.group.WORLD
+            group = control_group() if dist.get_world_size() > 1 else dist.group.WORLD
         self.group = group
         self.rank = dist.get_rank(group) if initialized else 0
         self.size = dist.get_world_size(group) if initialized else 1

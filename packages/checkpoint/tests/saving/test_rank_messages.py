@@ -39,6 +39,21 @@ def messages(rank: int, size: int) -> dict[str, Any]:
     return results
 
 
+def in_another_order(rank: int, _: int) -> tuple[list[int], float]:
+    """A message, which on rank 0 comes after a collective of the user and on rank 1 before it."""
+    number = torch.ones(2)
+    work = dist.all_reduce(number, async_op=True) if rank == 0 else None
+    most = Ranks().most([rank])
+    work = work or dist.all_reduce(number, async_op=True)
+    work.wait()
+    return most, number.tolist()[0]
+
+
+def test_a_message_is_no_collective_of_the_user(rank_pool: RankPool) -> None:
+    """gloo would abort, or both would get wrong numbers; ranks that miss a collective are to wait, and say where."""
+    assert rank_pool.run(2, in_another_order) == [([1], 2.0)] * 2
+
+
 def test_messages_of_three_ranks(rank_pool: RankPool) -> None:
     results = rank_pool.run(3, messages)
     for rank, result in enumerate(results):

@@ -169,7 +169,7 @@ class ElasticLoop:
                         self.watch.end_step()
                     self.received = arrived()
                     if self._ranks.size > 1:
-                        ((_, self.received),) = extremes([self.received], self._ranks.group)
+                        ((_, self.received),) = extremes([self.received], None)
                     if self.received or self.step == total or self.step % self._interval == 0:
                         self._guard.forgive()
                         self._states.save(self._model, self._optimizer, self._extra(), self.step)
@@ -224,7 +224,7 @@ class ElasticLoop:
         # equal on all ranks where the loss is that of the whole batch; a loss of one rank counts for all
         faulty = bool(reason)
         if self._ranks.size > 1:
-            ((_, most),) = extremes([int(faulty)], self._ranks.group)
+            ((_, most),) = extremes([int(faulty)], None)
             faulty = bool(most)
         if not faulty:
             return False
