@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_fi
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.mesh.lost_ranks import JobNotes
+from meshwright_dtensor.mesh.mesh import timeout_of_world
 
 T = TypeVar("T")
 CHUNK = 16 << 20
@@ -37,7 +38,7 @@ POLL_SECONDS = 0.02
 START_DELAY = 0.005
 """Seconds that a background save waits before it starts, so that the caller continues at once."""
 GRACE_SECONDS = 3.0
-"""How long a save goes on after the main thread, before it asks whether the other ranks are there."""
+"""How long the caller waits for a save, before it asks whether the other ranks are there."""
 NOT_COMMITTED = "rank 0 gave it up, or died; nothing was committed"
 
 
@@ -47,6 +48,7 @@ class Job:
 
     data: the bytes of the header and of each piece of `body`, one after the other; set before the thread starts.
     background: training continues during the save.
+    waits, leaves: set while the caller waits for the save; once it waits for nothing else any more.
     """
 
     storage: CheckpointStorage
@@ -60,6 +62,14 @@ class Job:
     body: FileLayout
     background: bool
     data: Iterable[torch.Tensor] = ()
+    waits: threading.Event = field(default_factory=threading.Event)
+    leaves: threading.Event = field(default_factory=threading.Event)
+
+    def patience(self) -> float | None:
+        """For how many seconds a rank may be silent; None while nobody waits for the save."""
+        if self.leaves.is_set() or not threading.main_thread().is_alive():
+            return 0.0
+        return timeout_of_world() if self.waits.is_set() else None
 
 
 class SaveHandle:
@@ -76,6 +86,7 @@ class SaveHandle:
         self.path = path
         self.step = None if job is None else job.step
         self._error: BaseException | None = None
+        self._job = job
         self.error_raised = False
         self._done = threading.Event()
         if job is None:
@@ -102,13 +113,25 @@ class SaveHandle:
         Args:
             timeout: seconds to wait at most; None waits as long as it takes.
 
-        Raises CheckpointError: the save failed and nothing was committed, or it still runs after `timeout`.
+        Raises CheckpointError: the save failed and nothing was committed, or it still runs after `timeout`, or another rank has not
+        answered for as long as collectives wait (`mw.init(timeout=)`).
         """
-        if not self._done.wait(timeout):
+        if self._job is not None:
+            self._job.waits.set()
+        done = self._done.wait(timeout)
+        if self._job is not None:
+            self._job.waits.clear()
+        if not done:
             raise CheckpointError(f"saving {self.path} still runs after timeout={timeout:g} s; wait longer")
         if self._error is not None:
             self.error_raised = True
             raise CheckpointError(f"saving {self.path} failed: {self._error}") from self._error
+
+    def wait_for_those_that_answer(self) -> None:
+        """`wait`, but for ranks that do not answer only some seconds, as at the end of a process. Raises as `wait`."""
+        if self._job is not None:
+            self._job.leaves.set()
+        self.wait()
 
     def _report_at_exit(self) -> None:
         """At process exit: print an error that `wait` has not raised."""
@@ -134,7 +157,7 @@ class SaveHandle:
                 _commit(job, notes)
             else:
                 # rank 0 commits or fails
-                if not _awaited(lambda: job.storage.outcome(job.save_id), notes):
+                if not _awaited(lambda: job.storage.outcome(job.save_id), job, notes):
                     raise told(CheckpointError(notes.text(job.save_id) or NOT_COMMITTED), 0)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
             # rank 0 has removed the files
@@ -163,20 +186,22 @@ class SaveHandle:
             self._done.set()
 
 
-def _awaited(look: Callable[[], T | None], others: JobNotes) -> T:
+def _awaited(look: Callable[[], T | None], job: Job, others: JobNotes) -> T:
     """What `look` returns, once it is not None: what another rank does.
 
-    Raises CheckpointError: the main thread has ended, and a rank does not answer. It would be waited for to no end.
+    Raises CheckpointError: a rank has not answered for longer than `job.patience`. It would be waited for to no end.
     """
-    ended = None
+    last_question, silent_since = time.monotonic(), None
     while (value := look()) is None:
         time.sleep(POLL_SECONDS)
-        if ended is None and not threading.main_thread().is_alive():
-            ended = time.monotonic()
-        if ended is not None and time.monotonic() - ended > GRACE_SECONDS:
-            ended = time.monotonic()
+        patience, now = job.patience(), time.monotonic()
+        if patience is None:
+            last_question, silent_since = now, None
+        elif now - last_question > max(GRACE_SECONDS, patience / 4):
             silent = others.silent()
-            if silent:
+            last_question = now
+            silent_since = None if not silent else silent_since or now
+            if silent_since is not None and now - silent_since >= patience:
                 raise CheckpointError("; ".join(silent))
     return value
 
@@ -218,7 +243,7 @@ def describe_file(rank: int, body: FileLayout, sums: Sequence[str]) -> dict[str,
 def _commit(job: Job, others: JobNotes) -> None:
     notes: list[Any] = []
     for rank in range(job.ranks):
-        notes.append(json.loads(_awaited(partial(job.storage.read_note, rank), others)))
+        notes.append(json.loads(_awaited(partial(job.storage.read_note, rank), job, others)))
         if "error" in notes[-1]:
             raise told(CheckpointError(f"rank {rank} failed: {notes[-1]['error']}"), rank)
     about = {**about_save(job.save_id, job.step, job.ranks), **job.metadata, **merge_notes(notes)}

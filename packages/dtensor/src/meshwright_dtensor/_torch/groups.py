@@ -38,19 +38,22 @@ def set_timeout(seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
+def timeouts() -> set[timedelta]:
+    """How long the backends of the default process group wait; torch's own defaults for several backends differ."""
+    world = dist.distributed_c10d._get_default_group()
+    backends = [world._get_backend(device) for device in world._device_types]
+    # fake groups have no options
+    options = [getattr(backend, "options", None) for backend in backends]
+    return {each._timeout for each in options if each is not None}
+
+
 @contextmanager
 def _timeout_of_world() -> Iterator[None]:
     """Inside, groups are made with the timeout of the default group: messages of gloo between two ranks know no later one."""
     c10d: Any = dist.distributed_c10d
-    world = c10d._get_default_group()
-    backends = [world._get_backend(device) for device in world._device_types]
-    # fake groups have no options
-    options = [getattr(backend, "options", None) for backend in backends]
-    timeouts = {each._timeout for each in options if each is not None}
     before = c10d._get_default_timeout
-    if len(timeouts) == 1:
-        # torch's own for several kinds of backends differ
-        (timeout,) = timeouts
+    if len(of_backends := timeouts()) == 1:
+        (timeout,) = of_backends
         c10d._get_default_timeout = lambda backend: timeout
     try:
         yield

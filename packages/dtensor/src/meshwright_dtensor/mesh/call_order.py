@@ -24,6 +24,7 @@ from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor._torch.modes import in_backward
 from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.mesh import timeout_of_world
 from meshwright_dtensor.mesh.users_line import users_line
 
 _KEY = "meshwright/calls/"
@@ -93,7 +94,7 @@ class CallOrder:
     def _wait(self, key: str, call: str) -> None:
         """Wait until the other ranks have made a call. Raises UsageError: one of them has ended, or makes none in time."""
         pause, longest = _POLLS
-        end = time.monotonic() + self._store.timeout.total_seconds()
+        end = time.monotonic() + timeout_of_world()
         while not self._store.check([key]):
             over = time.monotonic() > end
             # a rank that has ended may have answered before

@@ -30,10 +30,20 @@ from meshwright_dtensor.mesh.bounded_store import SilentStoreError
 from meshwright_dtensor.mesh.lost_ranks import LostRanks, in_words, kill_here
 from meshwright_dtensor.mesh.users_line import is_users
 
-LEFT_ALONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What gloo says on the ranks that another one has left."""
-WAITED = ("Timed out waiting", "wait timeout", "Watchdog caught collective operation timeout")
-"""What gloo and NCCL say on the ranks that have waited for another one."""
+LEFT_ALONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "another rank has ended, and ",
+)
+"""What gloo and `call_order` say on the ranks that another one has left."""
+WAITED = (
+    "Timed out waiting",
+    "wait timeout",
+    "Watchdog caught collective operation timeout",
+    "another rank makes no call in the time limit",
+)
+"""What gloo, NCCL and `call_order` say on the ranks that have waited for another one."""
 MAX_FRAMES = 7
 """Places in the code that a report names; the report of torchrun with them has at most 30 lines."""
 MAX_LINE, MAX_TEXT = 300, 5

@@ -23,6 +23,7 @@ from meshwright_dtensor._torch.groups import (
     new_mesh,
     set_default_group,
     set_timeout,
+    timeouts,
 )
 from meshwright_dtensor._torch.modes import without_functorch
 from meshwright_dtensor.devices import HOST, Device, default_device, device_of, is_known, types_here
@@ -195,6 +196,15 @@ def extremes(values: Sequence[int], group: dist.ProcessGroup | None) -> list[tup
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         largest, negated = both.view(2, -1).tolist()
     return [(-low, high) for low, high in zip(negated, largest, strict=True)]
+
+
+def timeout_of_world() -> float:
+    """Seconds that a collective waits for other ranks: the longest of the backends; without a process group forever."""
+    return (
+        max((each.total_seconds() for each in timeouts()), default=math.inf)
+        if dist.is_initialized()
+        else math.inf
+    )
 
 
 def control_group() -> dist.ProcessGroup:

@@ -101,8 +101,15 @@ def show_states(optimizer: Optimizer, numbers: bool = False) -> None:
 @contextlib.contextmanager
 def own_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """Inside, `model` and `optimizer` have the parameters, buffers and states of this rank's stages only."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    states: Any = {} if optimizer is None else optimizer.state
+    with contextlib.nullcontext() if optimizer is None else own_groups(optimizer), own_stages(model):
+        yield
+
+
+@contextlib.contextmanager
+def own_groups(optimizer: Optimizer) -> Iterator[None]:
+    """`own_state` of an optimizer alone, to enter before that of the model."""
+    groups = optimizer.param_groups
+    states: Any = optimizer.state
     before = [group["params"] for group in groups]
     of_others: dict[torch.Tensor, Any] = {}
     for parameter, entries in list(states.items()):
@@ -113,14 +120,13 @@ def own_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     for group in groups:
         group["params"] = [p for p in group["params"] if not isinstance(p, StageTensor)]
     try:
-        with own_stages(model):
-            yield
+        yield
     finally:
         for group, parameters in zip(groups, before, strict=True):
             group["params"] = parameters
         states.update(of_others)
-        if optimizer is not None and not steps_each_parameter(optimizer):
+        if not steps_each_parameter(optimizer):
             show_states(optimizer)
         elif isinstance(states, _StageStates) and not states.changed:
             # they had been agreed on before
-            show_states(optimizer, numbers=True)  # type: ignore[arg-type]
+            show_states(optimizer, numbers=True)

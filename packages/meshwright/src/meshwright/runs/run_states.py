@@ -118,11 +118,17 @@ class RunStates:
             self.saved = self._saving.step
         self.copies.put(model, optimizer, extra(), step, self.saved)
 
-    def wait(self) -> None:
-        """Wait for the last checkpoint. Raises CheckpointError: it could not be written."""
+    def wait(self, for_silent: bool = True) -> None:
+        """Wait for the last checkpoint. Raises CheckpointError: it could not be written.
+
+        for_silent: also for ranks that do not answer, as long as a collective would.
+        """
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.wait()
+            if for_silent:
+                saving.wait()
+            else:
+                saving.wait_for_those_that_answer()
             self.saved = saving.step
 
     def end(self, step: int) -> None:
