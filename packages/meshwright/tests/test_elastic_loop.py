@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import meshwright as mw
@@ -128,16 +129,81 @@ def unrestored(rank: int, size: int, folder: str) -> tuple[dict[int, float], int
         return trained(rank, size, folder)
 
 
+def averaged(
+    rank: int, size: int, folder: str, degrees: dict[str, int], with_average: bool, lost: int = STEPS
+) -> list[list[float]]:
+    """Loss, and loss of the average of the model, of each step until the ranks are lost; two optimizers."""
+    mw.init()
+    torch.manual_seed(0)
+    batches = torch.randn(STEPS, 4, 6)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = mw.auto_parallelize(model, batches[0], **degrees)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)) if with_average else nn.Identity()
+    first, *others = list(model.parameters())
+    optimizers = [torch.optim.AdamW(others, lr=0.1), torch.optim.SGD([first], lr=0.1, momentum=0.9)]
+    models = nn.ModuleDict({"model": model, "average": average})
+    run = mw.elastic(folder, model=models, optimizer=optimizers, interval=3)
+    losses = []
+    for step in run.steps(STEPS):
+        if step == lost:
+            break
+        loss = model(batches[step]).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(average, AveragedModel):
+            average.update_parameters(model)
+        with torch.no_grad():
+            losses.append([step, loss.item(), average(batches[step]).square().mean().item()])
+    return losses
+
+
+# a pipelined model cannot be copied
+@pytest.mark.parametrize(("second", "with_average"), [("tp", True), ("pp", False)])
+def test_several_models_and_optimizers_go_on(
+    rank_pool: RankPool, tmp_path: Path, second: str, with_average: bool
+) -> None:
+    (whole,) = rank_pool.run(1, averaged, str(tmp_path / "whole"), {}, with_average)
+    parts: dict[float, list[float]] = {}
+    for degrees, lost in (({"zero": 3}, 5), ({second: 2}, STEPS)):
+        losses = rank_pool.run(2, averaged, str(tmp_path / "parts"), degrees, with_average, lost)[0]
+        parts |= {step: values for step, *values in losses}
+    assert len(parts) == STEPS
+    for step, *values in whole:
+        assert parts[step] == pytest.approx(values, rel=1e-4), step
+
+
+def test_what_a_checkpoint_cannot_lay_out_anew_is_no_state(rank_pool: RankPool, tmp_path: Path) -> None:
+    for texts in rank_pool.run(2, refused, str(tmp_path)):
+        assert "give it among the optimizers, optimizer=[...]" in texts[0]
+        assert "model=torch.nn.ModuleDict({'model': model, 'average': ...})" in texts[1]
+
+
+def refused(rank: int, size: int, folder: str) -> list[str]:
+    mw.init()
+    model = mw.auto_parallelize(nn.Linear(4, 4), torch.ones(2, 4), dp=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    texts = []
+    for state in ({"second": optimizer}, {"average": AveragedModel(model)}):
+        with pytest.raises(UsageError) as error:
+            mw.elastic(folder, model=model, state=state)
+        texts.append(str(error.value))
+    with pytest.raises(UsageError, match="optimizers 0 and 1 of optimizer= have a parameter of shape"):
+        mw.elastic(folder, model=model, optimizer=[optimizer, optimizer])
+    return texts
+
+
 def test_wrong_calls(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 2)
     with pytest.raises(UsageError, match="interval=0 is not a number of steps"):
         mw.elastic(tmp_path / "run", model=model, interval=0)
     with pytest.raises(UsageError, match=r"state\['rate'\] is a float"):
         mw.elastic(tmp_path / "run", model=model, state={"rate": 0.1})
     with pytest.raises(UsageError, match="keep_last=0"):
         mw.elastic(tmp_path / "run", model=model, keep_last=0)
-    run = mw.elastic(tmp_path / "run", model=model, state={"optimizer": optimizer}, interval=1)
+    run = mw.elastic(tmp_path / "run", model=model, state={"scheduler": scheduler}, interval=1)
     with pytest.raises(UsageError, match="list has no batch"):
         next(run.batches([], 2))
     steps = run.steps(3)
@@ -145,7 +211,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="runs already"):
         next(run.steps(3))
     steps.close()
-    with pytest.raises(UsageError, match=r"has the state of \['optimizer'\], not of \[\]"):
+    with pytest.raises(UsageError, match=r"has the state of \['scheduler'\], not of \[\]"):
         mw.elastic(tmp_path / "run", model=model)
     mw.save(tmp_path / "other" / "step-1", model=model).wait()
     with pytest.raises(UsageError, match="was not written by"):

@@ -26,13 +26,13 @@ from meshwright_checkpoint.read.wanted import Source, Store, Wanted
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.state.optimizer import GroupTargets, OptimizerTargets
+from meshwright_checkpoint.state.optimizer_set import AnyOptimizer, as_one, own_state
 from meshwright_checkpoint.state.saved_streams import streams_of, warn_of_streams
 from meshwright_checkpoint.storage.backend import ForeignStorage, any_storage_of, local_path
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import slice_of, whole_box
-from meshwright_dtensor.stages.optimizers import own_state
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_dtensor.utils.names import listing
 
@@ -44,7 +44,7 @@ def load(
     path: str | os.PathLike[str] | None,
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     strict: bool = True,
     only: str | Sequence[str] | None = None,
     cast: bool = False,
@@ -56,7 +56,7 @@ def load(
     Args:
         path: a checkpoint, the same on every rank, or a directory that `from_pretrained` reads (for the model only).
         model: as it was saved, in any layout; its tensors are overwritten.
-        optimizer: over parameters of `model`, of the class that was saved.
+        optimizer: over parameters of `model`, of the class that was saved; a list where several were saved.
         strict: raise if only the model or only the checkpoint has a name. With strict=False a warning lists such names.
             Different shapes, or no common name at all, are always an error.
         only: one or more patterns, such as "decoder.*". Load the model's tensors with matching names, and their optimizer
@@ -81,6 +81,7 @@ def load(
             "`if (path := latest(directory)): load(path, ...)`"
         )
     collect.check_call("load", model)
+    optimizer = as_one(optimizer)
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     options = _Options(patterns, bool(strict), bool(cast), bool(random))
     ranks, inner = Ranks(), unwrapped(model)
@@ -104,7 +105,7 @@ def load_from(
     checkpoint: Checkpoint,
     bring: Callable[[list[Wanted]], None],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AnyOptimizer,
 ) -> Any:
     """Load an open checkpoint, the same on every rank, whose values do not come from its files (a collective call).
 
@@ -121,7 +122,7 @@ def load_from(
 def _fit(
     store: Store,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AnyOptimizer,
     options: _Options,
     with_optimizer: bool,
     ranks: Ranks,
@@ -151,7 +152,7 @@ class _Options:
 def _open_on_all(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AnyOptimizer,
     options: _Options,
     backend: str,
     ranks: Ranks,
@@ -269,7 +270,7 @@ class _Fit:
             return [Wanted(key, box, slice_of(target.local, local)) for box, local in target.boxes]
         return []
 
-    def match_optimizer(self, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> None:
+    def match_optimizer(self, optimizer: AnyOptimizer, ranks: Ranks) -> None:
         """Match the optimizer's states and group options (a collective call)."""
         checkpoint = self.checkpoint
 

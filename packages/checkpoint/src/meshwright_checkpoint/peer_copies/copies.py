@@ -40,9 +40,9 @@ from meshwright_checkpoint.saving.staging import copy_file
 from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.state.collect import MODEL, named_tensors
 from meshwright_checkpoint.state.expected_states import bytes_per_element, is_predictable
+from meshwright_checkpoint.state.optimizer_set import AnyOptimizer, own_state, parts
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import host_group
-from meshwright_dtensor.stages.optimizers import own_state
 
 GENERATIONS = 2
 """Copies that are in memory at the same time: the last complete one, and one that is being made."""
@@ -97,7 +97,7 @@ class PeerCopies:
 
     # --- writing ----------------------------------------------------------------------------------------------------------
 
-    def check_room(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def check_room(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
         """Raise CheckpointError, on all ranks, where a host has no room for the copies (a collective call).
 
         States that an optimizer will have after its first step count too, if it is one of torch's; of others rank 0 warns, and the
@@ -107,7 +107,7 @@ class PeerCopies:
             shared = rng.shared(rng.digests(), self._ranks)
             save_id = uuid.uuid4().hex
             _, _, body = self._plans.collect(model, optimizer, None, self._ranks, shared, save_id)
-            predicted = 0 if optimizer is None else self._predicted(unwrapped(model), optimizer, body)
+            predicted = sum(self._predicted(unwrapped(model), each, body) for each in parts(optimizer))
             sizes = self._ranks.gather_numbers(body.nbytes + predicted)
             is_predicted = self._ranks.most([predicted]) != [0]
         self._check_sizes(sizes, is_predicted)
@@ -128,7 +128,7 @@ class PeerCopies:
         return round(sum(each.get(name, 0.0) * count for name, count in counts))
 
     def put(
-        self, model: nn.Module, optimizer: Optimizer | None, extra: Any, step: int, saved: int | None = None
+        self, model: nn.Module, optimizer: AnyOptimizer, extra: Any, step: int, saved: int | None = None
     ) -> None:
         """Copy the state after a step (a collective call). It is complete at the latest when the next `put` returns.
 
@@ -248,7 +248,7 @@ class PeerCopies:
         """
         return restore.newest(self._folder, self._local, self._ranks, saved)
 
-    def load(self, held: HeldCheckpoint, model: nn.Module, optimizer: Optimizer | None) -> Any:
+    def load(self, held: HeldCheckpoint, model: nn.Module, optimizer: AnyOptimizer) -> Any:
         """Load a copy that `newest` has found, in any layout (a collective call); what was given to `put` as `extra`.
 
         Raises MismatchError: it does not fit the model. Nothing was changed.

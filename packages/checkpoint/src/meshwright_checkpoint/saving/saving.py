@@ -24,12 +24,12 @@ from meshwright_checkpoint.saving.background import Job, SaveHandle
 from meshwright_checkpoint.saving.staging import StagingBuffer, tensor_bytes
 from meshwright_checkpoint.shards.write_shares import Piece, TensorLayout, plan_writes
 from meshwright_checkpoint.state import collect, rng
+from meshwright_checkpoint.state.optimizer_set import AnyOptimizer, OptimizerSet, as_one, own_state
 from meshwright_checkpoint.storage.backend import CheckpointStorage, ForeignStorage, any_storage_of
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Box
-from meshwright_dtensor.stages.optimizers import own_state
 from meshwright_dtensor.utils.names import listing
 
 MAX_PLANS = 4
@@ -39,7 +39,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     extra: Any = None,
     asynchronous: bool = True,
     step: int | None = None,
@@ -52,7 +52,8 @@ def save(
     Args:
         path: a directory that does not exist yet, such as "run/step-100", or a URL of fsspec; every rank sees it.
         model: a module of plain tensors and DTensors. A plain tensor must be equal on all ranks that have it.
-        optimizer: over parameters of `model`; its states are stored by parameter name.
+        optimizer: over parameters of `model`; its states are stored by parameter name. Or a list of optimizers, each over
+            parameters of its own.
         extra: numbers, text, lists, tuples, dicts and plain tensors, such as the state_dict() of a scheduler, a grad scaler
             or a data loader. The value of rank 0 is saved.
         asynchronous: return after copying the values; a thread writes them. The next `save` waits for the thread, and
@@ -70,12 +71,16 @@ def save(
         CheckpointError: the path exists, another job saves there, or an earlier asynchronous save failed.
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
-    retention = Retention(keep_last, keep_every)
+    retention, optimizer = Retention(keep_last, keep_every), as_one(optimizer)
     collect.check_call("save", model)
     if step is not None and (type(step) is not int or step < 0):
         raise UsageError(f"step={step!r} is not a training step; pass an int of at least 0")
     storage = any_storage_of(path, backend)
     if isinstance(storage, ForeignStorage):
+        if isinstance(optimizer, OptimizerSet):
+            raise UsageError(
+                f"backend {backend!r} stores one optimizer, and optimizer= is a list; leave out backend="
+            )
         if keep_last is not None or keep_every is not None:
             text = f"backend {backend!r} removes no older checkpoints; leave out keep_last and keep_every"
             raise UsageError(text)
@@ -97,7 +102,9 @@ def save(
     return handle
 
 
-def prepare_save(model: nn.Module, *, optimizer: Optimizer | None = None, wait: bool = False) -> None:
+def prepare_save(
+    model: nn.Module, *, optimizer: Optimizer | Sequence[Optimizer] | None = None, wait: bool = False
+) -> None:
     """Allocate the host buffer of asynchronous saves now, in the background (a collective call).
 
     Without it the first save allocates the buffer page by page while training waits, which takes several times as long as
@@ -113,6 +120,7 @@ def prepare_save(model: nn.Module, *, optimizer: Optimizer | None = None, wait: 
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
     collect.check_call("prepare_save", model)
+    optimizer = as_one(optimizer)
     with own_state(unwrapped(model), optimizer):
         _saver().prepare(model, optimizer)
     if wait:
@@ -168,7 +176,7 @@ class Saver:
         self,
         storage: CheckpointStorage,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: AnyOptimizer,
         extra: Any,
         step: int | None,
         retention: Retention,
@@ -215,7 +223,7 @@ class Saver:
                     f"the save before this one failed, and this one was not begun (call it again): {error}"
                 ) from error
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def prepare(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
         """See `prepare_save`."""
         ranks = Ranks()
 

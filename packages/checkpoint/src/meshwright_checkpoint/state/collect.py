@@ -20,6 +20,7 @@ from meshwright_checkpoint.format.safetensors_file import dtype_name
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.shards.local_shards import LocalShards, local_shards
 from meshwright_checkpoint.state import rng
+from meshwright_checkpoint.state.optimizer_set import AnyOptimizer, OptimizerSet, class_name
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.model.stage_info import aliases_in
@@ -41,7 +42,7 @@ def check_call(what: str, model: nn.Module) -> None:
     follow_call(next(model.parameters(), None), what)
 
 
-def optimizer_given(model: nn.Module, optimizer: Optimizer | None) -> bool | None:
+def optimizer_given(model: nn.Module, optimizer: AnyOptimizer) -> bool | None:
     """Whether an optimizer is given; None if this rank has no trainable parameters and needs none."""
     if optimizer is not None:
         return True
@@ -120,7 +121,7 @@ def describe_shards(shards: Mapping[str, LocalShards]) -> dict[str, Any]:
 
 
 def collect(
-    model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, shared: set[str]
+    model: nn.Module, optimizer: AnyOptimizer, extra: Any, ranks: Ranks, shared: set[str]
 ) -> CollectedState:
     """Collect the state. `shared`: random streams that are equal on all ranks, which rank 0 saves."""
     collected, rank = CollectedState(), ranks.rank
@@ -172,7 +173,7 @@ def config_of(model: nn.Module) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def parameter_names(optimizer: Optimizer, names: NamedTensors) -> list[list[str]]:
+def parameter_names(optimizer: Optimizer | OptimizerSet, names: NamedTensors) -> list[list[str]]:
     """Parameter names of each group. Raises UsageError for a parameter that is not in the model."""
     result = []
     for number, group in enumerate(optimizer.param_groups):
@@ -186,7 +187,9 @@ def parameter_names(optimizer: Optimizer, names: NamedTensors) -> list[list[str]
     return result
 
 
-def collect_optimizer(optimizer: Optimizer, names: NamedTensors, collected: CollectedState) -> dict[str, Any]:
+def collect_optimizer(
+    optimizer: Optimizer | OptimizerSet, names: NamedTensors, collected: CollectedState
+) -> dict[str, Any]:
     """Class, groups, and states that are not tensors. Tensors are added to `collected`."""
     groups, values = [], {}
     for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
@@ -201,7 +204,7 @@ def collect_optimizer(optimizer: Optimizer, names: NamedTensors, collected: Coll
                     rest[key] = encode(value, _refuse, f"optimizer state {key} of {name}")
             if rest:
                 values[name] = rest
-    return {"cls": type(optimizer).__qualname__, "groups": groups, "values": values}
+    return {"cls": class_name(optimizer), "groups": groups, "values": values}
 
 
 def _inline(path: str, tensor: torch.Tensor) -> str:

@@ -16,6 +16,7 @@ from meshwright_checkpoint.format.manifest import OptimizerInfo
 from meshwright_checkpoint.read.wanted import Wanted
 from meshwright_checkpoint.shards.local_shards import local_shards
 from meshwright_checkpoint.state.collect import OPTIMIZER, NamedTensors, parameter_names
+from meshwright_checkpoint.state.optimizer_set import OptimizerSet, class_name
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.parameter import MeshParameter
@@ -37,7 +38,7 @@ class GroupTargets(NamedTuple):
 class OptimizerTargets:
     """New states, not yet in the optimizer. `wanted` are the reads that fill them; `mismatched` is for MismatchError."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | OptimizerSet
     mismatched: list[str]
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -56,8 +57,7 @@ class OptimizerTargets:
             self.missing.append(f"the optimizer ({checkpoint.no_optimizer_reason})")
             return
         # the DCP format has no class
-        if info.cls and info.cls != type(optimizer).__qualname__:
-            given = type(optimizer).__qualname__
+        if info.cls and info.cls != (given := class_name(optimizer)):
             self.mismatched.append(f"the optimizer: {info.cls} was saved, this is {given}")
             # do not report the states as unexpected too
             self.used.update(key for key in checkpoint.tensors if key.startswith(OPTIMIZER))

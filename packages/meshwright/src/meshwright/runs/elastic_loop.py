@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from meshwright.ranks import signals
 from meshwright.runs.loss_guard import LossGuard
@@ -19,6 +20,7 @@ from meshwright_checkpoint import CheckpointError
 from meshwright_checkpoint.format.json_values import encode
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.state import rng
+from meshwright_checkpoint.state.optimizer_set import AnyOptimizer, as_one
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import extremes
@@ -35,7 +37,7 @@ def elastic(
     folder: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     state: Mapping[str, Any] | None = None,
     interval: int = 100,
     keep_last: int | None = 2,
@@ -55,7 +57,8 @@ def elastic(
 
     Args:
         folder: of checkpoints, a path or a URL of fsspec that every rank sees; "step-N" in it is written after step N.
-        model, optimizer: as for `mw.save`, on a plan for the ranks that there are now.
+        model, optimizer: as for `mw.save`, on a plan for the ranks that there are now. Several models, or one and its average,
+            are an nn.ModuleDict; several optimizers are a list.
         state: name -> object with state_dict() and load_state_dict(), such as a scheduler; equal on all ranks.
         interval: steps between two checkpoints, which are written in the background.
         keep_last, keep_every: see `mw.save`.
@@ -85,10 +88,26 @@ def elastic(
         stragglers=stragglers,
     )
     states = RunStates(folder, Retention(keep_last, keep_every), peer_copies)
-    run = ElasticLoop(states, model, optimizer, dict(state or {}), interval, guard)
+    run = ElasticLoop(states, model, as_one(optimizer), dict(state or {}), interval, guard)
     if stragglers is not None:
         run.watch = watch_stragglers(model, interval=stragglers)
     return run
+
+
+def _check_owner(name: str, owner: Any) -> None:
+    """Raise UsageError: an object of `state` has no state dict, or one that only `model` and `optimizer` can have."""
+    kind = f"state[{name!r}] is a {type(owner).__name__}"
+    if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
+        raise UsageError(f"{kind}, which has no state_dict() and load_state_dict()")
+    if isinstance(owner, torch.optim.Optimizer):
+        raise UsageError(
+            f"{kind}: give it among the optimizers, optimizer=[...], so that its states fit any plan"
+        )
+    if any(hasattr(value, "device_mesh") for value in tree_leaves(owner.state_dict())):
+        raise UsageError(
+            f"{kind} with distributed values; so that they fit any plan, give it among the models: "
+            f"model=torch.nn.ModuleDict({{'model': model, {name!r}: ...}})"
+        )
 
 
 def _check_ranks_agree(**options: Any) -> None:
@@ -120,7 +139,7 @@ class ElasticLoop:
         self,
         states: RunStates,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: AnyOptimizer,
         state: dict[str, Any],
         interval: int,
         guard: LossGuard,
@@ -128,9 +147,7 @@ class ElasticLoop:
         if type(interval) is not int or interval < 1:
             raise UsageError(f"interval={interval!r} is not a number of steps; pass at least 1")
         for name, owner in state.items():
-            if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
-                rule = "has no state_dict() and load_state_dict()"
-                raise UsageError(f"state[{name!r}] is a {type(owner).__name__}, which {rule}")
+            _check_owner(name, owner)
         self.step = self.received = self.left_out = 0
         self.watch: StragglerWatch | None = None
         self._guard, self._goes_back = guard, False
@@ -181,7 +198,7 @@ class ElasticLoop:
                 self.watch.pause()
             # after a `break`, or an error in the loop
             with suppress(CheckpointError):
-                self._states.wait()
+                self._states.wait(for_silent=False)
 
     def batches(self, loader: Iterable[Any], total: int) -> Iterator[tuple[int, Any]]:
         """The steps that are left of `total`, with the batch of each: what a run that never ended would see.
