@@ -81,12 +81,12 @@ def load(
             "`if (path := latest(directory)): load(path, ...)`"
         )
     collect.check_call("load", model)
-    optimizer = as_one(optimizer)
+    optimizers = as_one(optimizer)
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     options = _Options(patterns, bool(strict), bool(cast), bool(random))
     ranks, inner = Ranks(), unwrapped(model)
-    with own_state(inner, optimizer), ExitStack() as opened:
-        store, with_optimizer = _open_on_all(path, inner, optimizer, options, backend, ranks, opened)
+    with own_state(inner, optimizers), ExitStack() as opened:
+        store, with_optimizer = _open_on_all(path, inner, optimizers, options, backend, ranks, opened)
 
         def bring(wanted: list[Wanted]) -> None:
             try:
@@ -95,7 +95,7 @@ def load(
                 if peers is not None:
                     peers.close()
 
-        fit, wanted = _fit(store, inner, optimizer, options, with_optimizer, ranks)
+        fit, wanted = _fit(store, inner, optimizers, options, with_optimizer, ranks)
         what = f"{store.where} {fit.checkpoint.manifest.id if fit.checkpoint else ''}"
         peers = connect_node_peers(ranks, what, slots_nbytes)
         return ranks.run_checked(lambda: _fill(inner, fit, wanted, bring, ranks))

@@ -240,6 +240,18 @@ def test_each_file_has_a_holder_on_another_host() -> None:
     assert holders(["a", "b", "a", "c", "a"]) == [1, 3, 1, 0, 1]
 
 
+def number_of_hosts(rank: int, size: int, folder: str, memory: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(rank))
+        return begin(Path(folder), memory.format(rank)).hosts
+
+
+def test_nodes_that_share_their_memory_are_one_host(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Their files would have the same names, and two copies there would be lost together."""
+    assert rank_pool.run(2, number_of_hosts, str(tmp_path), "memory") == [1, 1]
+    assert rank_pool.run(2, number_of_hosts, str(tmp_path), "memory-{}") == [2, 2]
+
+
 def damaged(rank: int, size: int, folder: str, step: int) -> Any:
     """Copies of two hosts, of which one file of each is damaged; then what is loaded, and in which layout."""
     path = Path(folder)

@@ -29,7 +29,7 @@ from meshwright_checkpoint.loading import load_from
 from meshwright_checkpoint.peer_copies import restore, run_record
 from meshwright_checkpoint.peer_copies.exchange import holders
 from meshwright_checkpoint.peer_copies.held_file import OWN, PEERS, Generation, NewFile
-from meshwright_checkpoint.peer_copies.host_folder import MEMORY, HostFolder
+from meshwright_checkpoint.peer_copies.host_folder import MEMORY, HostFolder, memory_id
 from meshwright_checkpoint.peer_copies.pieces import fill, held_pieces
 from meshwright_checkpoint.peer_copies.rank_copy import RankCopy
 from meshwright_checkpoint.peer_copies.restore import HeldCheckpoint
@@ -74,8 +74,7 @@ class PeerCopies:
             raise UsageError(f"peer_copies={interval!r} is not a number of steps; pass at least 1, or None")
         self.interval, self._ranks = interval, Ranks()
         first = self._ranks.rank == 0
-        # torchrun counts its nodes
-        host = os.environ.get("GROUP_RANK") or socket.gethostname()
+        host = memory_id(memory)
         begun = self._ranks.gather_checked(lambda: [host, run_record.begin(folder) if first else None])
         (run, self._start), hosts = begun[0][1], [str(each) for each, _ in begun]
         self._run_folder = os.fspath(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import stat
 import time
 import uuid
@@ -21,6 +22,19 @@ MEMORY = Path("/dev/shm")
 LEFT_SECONDS = 600.0
 """A folder of another run, without processes, is removed when nobody has written to it for so long."""
 _LOCK = "lock-"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def memory_id(memory: Path) -> str:
+    """What is alike on ranks that share this memory, and on no others: such ranks are on one host.
+
+    Several nodes of torchrun may be on one machine, and containers share its memory or have their own.
+    """
+    try:
+        status = memory.stat()
+        return f"{_BOOT.read_text().strip()} {status.st_dev} {status.st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 class HostFolder:

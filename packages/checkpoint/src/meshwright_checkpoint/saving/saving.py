@@ -71,13 +71,13 @@ def save(
         CheckpointError: the path exists, another job saves there, or an earlier asynchronous save failed.
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
-    retention, optimizer = Retention(keep_last, keep_every), as_one(optimizer)
+    retention, optimizers = Retention(keep_last, keep_every), as_one(optimizer)
     collect.check_call("save", model)
     if step is not None and (type(step) is not int or step < 0):
         raise UsageError(f"step={step!r} is not a training step; pass an int of at least 0")
     storage = any_storage_of(path, backend)
     if isinstance(storage, ForeignStorage):
-        if isinstance(optimizer, OptimizerSet):
+        if isinstance(optimizers, OptimizerSet):
             raise UsageError(
                 f"backend {backend!r} stores one optimizer, and optimizer= is a list; leave out backend="
             )
@@ -88,15 +88,15 @@ def save(
             text = f"backend {backend!r} stores no step; leave out step={step}, or save it in extra"
             raise UsageError(text)
         ranks = Ranks()
-        _check_arguments(ranks.run_checked(lambda: _arguments(storage, model, optimizer, extra)), ranks)
-        with own_state(unwrapped(model), optimizer):
-            storage.write(model, optimizer, extra, ranks)
+        _check_arguments(ranks.run_checked(lambda: _arguments(storage, model, optimizers, extra)), ranks)
+        with own_state(unwrapped(model), optimizers):
+            storage.write(model, optimizers, extra, ranks)
         return SaveHandle(storage.where, None)
     if step is None:
         match = re.search(r"(\d{1,18})$", storage.name)
         step = int(match[1]) if match else None
-    with own_state(unwrapped(model), optimizer):
-        handle = _saver().save(storage, model, optimizer, extra, step, retention, asynchronous)
+    with own_state(unwrapped(model), optimizers):
+        handle = _saver().save(storage, model, optimizers, extra, step, retention, asynchronous)
     if not asynchronous:
         handle.wait()
     return handle
@@ -120,9 +120,9 @@ def prepare_save(
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
     collect.check_call("prepare_save", model)
-    optimizer = as_one(optimizer)
-    with own_state(unwrapped(model), optimizer):
-        _saver().prepare(model, optimizer)
+    optimizers = as_one(optimizer)
+    with own_state(unwrapped(model), optimizers):
+        _saver().prepare(model, optimizers)
     if wait:
         _saver().buffer.prepared()
 

@@ -65,7 +65,7 @@ def elastic(
         spike: `run.rewind(loss)` goes back also for a loss above so many times the median of the last 50; None: for NaN and
             infinity alone.
         rewinds: how often it goes back before a new checkpoint is reached.
-        peer_copies: steps between two copies of the state in the memory of the hosts, each on two of them (nodes of torchrun);
+        peer_copies: steps between two copies of the state in the memory of the hosts, each on two of them;
             ranks that torchrun starts again go on from the last one, and need no checkpoint of the folder while one of the two
             hosts is there. None: no copies.
         stragglers: every so many steps the ranks compare how long a step takes each of them, see `mw.watch_stragglers`. None:
