@@ -116,17 +116,6 @@ def test_torchrun_finds_a_whole_report_or_none(tmp_path: Path, monkeypatch: pyte
     assert not error_report._record(ValueError("a mistake"), None, [])
 
 
-@pytest.mark.parametrize(
-    ("started", "most", "again"), [(0, 0, False), (0, 2, True), (1, 2, True), (2, 2, False)]
-)
-def test_the_last_start_is_told_apart(
-    monkeypatch: pytest.MonkeyPatch, started: int, most: int, again: bool
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(started))
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
-    assert error_report._starts_again() == again
-
-
 SCRIPT = """
 import torch.distributed as dist
 from meshwright_dtensor.mesh.mesh import init
