@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -18,7 +18,6 @@ from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts, with_random_state
 from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.model.device import random_kept_on_error
-from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
@@ -27,84 +26,26 @@ from meshwright_dtensor.trace.one_device import on_one_device
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis import loss_additivity
 from meshwright_pipeline.partition.units import Ownership
-from meshwright_pipeline.pytrees import full_value, leaves_of
+from meshwright_pipeline.pytrees import leaves_of
 from meshwright_pipeline.runtime.agreement import RankContext, RankLost, StageRanks
 from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
-from meshwright_pipeline.runtime.full_batch_tail import TailLeaves, tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
 from meshwright_pipeline.runtime.input_grads import InputGradients
-from meshwright_pipeline.runtime.p2p.step import Failure, StepMessages
-from meshwright_pipeline.runtime.prepare import Preparation, Prepared
-from meshwright_pipeline.runtime.results.hooked_activations import HookedActivations
+from meshwright_pipeline.runtime.p2p.step import Failure
+from meshwright_pipeline.runtime.prepare import Preparation
 from meshwright_pipeline.runtime.results.left_tensors import LeftTensors
 from meshwright_pipeline.runtime.results.step_output import with_loss
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.settings import Settings
 from meshwright_pipeline.runtime.step_end import StepEnd
+from meshwright_pipeline.runtime.step_execution import StepExecution
+from meshwright_pipeline.runtime.step_plan import StepPlan, StepResult
 from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum
-from meshwright_pipeline.trace.loss import check_loss_path, loss_of, need_loss
-from meshwright_pipeline.trace.loss_denominators import Denominators
+from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.microbatch import Call, microbatches, padded
-from meshwright_pipeline.trace.rng_replay import RngReplay, StepDraws
 from meshwright_pipeline.trace.state.state_writes import WrittenState
 
 Tensor = torch.Tensor
-LossMode = Literal["per_microbatch", "full_batch"]
-"""Where the loss is computed: for each microbatch, so that backwards run in the order of the schedule; or once for the
-whole batch, after the forwards of all microbatches. Then backwards run when the results are differentiated."""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One call of the model, ready to run.
-
-    Attributes:
-        calls: the microbatches. `whole`: the batch. `batch`: the same in words.
-        prepared: profile, stages and random numbers for its shapes. `training`: gradients are on.
-        loss_mode: where the loss is computed. `returns`: the caller gets the loss alone, or all outputs.
-        weight, leaves: in "per_microbatch", how the loss and all outputs follow from those of microbatches.
-        numbers: loss denominators of the whole batch, where microbatches need them.
-        inputs: inputs that require a gradient; None where there are none.
-    """
-
-    calls: list[Call]
-    whole: Call
-    batch: str
-    prepared: Prepared
-    training: bool
-    loss_mode: LossMode
-    returns: Literal["loss", "all"]
-    weight: float = 1.0
-    leaves: tuple[loss_additivity.Leaf | None, ...] = ()
-    numbers: Denominators | None = None
-    inputs: InputGradients | None = None
-
-    @property
-    def output(self) -> Any:
-        """The result of the model in the profile."""
-        return self.prepared.profile.output
-
-
-@dataclass
-class StepResult:
-    """What the actions of a step leave on this rank; values on the rank of the last stage only.
-
-    Attributes:
-        run: the step, whose backwards may still have to run.
-        failure: the first error on this rank.
-        loss: the loss of the batch, in "per_microbatch"; it requires a gradient where it has one.
-        outputs: the leaves to return: ordinary tensors, which require a gradient where they have one.
-        tail: what the code after the last unit took, once it has run, in "full_batch".
-        drawn: the random numbers of the step.
-    """
-
-    plan: StepPlan
-    run: StepRun
-    failure: Failure | None = None
-    loss: Tensor | None = None
-    outputs: list[Any] = field(default_factory=list)
-    tail: TailLeaves | None = None
-    drawn: StepDraws | None = None
 
 
 class PipelinedCall:
@@ -132,15 +73,17 @@ class PipelinedCall:
     ) -> None:
         # the model holds this object
         self._model = weakref.ref(model)
-        self.owned, self.table = owned, table
+        self.table = table
         self.context, self.keep_outputs, self.warning, self.flags = context, keep_outputs, warning, flags
         self.preparation = Preparation(skeleton, owned, table, context, split)
         self.stage_ranks = StageRanks(self.preparation.mesh)
         self.sinks = Sinks(model, context.plain)
-        self.left, self.hooked = LeftTensors(), HookedActivations()
+        self.left = LeftTensors()
         self.end = StepEnd(context, table, tied, [self.sinks.forget, self.preparation.forget])
         self.rank = self.end.rank
-        self.last: StepOutcome | None = None
+        self.steps = StepExecution(
+            model, owned, table, context, self.preparation, self.sinks, self.left, self.rank
+        )
         self.texts = BatchTexts()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -149,6 +92,11 @@ class PipelinedCall:
     def claim_hooks(self, before: Mapping[nn.Module, frozenset[int]]) -> None:
         """Count the forward hooks that modules have now and did not have `before` as meshwright's own."""
         self.preparation.settings = Settings(self.model, before)
+
+    @property
+    def last(self) -> StepOutcome | None:
+        """The outcome of the last step."""
+        return self.steps.last
 
     @property
     def model(self) -> nn.Module:
@@ -198,7 +146,7 @@ class PipelinedCall:
         if refusal is not None:
             refused = UsageError(refusal or "another rank of this stage cannot begin")
             self._stand_by(refused, report=bool(refusal))
-        return self.finish(self.execute(plan))
+        return self.finish(self.steps.run(plan))
 
     def _stand_by(self, error: Exception, report: bool = True) -> None:
         """Only exchange messages in this step, since this rank cannot begin. `report`: tell the other ranks about `error`; False
@@ -256,97 +204,6 @@ class PipelinedCall:
         self.preparation.tail(self.model, prepared, batch, full)
         return plan
 
-    # ---- execute
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run the actions of this rank; in "full_batch", the forwards, and the code after the last unit."""
-        losses: dict[int, Tensor] = {}
-        results: dict[int, Any] = {}
-
-        def start_backward(microbatch: int, result: Any) -> list[Tensor]:
-            loss = need_loss(result)
-            if microbatch == 0 and len(plan.calls) > 1:
-                check_loss_path(plan.prepared.loss_paths, self._trained(messages()), loss)
-            weighted: Tensor = full_value(loss) * plan.weight
-            losses[microbatch] = weighted.detach().requires_grad_(weighted.requires_grad)
-            if plan.returns == "all":
-                results[microbatch] = result
-            return [weighted]
-
-        per_microbatch = plan.loss_mode == "per_microbatch"
-        start = start_backward if per_microbatch else None
-        run = StepRun(plan.prepared.stages, plan.calls, start, plan.numbers, plan.batch)
-        # the run holds the function that starts its backwards
-        messages = weakref.ref(run.messages)
-        step, state = StepResult(plan, run), plan.prepared.profile.kept
-        self.left.watch(self.model, plan.prepared.profile.left_anywhere)
-        before = [] if per_microbatch else [x if x is None else x.clone() for x in state.held(self.model)]
-        gradients = self._gradients() if plan.training else contextlib.nullcontext()
-        with gradients, self._random_numbers(plan.prepared.streams) as step.drawn:
-            self.last = outcome = run.run()
-            if self._has_last_stage and outcome.failure is None and not run.input_missing:
-                try:
-                    if per_microbatch:
-                        self._add_up(step, losses, results)
-                    else:
-                        # the tail writes again what the forwards wrote
-                        state.put(self.model, before)
-                        self._run_tail(step, outcome)
-                except Exception as error:
-                    # of any kind: the other ranks must come to the end of the step
-                    outcome.failure = Failure(self._last_stage_action("F"), error)
-        outcome.unit_outputs.clear()
-        step.failure = outcome.failure
-        return step
-
-    @contextlib.contextmanager
-    def _gradients(self) -> Iterator[None]:
-        """Inside, the step computes gradients."""
-        settings = self.preparation.settings
-        assert settings is not None
-        with self.sinks.active(), self.hooked.step(self.model, settings.own_hooks):
-            yield
-
-    def _add_up(self, step: StepResult, losses: Mapping[int, Tensor], results: Mapping[int, Any]) -> None:
-        """The loss and the outputs of the batch, from those of microbatches."""
-        total = functools.reduce(torch.add, [losses[m].detach() for m in sorted(losses)])
-        step.loss = total.requires_grad_(any(loss.requires_grad for loss in losses.values()))
-        if step.plan.returns == "all":
-            parts = [leaves_of(results[m]) for m in sorted(results)]
-            step.outputs = loss_additivity.join_leaves(step.plan.leaves, parts)
-
-    def _run_tail(self, step: StepResult, outcome: StepOutcome) -> None:
-        """Run the code after the last unit on the whole batch."""
-        plan = step.plan
-        # made when the step was prepared
-        tail = self.preparation.tail(self.model, plan.prepared, plan.whole, plan.whole)
-        step.tail, result = tail.run(plan.whole, outcome)
-        returned = need_loss(result) if plan.returns == "loss" else result
-        step.outputs = [full_value(leaf) for leaf in leaves_of(returned)]
-
-    def _trained(self, messages: StepMessages | None) -> list[bool]:
-        """Which values that the last stage received, and which of its parameters, require a gradient."""
-        assert messages is not None
-        specs = messages.specs.get(self.table.shape.stages - 2, ())
-        return [*(x.differentiable for x in specs), *(p.requires_grad for p in self.model.parameters())]
-
-    def _random_numbers(
-        self, streams: RngReplay | None, drawn: StepDraws | None = None
-    ) -> contextlib.AbstractContextManager[StepDraws | None]:
-        """Inside, random numbers are those of one device: of a new step, or of the backwards of the step `drawn`."""
-        if streams is None:
-            return contextlib.nullcontext()
-        stages = self.table.schedule.own(self.rank, self.table.shape)
-        return streams.step({unit for stage in stages for unit in self.owned.stages[stage]}, drawn)
-
-    @property
-    def _has_last_stage(self) -> bool:
-        return self.end.last_stage_rank == self.rank
-
-    def _last_stage_action(self, kinds: str) -> Action:
-        """The first action of these kinds on the last stage, which this rank holds."""
-        last = self.table.shape.stages - 1
-        return next(a for a in self.table.ranks[self.rank] if a.stage == last and a.kind in kinds)
-
     # ---- finish
     def finish(self, step: StepResult) -> Any:
         """Agree with all ranks on the step, share its results, and return what the caller gets.
@@ -398,23 +255,8 @@ class PipelinedCall:
             )
 
         def backward(gradients: list[Tensor | None]) -> list[Tensor | None]:
-            with (
-                # what is recomputed reads attributes too
-                self.left.shown(self.model, self.context.device),
-                own_stages(self.model),
-                self._gradients(),
-                self._random_numbers(plan.prepared.streams, step.drawn),
-            ):
-                unit_gradients: Mapping[int, Sequence[Tensor | None]] = {}
-                if step.tail is not None:
-                    try:
-                        results = [step.outputs[i] for i in places]
-                        unit_gradients = tail_backward(step.tail, results, gradients)
-                    except Exception as error:
-                        # of any kind: the other ranks must come to the end of the step
-                        step.run.fail(Failure(self._last_stage_action("BI"), error))
-                self.last = step.run.run_backward(unit_gradients)
-            return self.end.share(sinks, plan.inputs, failure=self.last.failure, agree=True)[0]
+            failure = self.steps.run_backward(step, places, gradients).failure
+            return self.end.share(sinks, plan.inputs, failure=failure, agree=True)[0]
 
         targets = [*(sink.leaf for sink in sinks.values()), *(plan.inputs.given if plan.inputs else ())]
         given, flags = [leaves[i] for i in places], [differentiable[i] for i in places]
@@ -427,7 +269,7 @@ class PipelinedCall:
 
     def _write_state(self, state: WrittenState, values: list[Any]) -> None:
         """Write the buffers and numbers outside of units as the last stage has them."""
-        if state and not self._has_last_stage:
+        if state and not self.steps.has_last_stage:
             state.put(self.model, values)
 
     def _after_backward(self) -> None:
