@@ -145,6 +145,21 @@ def test_deferred_models_start_bit_equal(rank_pool: RankPool) -> None:
         same([actual], [expected], rtol=0.0, atol=0.0)
 
 
+def hooked(rank: int, world_size: int) -> list[int]:
+    """Modules inside of the model that have forward hooks: without context parallelism, and with it."""
+    counts = []
+    for degrees in ({"dp": 2, "cp": 1, "tp": 1}, {"dp": 1, "cp": 2, "tp": 1}):
+        model = parallelize(make(), plan_of(degrees=degrees))
+        counts.append(sum(bool(m._forward_hooks or m._forward_pre_hooks) for m in model.modules()) - 1)
+    return counts
+
+
+def test_an_axis_of_one_rank_costs_no_hooks(rank_pool: RankPool) -> None:
+    """Every hook is paid for in every call of a module."""
+    for without, with_axis in rank_pool.run(2, hooked):
+        assert without == 0 < with_axis
+
+
 def unlike(rank: int, world_size: int, what: str) -> None:
     if what == "weights":
         with deferred_init(min_bytes=64, shared=False):
