@@ -17,7 +17,7 @@ from training_zoo import Swish
 import meshwright as mw
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.stages.stage_tensor import StageValue, value_of
-from meshwright_dtensor.stages.whole_model import own_stages
+from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 PLANS = {
@@ -409,6 +409,44 @@ def hooks(rank: int, size: int, folder: str) -> list[bool]:
 @pytest.mark.slow
 def test_hooks_and_checkpoints_of_torch_see_a_stage(rank_pool: RankPool, tmp_path: Path) -> None:
     assert rank_pool.run(2, hooks, str(tmp_path), timeout=100) == [[True], [True]]
+
+
+def reset(rank: int, size: int) -> bool:
+    """`zero_grad()` exchanges nothing, whether ranks know of the gradients of other stages or not."""
+    models = build({"pp": 2})
+    whole, told = whole_model_of(models[1]), list[str]()
+    assert whole is not None
+    ask = whole.check_same_call
+
+    def check_same_call(call: str) -> None:
+        told.append(call)
+        ask(call)
+
+    whole.check_same_call = check_same_call  # type: ignore[method-assign]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for resets in (optimizers, models):
+        for read_before in (False, True):
+            for to_none in (True, False):
+                for model in models:
+                    backward(model)
+                    # the negative control: reading a gradient is a collective call
+                    assert not read_before or all(p.grad is not None for p in model.parameters())
+                assert bool(told) == read_before
+                told.clear()
+                for each in resets:
+                    each.zero_grad(to_none)  # type: ignore[attr-defined]
+                assert not told
+                left, same = (list(map(plain, gradients(model))) for model in models)
+                assert not any(map(differs, left, same)) and all(x is None for x in left) == to_none
+                told.clear()
+                for model in models:
+                    model.zero_grad()
+    return True
+
+
+@pytest.mark.slow
+def test_gradients_are_reset_without_an_exchange(rank_pool: RankPool) -> None:
+    assert all(rank_pool.run(2, reset, timeout=100))
 
 
 def refused(rank: int, size: int) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -12,8 +13,15 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from meshwright_dtensor._torch.core import pytree
-from meshwright_dtensor.stages.stage_tensor import StageTensor, StageValue, meta_like, staged, value_of
-from meshwright_dtensor.stages.whole_model import WholeModel, own_stages
+from meshwright_dtensor.stages.stage_tensor import (
+    StageTensor,
+    StageValue,
+    meta_like,
+    set_held_gradient,
+    staged,
+    value_of,
+)
+from meshwright_dtensor.stages.whole_model import WholeModel, own_stages, whole_model_among
 
 
 def steps_each_parameter(optimizer: Optimizer) -> bool:
@@ -51,7 +59,7 @@ class _StageStates(defaultdict[Any, Any]):
             return
         self.changed = False
         with self.model.entered():
-            given = [p for group in self.optimizer.param_groups for p in group["params"]]
+            given = parameters_of(self.optimizer)
             mine = [p if p in self and not isinstance(p, StageTensor) else None for p in given]
             forms = [
                 None if p is None else pytree.tree_map_only(torch.Tensor, meta_like, self[p]) for p in mine
@@ -96,6 +104,41 @@ def show_states(optimizer: Optimizer, numbers: bool = False) -> None:
             if isinstance(value, torch.Tensor) and not number and not isinstance(value, StageValue):
                 value = value if parameter.here else meta_like(value)
                 entries[key] = staged(value, parameter.whole_model, parameter.holders, parameter.device)
+
+
+@cache
+def reset_where_held() -> None:
+    """From now on `zero_grad()` of optimizers and modules resets the gradients of each stage on its ranks, and exchanges nothing.
+
+    Torch's asks each parameter whether it has a gradient, which the ranks of other stages would have to be told: in every step of
+    training all stages would wait for each other.
+    """
+    Optimizer.zero_grad = _where_held(Optimizer.zero_grad, parameters_of)  # type: ignore[method-assign]
+    nn.Module.zero_grad = _where_held(nn.Module.zero_grad, nn.Module.parameters)  # type: ignore[method-assign]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """The parameters of all groups of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _where_held(
+    zero_grad: Callable[..., None], parameters: Callable[[Any], Iterable[Any]]
+) -> Callable[..., None]:
+    @wraps(zero_grad)
+    def run(self: Any, set_to_none: bool = True) -> None:
+        given = list(parameters(self))
+        model = whole_model_among(given)
+        if model is None or model.inside:
+            zero_grad(self, set_to_none)
+            return
+        with model.entered():
+            zero_grad(self, set_to_none)
+        for parameter in given if set_to_none else ():
+            if isinstance(parameter, StageTensor):
+                set_held_gradient(parameter, None)
+
+    return run
 
 
 @contextlib.contextmanager

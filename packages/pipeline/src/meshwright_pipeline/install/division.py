@@ -18,6 +18,7 @@ from meshwright_dtensor.plan import ParallelPlan, PipelineRule, Prediction
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable, timetable
+from meshwright_dtensor.stages.optimizers import reset_where_held
 from meshwright_dtensor.stages.whole_model import WholeModel, names_of
 from meshwright_dtensor.strategy import Division
 from meshwright_dtensor.tensor.replaced import replace_tensor
@@ -134,6 +135,7 @@ class StageDivision(Division):
             info = stages_of(model)
             assert info is not None
             WholeModel(model, self.names, info, mesh, self.buffers, device)
+            reset_where_held()
         replace_call(model, call)
         refuse_additions(model)
 
