@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.overrides as overrides
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakIdKeyDictionary as _WeakIdKeyDictionary
 
@@ -169,6 +171,19 @@ def without_functions() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def without_innermost_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Inside, `mode` is off, if it is the innermost of the function modes that are on now."""
+    if overrides._get_current_function_mode() is not mode:
+        yield
+        return
+    overrides._pop_mode()
+    try:
+        yield
+    finally:
+        overrides._push_mode(mode)
+
+
 def leaf_of(parameter: nn.Parameter) -> torch.Tensor:
     """The leaf at which autograd accumulates the gradient of a parameter, ordinary or over a mesh."""
     copy = getattr(parameter, "_copy", None)
@@ -190,6 +205,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def tensors_in(module: nn.Module) -> list[dict[str, Any]]:
     """The dicts in which a module holds its own parameters and buffers."""
     return [module._parameters, module._buffers]
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The names and parameters of a module without its submodules."""
+    return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
 
 
 @contextlib.contextmanager

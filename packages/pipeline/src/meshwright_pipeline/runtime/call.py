@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright_dtensor._torch.modes import functorch_active, without_inference_mode
 from meshwright_dtensor.api import distribute
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts, with_random_state
 from meshwright_dtensor.model.compiled import refuse_traced_call
@@ -289,6 +290,9 @@ class PipelinedCall:
 def _scaled(gradients: list[Tensor | None], of_loss: list[Tensor | None]) -> list[Tensor | None]:
     """The gradients of a step, scaled in place by the gradient of its loss."""
     (scale,) = of_loss
+    if scale is not None and on_host(scale.device) and scale.item() == 1:
+        # of loss.backward(); elsewhere reading it would wait for the device
+        return gradients
     return [None if g is None or scale is None else g.mul_(scale.to(g.dtype)) for g in gradients]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy
-from meshwright_pipeline._torch import leaf_of, parameters_swapped, stored_dtype
+from meshwright_pipeline._torch import leaf_of, own_parameters, parameters_swapped, stored_dtype
 
 Tensor = torch.Tensor
 
@@ -121,19 +121,23 @@ class Sinks:
     """The sinks of all trainable parameters of this rank. `plain`: compute with ordinary tensors, not on the mesh (of one rank)."""
 
     def __init__(self, model: nn.Module, plain: bool) -> None:
-        self.model, self.plain = model, plain
+        self.plain = plain
+        # a step of a model whose modules were replaced is refused
+        self._modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
         self._sinks: dict[int, Sink] = {}
 
     def trainable(self) -> dict[str, Sink]:
         """Name -> sink of every parameter that requires a gradient now."""
-        sinks = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                sink = self._sinks.get(id(parameter))
-                if sink is None:
-                    sink = self._sinks[id(parameter)] = Sink(parameter)
-                sink.leaf = leaf_of(parameter)
-                sinks[name] = sink
+        sinks, seen = dict[str, Sink](), set[int]()
+        for prefix, module in self._modules:
+            for name, parameter in own_parameters(module):
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    sink = self._sinks.get(id(parameter))
+                    if sink is None:
+                        sink = self._sinks[id(parameter)] = Sink(parameter)
+                    sink.leaf = leaf_of(parameter)
+                    sinks[prefix + name] = sink
         return sinks
 
     @contextlib.contextmanager
@@ -142,8 +146,8 @@ class Sinks:
         sinks = {id(sink.parameter): sink for sink in self.trainable().values()}
         swaps: list[tuple[nn.Module, str, Tensor]] = []
         copies: dict[int, tuple[MeshParameter, ComputeCopy | None]] = {}
-        for module in self.model.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for _, module in self._modules:
+            for name, parameter in own_parameters(module):
                 sink = sinks.get(id(parameter))
                 if isinstance(parameter, MeshParameter) and not self.plain:
                     if sink is not None:

@@ -25,6 +25,7 @@ from meshwright_pipeline.runtime.p2p.messages import Transport
 from meshwright_pipeline.runtime.p2p.step import Peers
 from meshwright_pipeline.runtime.settings import Settings
 from meshwright_pipeline.runtime.stage import Stage
+from meshwright_pipeline.trace.forward_hooks import UnitCalls
 from meshwright_pipeline.trace.loss import LossPaths, loss_of
 from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
 from meshwright_pipeline.trace.microbatch import Call, outline, rows_of, signature
@@ -68,6 +69,7 @@ class Preparation:
 
     Attributes:
         mesh: the mesh of a stage; None where values are ordinary tensors.
+        calls: takes over the calls of units while a step runs.
         settings: what the user may change on modules, once the model is installed.
     """
 
@@ -78,6 +80,7 @@ class Preparation:
         groups = tensor_groups(context.group, context.device, table)
         self.transport = Transport(context.group, context.device, groups)
         self.mesh, self.dtype = None if context.plain else context.mesh, context.dtype
+        self.calls = UnitCalls(owned.units)
         self.settings: Settings | None = None
         self._prepared: dict[Any, Prepared] = {}
         self._row_checks: dict[Any, CannotSplit | None] = {}
@@ -126,9 +129,7 @@ class Preparation:
             )
         boundaries = cut(profile, self.owned)
         stages = {
-            index: Stage(
-                model, self.owned.units, index, boundaries, profile, self._settings.own_hooks, streams
-            )
+            index: Stage(model, self.calls, index, boundaries, profile, self._settings.own_hooks, streams)
             for index in self.table.schedule.own(self.transport.rank, self.table.shape)
         }
         return Prepared(self.rank_stages(stages), profile, streams, profiler, batch_profile, boundaries)
@@ -172,7 +173,8 @@ class Preparation:
         last = prepared.stages.stages.get(len(self.owned.stages) - 1)
         if last is None or len(calls) == 1 or not (additivity.averaging or additivity.fixed):
             return None
-        parts = [last.count(*call, additivity.fixed) for call in calls]
+        with self.calls.replaced(last.model):
+            parts = [last.count(*call, additivity.fixed) for call in calls]
         return sum_denominators(parts, additivity.averaging, additivity.fixed)
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call, full: Call) -> Tail:
@@ -188,10 +190,8 @@ class Preparation:
             profile, boundaries = prepared.batch_profile, prepared.cut
             of_all = profile if full is whole else prepared.profiler.run(*self._plain(full))
             dims = row_dims(boundaries.final, prepared.profile, of_all, self.microbatches)
-            units, index = self.owned.units, len(self.owned.stages)
-            stage = Stage(
-                model, units, index, boundaries, profile, self._settings.own_hooks, prepared.streams
-            )
+            hooks, index = self._settings.own_hooks, len(self.owned.stages)
+            stage = Stage(model, self.calls, index, boundaries, profile, hooks, prepared.streams)
             prepared.tail = Tail(stage, dims, self.mesh)
         return prepared.tail
 

@@ -64,7 +64,8 @@ class Settings:
             if id(value) not in options:
                 options[id(value)] = _options_of(value) or {}
         drops = isinstance(module, DROPOUTS) and 0 < module.p < 1
-        hooks = tuple(map(tuple, hook_tables(module)))
+        tables = hook_tables(module)
+        hooks = tuple(map(tuple, tables)) if any(tables) else ()
         parts = tuple(map(id, module._modules.values()))
         flags = tuple([_code(attributes[name]) for name in names[1]])
         return module.training, drops, flags, hooks, parts, id(attributes.get("forward"))

@@ -100,7 +100,8 @@ class StepExecution:
         self.left.watch(self.model, plan.prepared.profile.left_anywhere)
         before = [] if per_microbatch else [x if x is None else x.clone() for x in state.held(self.model)]
         gradients = self._gradients() if plan.training else contextlib.nullcontext()
-        with gradients, self._random_numbers(plan.prepared.streams) as step.drawn:
+        random_numbers = self._random_numbers(plan.prepared.streams)
+        with self.preparation.calls.replaced(self.model), gradients, random_numbers as step.drawn:
             self.last = outcome = run.run()
             if self.has_last_stage and outcome.failure is None and not run.input_missing:
                 try:

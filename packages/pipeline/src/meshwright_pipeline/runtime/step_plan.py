@@ -1,4 +1,4 @@
-"""One step of a pipelined model: what it is to run, and what its actions leave on a rank."""
+"""The plan of one step of a pipelined model, and what its actions leave on a rank."""
 
 from __future__ import annotations
 

@@ -236,6 +236,8 @@ class TiedFlags:
 
         Raises RankLost: a rank that holds one is gone.
         """
+        if not self.names:
+            return
         parameters = {place: model.get_parameter(name) for place, name in self.names.items()}
         changed = torch.zeros(self.count, dtype=torch.uint8, device=HOST)
         for place, parameter in parameters.items():

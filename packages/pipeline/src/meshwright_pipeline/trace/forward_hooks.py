@@ -1,4 +1,4 @@
-"""Temporarily replaces the forward of chosen modules."""
+"""Takes over the calls of chosen modules of a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,44 +56,70 @@ def _refuse_inside_function(unit: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-@contextlib.contextmanager
-def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Iterator[None]:
-    """Inside, calls of units run `handler((unit, call), original forward, args, kwargs)` instead. Hooks still run around it.
+class UnitCalls:
+    """Takes over the calls of some modules of a model, its units: a handler runs instead, and hooks still run around it.
 
-    A unit that another unit calls is a part of that call.
+    It is given `((unit, call), original forward, args, kwargs)`. A unit that another unit calls is a part of that call.
+    Forwards are replaced once for all forwards of the model in a step.
     """
-    counts: Counter[str] = Counter()
-    running: list[str] = []
-    before: list[tuple[nn.Module, Any]] = []
 
-    def replacement(unit: str, forward: Forward) -> Forward:
+    def __init__(self, units: Iterable[str]) -> None:
+        self.units = tuple(units)
+        self._replaced = False
+        self._handler: Handler | None = None
+        # unit -> how many calls of it have begun
+        self._counts: dict[str, int] = {}
+        # whether a unit runs
+        self._inside = False
+
+    @contextlib.contextmanager
+    def replaced(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the units of `model` have other forwards; outside of `handled` these call the original ones."""
+        if self._replaced:
+            yield
+            return
+        modules = [(unit, model.get_submodule(unit)) for unit in self.units]
+        before = [(module, module.__dict__.get("forward")) for _, module in modules]
+        self._replaced = True
+        try:
+            for unit, module in modules:
+                module.__dict__["forward"] = self._replacement(unit, module.forward)
+            yield
+        finally:
+            self._replaced = False
+            for module, forward in reversed(before):
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = forward
+
+    @contextlib.contextmanager
+    def handled(self, model: nn.Module, handler: Handler) -> Iterator[None]:
+        """Inside, where one forward of `model` runs, `handler` takes over the calls of units."""
+        with self.replaced(model):
+            outer = self._handler, self._counts, self._inside
+            self._handler, self._counts, self._inside = handler, {}, False
+            try:
+                yield
+            finally:
+                self._handler, self._counts, self._inside = outer
+
+    def _replacement(self, unit: str, forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if running:
+            handler = self._handler
+            if handler is None or self._inside:
                 return forward(*args, **kwargs)
             _refuse_inside_function(unit)
-            key = (unit, counts[unit])
-            counts[unit] += 1
-            running.append(unit)
+            key = unit, self._counts.get(unit, 0)
+            self._counts[unit] = key[1] + 1
+            self._inside = True
             try:
                 return handler(key, forward, args, kwargs)
             finally:
-                running.pop()
+                self._inside = False
 
         # some models inspect the parameters of forward
         signature = signature_of(forward)
         if signature is not None:
             run.__signature__ = signature  # type: ignore[attr-defined]
         return run
-
-    for unit in units:
-        module = model.get_submodule(unit)
-        before.append((module, module.__dict__.get("forward")))
-        module.__dict__["forward"] = replacement(unit, module.forward)
-    try:
-        yield
-    finally:
-        for module, forward in reversed(before):
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_pipeline._torch import without_innermost_mode
 from meshwright_pipeline.pytrees import full_value
 
 Tensor = torch.Tensor
@@ -34,6 +35,8 @@ if it is their mean."""
 _OF_TORCH = os.path.dirname(torch.__file__)
 _OF_NLL_LOSS = "input target weight size_average ignore_index reduce reduction".split()
 _SIGNATURES = {F.nll_loss: _OF_NLL_LOSS, F.cross_entropy: [*_OF_NLL_LOSS, "label_smoothing"]}
+_WATCHED = frozenset({*_SIGNATURES, *SUMS})
+"""Functions whose results may need numbers of the whole batch."""
 
 
 def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -72,7 +75,9 @@ class GlueMode(TorchFunctionMode):
         """Inside, a unit runs."""
         self._paused += 1
         try:
-            yield
+            # every function that a unit calls would cost a call of this mode
+            with without_innermost_mode(self):
+                yield
         finally:
             self._paused -= 1
 
@@ -119,6 +124,8 @@ class DenominatorCounter(GlueMode):
         self.sums: dict[Place, tuple[Tensor, int]] = {}
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func not in _WATCHED:
+            return func(*args, **kwargs)
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None:
             self.counts.append(_count(arguments))
@@ -141,6 +148,8 @@ class BatchDenominatorMode(GlueMode):
         self._counts = list(denominators.counts)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func not in _WATCHED:
+            return func(*args, **kwargs)
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None and self._counts:
             arguments.pop("size_average", None)

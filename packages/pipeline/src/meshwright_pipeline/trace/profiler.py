@@ -34,7 +34,7 @@ from meshwright_pipeline.pytrees import (
 )
 from meshwright_pipeline.trace import side_outputs
 from meshwright_pipeline.trace.explicit_draws import explicit_draws
-from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
+from meshwright_pipeline.trace.forward_hooks import Forward, UnitCalls
 from meshwright_pipeline.trace.label_mode import BATCH, LabelMode, ValueReads
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import parameters_of, put_expanded_zeros, unit_tensors
@@ -261,7 +261,8 @@ class _ProfiledRun:
             functions = self.tracer or contextlib.nullcontext()
             # below `functions`, which looks for the code that calls it in a fixed number of frames
             reads = ValueReads(self.mode.read)
-            with intercepted(self.model, self.units, self._unit_call), reads, functions, self.mode:
+            calls = UnitCalls(self.units)
+            with calls.handled(self.model, self._unit_call), reads, functions, self.mode:
                 output = on_one_device(self.model, *args, **kwargs)
         finally:
             for part, name, value in reversed(self._old_attributes):
