@@ -171,17 +171,17 @@ def without_functions() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def without_innermost_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    """Inside, `mode` is off, if it is the innermost of the function modes that are on now."""
+def take_off(mode: TorchFunctionMode) -> bool:
+    """Take a function mode off, if it is the innermost of those that are on; returns whether it was. See `put_on`."""
     if overrides._get_current_function_mode() is not mode:
-        yield
-        return
+        return False
     overrides._pop_mode()
-    try:
-        yield
-    finally:
-        overrides._push_mode(mode)
+    return True
+
+
+def put_on(mode: TorchFunctionMode) -> None:
+    """Put a function mode on again."""
+    overrides._push_mode(mode)
 
 
 def leaf_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -18,7 +18,13 @@ from torch import nn
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy
-from meshwright_pipeline._torch import leaf_of, own_parameters, parameters_swapped, stored_dtype
+from meshwright_pipeline._torch import (
+    leaf_of,
+    own_parameters,
+    parameters_swapped,
+    stored_dtype,
+    without_subclasses,
+)
 
 Tensor = torch.Tensor
 
@@ -129,15 +135,22 @@ class Sinks:
     def trainable(self) -> dict[str, Sink]:
         """Name -> sink of every parameter that requires a gradient now."""
         sinks, seen = dict[str, Sink](), set[int]()
-        for prefix, module in self._modules:
-            for name, parameter in own_parameters(module):
-                if parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    sink = self._sinks.get(id(parameter))
-                    if sink is None:
-                        sink = self._sinks[id(parameter)] = Sink(parameter)
-                    sink.leaf = leaf_of(parameter)
-                    sinks[prefix + name] = sink
+        # the functions of mesh parameters would give the same flag, in forty calls
+        with without_subclasses():
+            named = [
+                (prefix + name, parameter)
+                for prefix, module in self._modules
+                for name, parameter in own_parameters(module)
+                if parameter.requires_grad
+            ]
+        for name, parameter in named:
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                sink = self._sinks.get(id(parameter))
+                if sink is None:
+                    sink = self._sinks[id(parameter)] = Sink(parameter)
+                sink.leaf = leaf_of(parameter)
+                sinks[name] = sink
         return sinks
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ a module of a later stage ends the forward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -37,6 +37,9 @@ from meshwright_pipeline.trace.state.plain_attributes import differing, put_plai
 Values = Mapping[Label, torch.Tensor]
 Wanted = Mapping[Key, tuple[Label, ...]]
 """Unit call -> those of its results that are to be sent."""
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class _EndOfStage(Exception):
@@ -149,7 +152,7 @@ class Stage:
         with (
             self._others(call),
             self.calls.handled(self.model, forward.call_unit),
-            glue or contextlib.nullcontext(),
+            glue or _NOTHING,
         ):
             try:
                 result = ordinary_call(self.model, *call)
@@ -246,12 +249,10 @@ class _StageForward:
         call, wanted = stage.unit_calls[key], self.wanted.get(key, ())
         put = call.result.put
         containers = containers_of((args, kwargs)) if put else {}
-        with contextlib.ExitStack() as around:
-            if self.glue is not None:
-                around.enter_context(self.glue.paused())
-            if stage.streams is not None:
-                around.enter_context(stage.streams.unit(key))
-            self._collect_inside(key, call, wanted, around)
+        glue_paused = _NOTHING if self.glue is None else self.glue.paused()
+        numbers = _NOTHING if stage.streams is None else stage.streams.unit(key)
+        collecting = self._collecting(key, call, wanted) if call.inside and wanted else _NOTHING
+        with glue_paused, numbers, collecting:
             output = forward(*args, **kwargs)
         if stage.index < len(stage.cut.last) - 1 and not call.tensors_only:
             self._check_plain(key[0], call, output, containers)
@@ -307,17 +308,19 @@ class _StageForward:
             if (*key, path, place) in wanted:
                 self.values[(*key, path, place)] = leaf
 
-    def _collect_inside(
-        self, key: Key, call: _UnitCall, wanted: Collection[Label], around: contextlib.ExitStack
-    ) -> None:
-        """Until `around` ends, results of modules inside the unit that have to be sent are collected."""
+    @contextlib.contextmanager
+    def _collecting(self, key: Key, call: _UnitCall, wanted: Collection[Label]) -> Iterator[None]:
+        """Inside, results of modules inside the unit that have to be sent are collected."""
 
         def collect(path: str) -> Callable[[nn.Module, Any, Any], None]:
             return lambda module, args, output: self._collect_outputs(key, path, output)
 
-        for path in {label[2] for label in wanted} if call.inside else ():
-            if path in call.inside and not is_attribute(path):
-                around.enter_context(call.module.get_submodule(path).register_forward_hook(collect(path)))
+        with contextlib.ExitStack() as handles:
+            for path in {label[2] for label in wanted}:
+                if path in call.inside and not is_attribute(path):
+                    module = call.module.get_submodule(path)
+                    handles.enter_context(module.register_forward_hook(collect(path)))
+            yield
 
 
 def _check_leaves(unit: str, planned: Any, now: Any) -> None:

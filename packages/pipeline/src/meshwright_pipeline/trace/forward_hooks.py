@@ -96,13 +96,16 @@ class UnitCalls:
     @contextlib.contextmanager
     def handled(self, model: nn.Module, handler: Handler) -> Iterator[None]:
         """Inside, where one forward of `model` runs, `handler` takes over the calls of units."""
-        with self.replaced(model):
-            outer = self._handler, self._counts, self._inside
-            self._handler, self._counts, self._inside = handler, {}, False
-            try:
+        outer = self._handler, self._counts, self._inside
+        self._handler, self._counts, self._inside = handler, {}, False
+        try:
+            if self._replaced:
                 yield
-            finally:
-                self._handler, self._counts, self._inside = outer
+                return
+            with self.replaced(model):
+                yield
+        finally:
+            self._handler, self._counts, self._inside = outer
 
     def _replacement(self, unit: str, forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:

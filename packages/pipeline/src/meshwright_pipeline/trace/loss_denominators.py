@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline._torch import without_innermost_mode
+from meshwright_pipeline._torch import put_on, take_off
 from meshwright_pipeline.pytrees import full_value
 
 Tensor = torch.Tensor
@@ -60,7 +60,12 @@ def _count(arguments: dict[str, Any]) -> float:
 
 
 class GlueMode(TorchFunctionMode):
-    """Intercepts torch functions that code between units calls, not those that units call."""
+    """Intercepts torch functions that code between units calls, not those that units call.
+
+    `watched`: the functions that `call` runs; None for all.
+    """
+
+    watched: ClassVar[frozenset[Any] | None] = None
 
     # what a unit computes may be one compiled call
     over_compiled_regions = True
@@ -74,16 +79,20 @@ class GlueMode(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """Inside, a unit runs."""
         self._paused += 1
+        # every function that a unit calls would cost a call of this mode
+        off = take_off(self)
         try:
-            # every function that a unit calls would cost a call of this mode
-            with without_innermost_mode(self):
-                yield
+            yield
         finally:
+            if off:
+                put_on(self)
             self._paused -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **kwargs) if self._paused else self.call(func, args, kwargs)
+        if self._paused or (self.watched is not None and func not in self.watched):
+            return func(*args, **kwargs)
+        return self.call(func, args, kwargs)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function."""
@@ -117,6 +126,8 @@ class Denominators:
 class DenominatorCounter(GlueMode):
     """Records the numbers of one microbatch, at the `wanted` places. Losses that average are not computed."""
 
+    watched = _WATCHED
+
     def __init__(self, wanted: Collection[Place]) -> None:
         super().__init__()
         self.wanted = frozenset(wanted)
@@ -124,8 +135,6 @@ class DenominatorCounter(GlueMode):
         self.sums: dict[Place, tuple[Tensor, int]] = {}
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func not in _WATCHED:
-            return func(*args, **kwargs)
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None:
             self.counts.append(_count(arguments))
@@ -142,14 +151,14 @@ class DenominatorCounter(GlueMode):
 class BatchDenominatorMode(GlueMode):
     """Inside, a microbatch uses the numbers of the whole batch (see `sum_denominators`)."""
 
+    watched = _WATCHED
+
     def __init__(self, denominators: Denominators) -> None:
         super().__init__()
         self.sums = denominators.sums
         self._counts = list(denominators.counts)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func not in _WATCHED:
-            return func(*args, **kwargs)
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None and self._counts:
             arguments.pop("size_average", None)
