@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,3 +185,40 @@ def test_other_axes_leave_a_rank_its_part(rank_pool: RankPool, name: str, pins: 
 @pytest.mark.parametrize("name", ["chosen", "t5"])
 def test_what_skips_stages_is_passed_on(rank_pool: RankPool, name: str) -> None:
     check(rank_pool, 4, name, pp=4, schedule="1f1b")
+
+
+def of_data_axes(rank: int, size: int, zero: int, microbatches: int) -> tuple[dict[str, int], list[float]]:
+    """Collectives of a step by kind, and distances of two losses from one device; parameters are changed between the two."""
+    made = KINDS["llama"]
+    torch.manual_seed(0)
+    model, given = made.model(), made.batch()
+    alone = copy.deepcopy(model)
+    given = {name: value.repeat(2, 1) for name, value in given.items()}
+    # ranks have different numbers of targets
+    given["labels"][:3, 4:] = -100
+    pins = {"pp": 2, "dp": 2, "zero": zero, "microbatches": microbatches}
+    mw.parallelize(model, plan_once(model, given, cluster="laptop-cpu", planner="manual", **pins))
+    distances = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        with communication() as log:
+            loss = model(**given).loss
+            loss.backward()
+        torch.manual_seed(1)
+        distances.append(abs(float(loss.detach() - alone(**given).loss.detach())))
+        for parameter in (*model.parameters(), *alone.parameters()):
+            # torch does not count this write
+            parameter.data.mul_(0.5)
+    return dict(Counter(event.kind for event in log.events if event.axis != "pp")), distances
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1])
+def test_data_ranks_wait_for_each_other_as_often_with_more_microbatches(
+    rank_pool: RankPool, zero: int
+) -> None:
+    few, many = (rank_pool.run(4, of_data_axes, zero, microbatches) for microbatches in (2, 4))
+    assert [counts for counts, _ in few] == [counts for counts, _ in many]
+    assert max(distance for _, distances in (*few, *many) for distance in distances) < 2e-6
+    # the loss and the number of targets on the last stage; parameters are gathered once
+    assert few[-1][0]["all_reduce"] == 2 + (zero == 0) and ("all_gather" in few[0][0]) == bool(zero)

@@ -8,6 +8,9 @@ gradients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright_dtensor.mesh.layout import Layout
 
 _IS_COPY = "_meshwright_is_copy"
+_STEP: ContextVar[object | None] = ContextVar("_STEP", default=None)
 
 
 class ComputeCopy(ABC):
@@ -59,6 +63,24 @@ class ComputeCopy(ABC):
     @abstractmethod
     def follow(self, requires_grad: bool) -> None:
         """Take over the parameter's `requires_grad`."""
+
+
+@contextmanager
+def forwards_of_one_step() -> Iterator[None]:
+    """Inside, forwards of a model are those of microbatches of one call: only the model itself may write to parameters in between.
+
+    So an engine makes its copies once, and anew only where torch has counted a write.
+    """
+    token = _STEP.set(object())
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def step_of_forwards() -> object | None:
+    """What identifies the step that the current forward is a part of; None outside of `forwards_of_one_step`."""
+    return _STEP.get()
 
 
 def mark_as_copy(leaf: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """The compute copies of a placed model's parameters, and when their groups are unsharded and resharded.
 
 ZeRO stages 1 and 2, and mixed precision without ZeRO: the buffers stay allocated. Their values are refreshed at the start of
-every forward of the model, because no reliable signal tells that a parameter was changed.
+every forward of the model, because no reliable signal tells that a parameter was changed; of the microbatches of a pipeline
+at the start of the first.
 
 Stage 3: a group is unsharded at the first use of one of its parameters, and resharded when its module has run. The backward
 pass unshards it again. The group that was used next in the last pass is prefetched.
@@ -31,6 +32,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.ragged import spans_along
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.tensor.compute_copy import step_of_forwards
 from meshwright_dtensor.tensor.staged import check_copied
 from meshwright_parallel._torch.core import backward_is_running, saving_is_hooked
 from meshwright_parallel.engine.flat_shards import Shards
@@ -65,6 +67,8 @@ class UnshardEngine:
         self._last: int | None = None
         self._recent: deque[ParamGroup] = deque(maxlen=2)
         self._backward = self._order_known = False
+        # the pipeline's step that the last forward was a part of
+        self._step: object | None = None
         for group in self.groups:
             for unsharded in group.parameters:
                 unsharded.parameter.compute_with(unsharded)
@@ -118,8 +122,10 @@ class UnshardEngine:
         return following is None or self.groups[following].is_root
 
     def _begin(self) -> None:
-        for group in self.groups:
-            group.reshard(keep_memory=not self.reshards)
+        before, self._step = self._step, step_of_forwards()
+        if self.reshards or self._step is None or self._step is not before:
+            for group in self.groups:
+                group.reshard(keep_memory=not self.reshards)
         self._last, self._backward = None, False
         if not self.reshards:
             return

@@ -21,6 +21,7 @@ from meshwright_dtensor.model.compiled import refuse_traced_call
 from meshwright_dtensor.model.device import random_kept_on_error
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
+from meshwright_dtensor.tensor.compute_copy import forwards_of_one_step
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.tensor.staged import refuse_copied_stages
 from meshwright_dtensor.trace.one_device import on_one_device
@@ -128,7 +129,12 @@ class PipelinedCall:
             whole.end_step()
             # a value of one stage, such as the mean of a parameter
             args, kwargs = whole.on_every_rank((args, kwargs))
-        with own_stages(self.model), without_inference_mode(), random_kept_on_error(self.context.device):
+        with (
+            own_stages(self.model),
+            without_inference_mode(),
+            random_kept_on_error(self.context.device),
+            forwards_of_one_step(),
+        ):
             return on_one_device(self._step, args, kwargs)
 
     def _step(self, args: Any, kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from meshwright_pipeline.partition.boundaries import Cut
 from meshwright_pipeline.pytrees import Containers, containers_of, is_plain, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Forward, UnitCalls
 from meshwright_pipeline.trace.loss import mark_unit_output
-from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
+from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, GlueMode, MicrobatchNumbers, Place
 from meshwright_pipeline.trace.meta_model import others_as_zeros
 from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Key, Label, Profile, Result
@@ -111,7 +111,9 @@ class Stage:
         """What the code after the last unit takes."""
         return _by_call(self.cut.final)
 
-    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Collection[Place]) -> Denominators:
+    def count(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Collection[Place]
+    ) -> MicrobatchNumbers:
         """The loss denominators of one microbatch that inputs alone decide. No module runs, and nothing is drawn."""
 
         def skip(key: Key, _: Forward, *arguments: Any) -> Any:
@@ -121,7 +123,7 @@ class Stage:
         skipping = self.calls.handled(self.model, skip)
         with torch.random.fork_rng([]), torch.no_grad(), self._others((args, kwargs)), skipping, counter:
             ordinary_call(self.model, args, kwargs)
-        return Denominators(tuple(counter.counts), counter.sums)
+        return MicrobatchNumbers(tuple(counter.counts), counter.sums)
 
     def _others(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Inside, code between units finds the parameters of other stages, where it looks for them."""

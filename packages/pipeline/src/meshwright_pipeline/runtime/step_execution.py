@@ -17,6 +17,7 @@ from torch import nn
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.stages.whole_model import own_stages
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline.analysis import loss_additivity
 from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import full_value, leaves_of
@@ -85,11 +86,11 @@ class StepExecution:
             loss = need_loss(result)
             if microbatch == 0 and len(plan.calls) > 1:
                 check_loss_path(plan.prepared.loss_paths, self._trained(messages()), loss)
-            weighted: Tensor = full_value(loss) * plan.weight
+            weighted: Tensor = loss * plan.weight
             losses[microbatch] = weighted.detach().requires_grad_(weighted.requires_grad)
             if plan.returns == "all":
                 results[microbatch] = result
-            return [weighted]
+            return [_without_sum(weighted)]
 
         per_microbatch = plan.loss_mode == "per_microbatch"
         start = start_backward if per_microbatch else None
@@ -128,7 +129,7 @@ class StepExecution:
 
     def _add_up(self, step: StepResult, losses: Mapping[int, Tensor], results: Mapping[int, Any]) -> None:
         """The loss and the outputs of the batch, from those of microbatches."""
-        total = functools.reduce(torch.add, [losses[m].detach() for m in sorted(losses)])
+        total: Tensor = full_value(functools.reduce(torch.add, [losses[m].detach() for m in sorted(losses)]))
         step.loss = total.requires_grad_(any(loss.requires_grad for loss in losses.values()))
         if step.plan.returns == "all":
             parts = [leaves_of(results[m]) for m in sorted(results)]
@@ -184,3 +185,11 @@ class StepExecution:
                     step.run.fail(Failure(self._last_stage_action("BI"), error))
             self.last = step.run.run_backward(unit_gradients)
         return self.last
+
+
+def _without_sum(loss: Tensor) -> Tensor:
+    """An ordinary tensor from which the gradient of a loss starts: where ranks hold parts of its sum, their part."""
+    if isinstance(loss, GlobalTensor) and set(loss.global_layout.states) <= {"P", "I"}:
+        # the sum has the gradient 1 for each part: ranks need not wait for one another in every microbatch
+        return loss.to_local()
+    return full_value(loss)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ records the numbers that only inputs determine. In the step, each microbatch use
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections import Counter
@@ -20,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import put_on, take_off
 from meshwright_pipeline.pytrees import full_value
 
@@ -51,12 +54,12 @@ def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return arguments if averages and isinstance(target, Tensor) and not target.is_floating_point() else None
 
 
-def _count(arguments: dict[str, Any]) -> float:
+def _count(arguments: dict[str, Any]) -> Tensor:
     target, ignored = arguments["target"], arguments.get("ignore_index", -100)
     counts, weight = target != ignored, arguments.get("weight")
     if weight is not None:
         counts = weight[torch.where(counts, target, torch.zeros_like(target))] * counts
-    return float(full_value(counts.sum()).item())
+    return counts.sum()
 
 
 class GlueMode(TorchFunctionMode):
@@ -111,16 +114,24 @@ class GlueMode(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Denominators:
-    """Numbers of one microbatch, or of the batch, that only inputs determine.
+class MicrobatchNumbers:
+    """Numbers of one microbatch that only inputs determine; on several ranks their sums are still to be made.
 
     Attributes:
         counts: for each call of a loss that averages over targets, the (weighted) number of targets.
         sums: place of a call -> its result, and whether it is a sum (1) or a mean (0) over rows.
     """
 
-    counts: tuple[float, ...]
+    counts: tuple[Tensor, ...]
     sums: Mapping[Place, tuple[Tensor, int]]
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Numbers that each microbatch takes of the batch: `counts` divided by the number of microbatches, and `sums`."""
+
+    counts: tuple[float, ...]
+    sums: Mapping[Place, Tensor]
 
 
 class DenominatorCounter(GlueMode):
@@ -131,7 +142,7 @@ class DenominatorCounter(GlueMode):
     def __init__(self, wanted: Collection[Place]) -> None:
         super().__init__()
         self.wanted = frozenset(wanted)
-        self.counts: list[float] = []
+        self.counts: list[Tensor] = []
         self.sums: dict[Place, tuple[Tensor, int]] = {}
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -144,7 +155,8 @@ class DenominatorCounter(GlueMode):
         result = func(*args, **kwargs)
         if place in self.wanted:
             assert place is not None
-            self.sums[place] = (full_value(result), SUMS[func])
+            # the code that follows may write to it
+            self.sums[place] = (result.clone(), SUMS[func])
         return result
 
 
@@ -166,10 +178,12 @@ class BatchDenominatorMode(GlueMode):
             return func(**{**arguments, "reduction": "sum"}) / self._counts.pop(0)
         place = self.place(func, sys._getframe(2))
         total = None if place is None else self.sums.get(place)
-        return func(*args, **kwargs) if total is None else total[0].clone()
+        return func(*args, **kwargs) if total is None else total.clone()
 
 
-def sum_denominators(parts: Sequence[Denominators], averaging: int, wanted: Sequence[Place]) -> Denominators:
+def sum_denominators(
+    parts: Sequence[MicrobatchNumbers], averaging: int, wanted: Sequence[Place]
+) -> Denominators:
     """The numbers of the batch, from those recorded in its microbatches. Counts are divided by the number of microbatches.
 
     `averaging`, `wanted`: in the profiled run, the number of losses that average over targets, and the places of the numbers that
@@ -183,10 +197,26 @@ def sum_denominators(parts: Sequence[Denominators], averaging: int, wanted: Sequ
                 "the code that computes the loss runs other operations than when the model was profiled with a batch of the same "
                 "shapes. Set pipeline.microbatches to 1, or compute the loss outside of the model"
             )
-    counts = [sum(column) / len(parts) for column in zip(*(part.counts for part in parts), strict=True)]
-    sums: dict[Place, tuple[Tensor, int]] = {}
+    # summed on each rank first, so that ranks exchange each number once
+    counts = [
+        float(_sum(column).item()) / len(parts)
+        for column in zip(*(part.counts for part in parts), strict=True)
+    ]
+    sums: dict[Place, Tensor] = {}
     for place in wanted:
-        values = [part.sums[place][0] for part in parts]
-        total, adds = torch.stack(values).sum(0), parts[0].sums[place][1]
-        sums[place] = ((total if adds else total / len(parts)).to(values[0].dtype), adds)
+        total, (value, adds) = _sum([part.sums[place][0] for part in parts]), parts[0].sums[place]
+        sums[place] = (total if adds else total / len(parts)).to(value.dtype)
     return Denominators(tuple(counts), sums)
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    """The sum of values of all ranks, as an ordinary tensor."""
+    first = values[0]
+    layout = first.global_layout if isinstance(first, GlobalTensor) else None
+    if layout is None or any(
+        not isinstance(v, GlobalTensor) or v.global_layout is not layout for v in values
+    ):
+        return functools.reduce(torch.add, map(full_value, values))
+    parts: list[Tensor] = [value.to_local() for value in values]  # type: ignore[attr-defined]
+    total = from_local(functools.reduce(torch.add, parts), layout.mesh, layout.states, layout.shape)
+    return total.full_tensor()
