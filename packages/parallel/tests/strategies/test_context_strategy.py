@@ -59,8 +59,8 @@ def test_collectives_of_each_form() -> None:
     }
     # two key heads are repeated, so that four ranks have one each
     assert costed("all_to_all")[1] == {
-        ("all_to_all", "forward"): (12, 3 * 4 * (4000 + 4000 + 2 * 2000)),
-        ("all_to_all", "backward"): (12, 3 * 4 * (4000 + 4000 + 2 * 2000)),
+        ("all_to_all", "forward"): (6, 3 * 4 * (4000 + 4000 + 2 * 2000)),
+        ("all_to_all", "backward"): (6, 3 * 4 * (4000 + 4000 + 2 * 2000)),
     }
 
 

@@ -60,11 +60,8 @@ class Target:
         return forced, tuple(goal.get(a) for a in context.axes)
 
 
-def install_targets(model: nn.Module, plan: ParallelPlan, everywhere: bool = False) -> list[Any]:
+def install_targets(model: nn.Module, plan: ParallelPlan) -> list[Any]:
     """Make the calls of ``model`` take their inputs in the states that ``plan.activations`` names.
-
-    Args:
-        everywhere: track whose forward is running for every module, not only where the plan has targets.
 
     Returns:
         Handles; ``handle.remove()`` undoes it.
@@ -83,8 +80,6 @@ def install_targets(model: nn.Module, plan: ParallelPlan, everywhere: bool = Fal
             raise PlanError("activations.module", rule.module, text, did_you_mean(rule.module, names))
         for name in matched:
             rules.setdefault(name, {}).setdefault(rule.function, {}).setdefault(rule.occurrence, target)
-    if everywhere:
-        rules.setdefault("", {})
     return install_frames(model, rules)
 
 

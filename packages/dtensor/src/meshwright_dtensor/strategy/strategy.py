@@ -47,7 +47,6 @@ class Strategy(ABC):
         axis: the mesh axis it owns, e.g. "tp".
         order: position of its axis in the mesh; small is outermost (data 10, tensor 40).
         placement_search: the planner searches the placements on this axis.
-        logs_all_modules: the communication log names the module of every call, not only of those in the plan.
         gradient: "complete" - autograd delivers the complete gradient of a replicated parameter (state I); "deferred" -
             autograd delivers this rank's part (state X), and the engine of `parallelize` reduces it later.
         gathers: parameters are stored in shards on this axis and unsharded for compute by the engine.
@@ -59,7 +58,6 @@ class Strategy(ABC):
     axis: ClassVar[str]
     order: ClassVar[int] = 50
     placement_search: ClassVar[bool] = False
-    logs_all_modules: ClassVar[bool] = False
     gradient: ClassVar[GradientKind] = "complete"
     gathers: ClassVar[bool] = False
     optional: ClassVar[bool] = False

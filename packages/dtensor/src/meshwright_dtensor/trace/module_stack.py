@@ -125,9 +125,11 @@ def install_frames(model: nn.Module, rules: Mapping[str, Targets]) -> list[Any]:
 
 def _hook(module: nn.Module, name: str, rules: Targets) -> list[Any]:
     frames, shown = FRAMES, _shown_name(module, name)
+    # one without targets counts nothing
+    bare = None if rules else Frame(name, rules, shown)
 
     def enter(_module: nn.Module, _args: Any) -> None:
-        frames.stack.append(Frame(name, rules, shown))
+        frames.stack.append(Frame(name, rules, shown) if bare is None else bare)
 
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
         if frames.stack:

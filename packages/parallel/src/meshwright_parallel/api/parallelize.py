@@ -122,9 +122,7 @@ def _applied(
     link_stages(model, mesh)
     install_true_order(model)
     install_recompute(model, inner, device)
-    # an axis of one rank communicates nothing
-    logged = any(strategy.logs_all_modules and inner.degree(strategy.axis) > 1 for strategy in strategies)
-    install_targets(model, inner, everywhere=logged)
+    install_targets(model, inner)
     install_module_to(model)
     install_inputs(model, placed)
     refuse_assigned_state(model)

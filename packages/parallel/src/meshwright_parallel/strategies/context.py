@@ -42,7 +42,6 @@ class Context(Strategy):
     axis: ClassVar[str] = "cp"
     order: ClassVar[int] = 20
     gradient: ClassVar[GradientKind] = "deferred"
-    logs_all_modules: ClassVar[bool] = True
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         """Divisors of the world size that divide the sequence; without a pin, only those that leave each rank many tokens."""
@@ -64,7 +63,6 @@ class Context(Strategy):
         """
         if degree <= 1:
             return StrategyCost()
-        balance = self._balance(request, degree)
         pinned = request.options.get("context_attention")
         if pinned is not None and not _possible(pinned, request, degree):
             heads = next(use.heads for use in request.sizes.attention if use.heads % degree)
@@ -74,15 +72,19 @@ class Context(Strategy):
             )
         forms = FORMS if pinned is None else (pinned,)
         possible = (form for form in forms if _possible(form, request, degree))
-        costs = [self._cost_of(form, balance, request, degree, link) for form in possible]
+        costs = [
+            self._cost_of(form, self._balance(request, degree, form), request, degree, link)
+            for form in possible
+        ]
         return min(costs, key=lambda cost: cost.exposed_seconds)
 
     @staticmethod
-    def _balance(request: SearchRequest, degree: int) -> str:
+    def _balance(request: SearchRequest, degree: int, form: str) -> str:
+        """Zig-zag where causal attention gives the ranks different work otherwise: whole sequences of some heads are equal work."""
         pinned: str | None = request.options.get("context_balance")
         causal = any(use.causal for use in request.sizes.attention)
         fits = request.sequence_length is not None and request.sequence_length % (2 * degree) == 0
-        return pinned or ("zigzag" if causal and fits else "none")
+        return pinned or ("zigzag" if causal and fits and form != "all_to_all" else "none")
 
     @staticmethod
     def _cost_of(form: str, balance: str, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
@@ -165,12 +167,11 @@ def _collectives(form: str, use: AttentionUse, degree: int) -> list[CollectiveUs
             CollectiveUse("all_gather", kv * degree, 1, "backward", "keys and values, again"),
             CollectiveUse("reduce_scatter", kv * degree, 1, "backward", "gradients of keys and values"),
         ]
-    sizes = Counter((use.query_bytes, use.output_bytes))
     # key heads are repeated so that each rank has equally many
     repeats = degree // math.gcd(use.key_heads, degree)
     if use.heads % (use.key_heads * repeats):
         repeats = use.heads // use.key_heads
-    sizes[kv * repeats // 2] += 2
+    sizes = Counter((use.query_bytes + kv * repeats, use.output_bytes))
     return [
         CollectiveUse("all_to_all", nbytes * degree, count, phase, "heads in place of the sequence")
         for phase in ("forward", "backward")

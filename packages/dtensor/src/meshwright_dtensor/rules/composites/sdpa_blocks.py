@@ -106,14 +106,21 @@ class Merged:
         wide = torch.promote_types(q.dtype, torch.float32)
         self.out = q.new_zeros((*q.shape[:-1], features), dtype=wide)
         self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
+        self._seen: list[Interval] = []
 
     def add(self, rows: Interval, out: Tensor, lse: Tensor) -> None:
-        """Merge the result of the queries ``rows`` over more keys."""
-        old = self.lse.narrow(-1, *rows)
-        new = torch.logaddexp(old, lse.to(old.dtype))
-        kept, added = (torch.exp(x - new).nan_to_num_(0.0).unsqueeze(-1) for x in (old, lse))
-        target = self.out.narrow(-2, *rows)
-        target.mul_(kept).add_(out * added)
+        """Merge the result of the queries `rows` over more keys."""
+        old, target, lse = self.lse.narrow(-1, *rows), self.out.narrow(-2, *rows), lse.to(self.lse.dtype)
+        first = all(rows[0] >= sum(seen) or seen[0] >= sum(rows) for seen in self._seen)
+        self._seen.append(rows)
+        if first:
+            target.copy_(out)
+            old.copy_(lse)
+            return
+        new = torch.logaddexp(old, lse)
+        # the weight of what is added; a query that has seen no key yet, and sees none here, keeps its zeros
+        weight = torch.exp(lse - new).nan_to_num_(0.0).unsqueeze(-1)
+        target.lerp_(out.to(target.dtype), weight)
         old.copy_(new)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from meshwright_dtensor import dropout_noise
-from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.devices import on_host
@@ -18,9 +16,9 @@ from meshwright_dtensor.random import DRAWS, PIECE_NUMEL, draw_part
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_blocks import attention
+from meshwright_dtensor.rules.composites.sdpa_heads import HeadExchange
 from meshwright_dtensor.rules.composites.sdpa_ring import Ranks, SharedAttention
 from meshwright_dtensor.sharding.boxes import Region, cut_intervals
-from meshwright_dtensor.sharding.intervals import Intervals
 from meshwright_dtensor.sharding.states import R, X
 
 Tensor = torch.Tensor
@@ -163,23 +161,6 @@ def _form(t: Tensor) -> Tensor:
 
 
 # ---- all-to-all to heads
-class _Exchange(torch.autograd.Function):
-    """One all-to-all of a local tensor, and its reverse for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, there: Any, back: Any, site: Site) -> Tensor:
-        """``there``, ``back``: functions of (tensor, site)."""
-        ctx.back, ctx.site = back, site
-        out: Tensor = there(t.detach(), site)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The gradient of the part that was sent."""
-        return ctx.back(gradient, ctx.site), None, None, None
-
-
 def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     """All-to-all to whole sequences with sharded heads, plain attention, all-to-all back."""
     mask, p, causal, scale, grouped = ctx.node.args[3:]
@@ -199,12 +180,7 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     whole = (((0, ctx.out_shapes[0][-2]),), ((0, ctx.in_shapes[1][-2]),))
     draw = noise_of(ctx, (*region[: dim - 1], local_heads, *whole)) if p else None
 
-    def exchange(t: Tensor, source: int, target: int, site: Site) -> Tensor:
-        sizes = [t.shape[d] * (n if d == source else 1) for d in (source, target)]
-        there = Step(ctx.context, axis, source, target, *sizes).function("forward")
-        back = Step(ctx.context, axis, target, source, *reversed(sizes)).function("backward")
-        out: Tensor = _Exchange.apply(t, there, back, site)
-        return out
+    exchange = HeadExchange(ctx.context, axis)
 
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
@@ -214,24 +190,12 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
             times = q.shape[-3] // k.shape[-3]
         if times > 1:
             k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
-        q = _in_order(exchange(q, dim, dim - 1, site), queries)
-        k, v = (_in_order(exchange(t, dim, dim - 1, site), keys) for t in (k, v))
+        q, k, v = exchange.whole_sequences((q, k, v), (queries, keys, keys), site)
         bias = tensors[3] if mask is not None else None
         if bias is not None and bias.dim() >= 3 and bias.shape[-3] != 1:
             bias = bias.narrow(-3, rank * (heads // n), heads // n)
         noise = None if draw is None else draw(tensors)
         out = attention(q, k, v, bias, noise, causal, scale, grouped or k.shape[-3] != q.shape[-3])
-        return exchange(_in_order(out, queries, back=True), dim - 1, dim, site)
+        return exchange.parts((out,), (queries,), site)[0]
 
     return run
-
-
-def _in_order(t: Tensor, held: tuple[Intervals, ...], back: bool = False) -> Tensor:
-    """The sequence (dim -2) in order of position, from the concatenated shards of the ranks; ``back``: the reverse."""
-    intervals = [interval for part in held for interval in part]
-    if intervals == sorted(intervals):
-        return t
-    if back:
-        return torch.cat([t.narrow(-2, *interval) for interval in intervals], -2)
-    pieces = t.split([length for _, length in intervals], -2)
-    return torch.cat([pieces[i] for i in sorted(range(len(intervals)), key=lambda i: intervals[i])], -2)
