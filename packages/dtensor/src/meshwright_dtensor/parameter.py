@@ -94,8 +94,10 @@ class MeshParameter(WholeMemory, DTensor):
             dtensor_local(shown) is local
             or (shown.requires_grad and share_memory(dtensor_local(shown), local))
         ):
-            value = mesh_value(dtensor_like(local.detach() if local.requires_grad else local, self))
-            shown = self._shown_gradient = permuted.as_permuted(value, self._layout)
+            shown = mesh_value(dtensor_like(local.detach() if local.requires_grad else local, self))
+            if self._order is not None:
+                shown = permuted.as_permuted(shown, self._layout)
+            self._shown_gradient = shown
             if is_repeated(self):
                 mark_repeated(shown)
         return shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -90,7 +90,8 @@ def dtensor_spec(tensor: DTensor) -> Any:
 
 def dtensor_from(local: torch.Tensor, spec: Any) -> DTensor:
     """A DTensor over ``local`` with an existing spec, without checks and without autograd."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    # not by calling the class: its __init__ does nothing but for torch.export, in a dozen calls
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def storage_key(tensor: Any) -> int | None:
@@ -105,7 +106,26 @@ def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
     spec: Any = tensor._spec
     if local.dtype != spec.tensor_meta.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return dtensor_from(local, spec)
+
+
+def local_parts(
+    values: Mapping[str, Any], like: DTensor, kind: type[DTensor], numbers: Collection[str]
+) -> dict[str, Any] | None:
+    """``values`` with the local tensors of their DTensors, if all of these are of exactly this class and placed as ``like``.
+
+    None if there are other tensors than those, and tensors of one number under the names in ``numbers``.
+    """
+    spec, parts = like._spec, dict(values)
+    order = getattr(like, "_order", None)
+    for name, value in values.items():
+        if type(value) is kind and value._spec is spec and (order is None or value._order == order):
+            parts[name] = value._local_tensor
+        elif isinstance(value, torch.Tensor) and (
+            type(value) is not torch.Tensor or name not in numbers or value.dim()
+        ):
+            return None
+    return parts
 
 
 def settled(tensor: DTensor) -> DTensor:

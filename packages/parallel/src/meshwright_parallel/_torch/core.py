@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright_dtensor._torch.core import dtensor_from
 from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.utils.names import path_name
@@ -53,7 +54,7 @@ def with_local(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A stock DTensor with the placements of `like` and the local tensor `local`; `local` itself if `like` is plain."""
     if not isinstance(like, DTensor):
         return local
-    return cast(torch.Tensor, DTensor(local, like._spec, requires_grad=False))  # type: ignore[call-arg]
+    return dtensor_from(local, like._spec)
 
 
 def scale_in_place(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

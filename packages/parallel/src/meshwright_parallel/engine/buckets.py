@@ -79,14 +79,14 @@ class Slot:
         local = local_of(self.stored)
         return local.stride() if local.is_contiguous() else torch.empty_like(local, device="meta").stride()
 
-    @property
+    @cached_property
     def in_rows(self) -> bool:
         """Whether a gradient of the leaf can be reduced in place: its shards are contiguous, one rank after the other."""
         if self.leaf.dtype != self.stored.dtype or isinstance(self.leaf, DTensor):
             return False
         return self.shards is None or self.shards.in_rows
 
-    @property
+    @cached_property
     def has_compute_copy(self) -> bool:
         """Whether the gradient arrives at a compute copy of the stored parameter."""
         return self.stored is not self.leaf
@@ -129,15 +129,20 @@ class Bucket:
     work: dist.Work | None = None
     views: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def expected(self) -> int:
+        """The number of gradients that arrive, also of those that are reduced alone; of a bucket that is filled."""
+        return len(self.slots) + len(self.flag_slots)
+
     @property
     def complete(self) -> bool:
         """Whether every parameter has delivered its gradient on this rank."""
-        return len(self.arrived) == len(self.slots) + len(self.flag_slots)
+        return len(self.arrived) == self.expected
 
     @property
     def width(self) -> int:
         """Elements of a row: gradients, then one flag per slot, also of those that are reduced alone."""
-        return self.numel + len(self.slots) + len(self.flag_slots)
+        return self.numel + self.expected
 
     def add(self, slot: Slot) -> None:
         """Add a slot at the end."""

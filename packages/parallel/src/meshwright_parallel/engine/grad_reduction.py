@@ -60,8 +60,8 @@ class DataReduction:
         # by place in _parameters: the leaf whose gradient is watched, from when it first requires one
         self._watched: dict[int, tuple[torch.Tensor, list[RemovableHandle]]] = {}
         self._slots: list[Slot] = []
-        # place in _parameters -> index of its slot
-        self._slot_at: dict[int, int] = {}
+        # of every entry of _parameters; None of one that requires no gradient, which autograd does not accumulate either
+        self._slot_at: list[Slot | None] = []
         self._unsharded: list[UnshardedParameter | None] = []
         self._buckets: list[Bucket] = []
         self._leaves: list[tuple[torch.Tensor, bool]] = []
@@ -116,8 +116,10 @@ class DataReduction:
         self._forget_pass()
         self._leaves = [(leaf_of(p), p.requires_grad) for _, p, _ in self._parameters]
         trained = [place for place, (_, required) in enumerate(self._leaves) if required]
-        self._slot_at = {place: index for index, place in enumerate(trained)}
         self._slots = [_slot(*self._parameters[place]) for place in trained]
+        self._slot_at = [None] * len(self._parameters)
+        for place, slot in zip(trained, self._slots, strict=True):
+            self._slot_at[place] = slot
         self._unsharded = [unsharded_of(self._parameters[place][1]) for place in trained]
         for index, slot in enumerate(self._slots):
             slot.index = index
@@ -136,38 +138,38 @@ class DataReduction:
         before = leaf.register_hook(self._before(place, leaf))
         self._watched[place] = leaf, [before, leaf.register_post_accumulate_grad_hook(_after(self, place))]
 
-    def _slot_of(self, place: int) -> Slot | None:
-        """None of a parameter that requires no gradient, which autograd does not accumulate either."""
-        index = self._slot_at.get(place)
-        return None if index is None else self._slots[index]
-
     # ------------------------------------------------------------------------------------ hooks of a leaf
     def _before(self, place: int, leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor | None]:
         def before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
             # torch.autograd.grad accumulates nothing, and returns this sum
             if gradient_is_captured():
-                if place not in self._slot_at:
+                if self._slot_at[place] is None:
                     self._follow()
-                slot = self._slots[self._slot_at[place]]
+                captured = self._slot_at[place]
+                assert captured is not None
                 # create_graph=True: a partial sum, which autograd completes where it is used
-                return None if torch.is_grad_enabled() else self._sum_now(slot, gradient)
+                return None if torch.is_grad_enabled() else self._sum_now(captured, gradient)
             if torch.is_grad_enabled():
                 raise UnsupportedError(
                     f"backward(create_graph=True) would put the gradient of {self._parameters[place][0]!r}, which is summed over "
                     "ranks, and its graph into .grad; use torch.autograd.grad(loss, parameters, create_graph=True)"
                 )
-            self._begin_pass()
-            trained = self._slot_of(place)
-            if trained is None:
+            # most are not the first of a pass: this runs for each gradient
+            running = self._running
+            if running is None or running() is None:
+                self._begin_pass()
+            slot = self._slot_at[place]
+            if slot is None:
                 return None
-            slot, index = trained, trained.index
+            index = slot.index
             # twice in one pass (reentrant checkpointing): finish the first
             if index in self._priors:
                 self._finish()
                 self._begin_pass()
+            earlier = leaf.grad
             # a compute copy may still have a gradient of a pass that raised
-            self._priors[index] = None if slot.has_compute_copy else leaf.grad
-            if leaf.grad is not None:
+            self._priors[index] = None if slot.has_compute_copy else earlier
+            if earlier is not None:
                 # so that autograd stores the increment alone
                 leaf.grad = None
             return None
@@ -178,15 +180,20 @@ class DataReduction:
         leaf, increment = slot.leaf, slot.leaf.grad
         if increment is None:
             return
-        _check(slot, increment)
+        if type(increment) is not torch.Tensor or increment.layout is not torch.strided:
+            _check(slot, increment)
+            increment = local_of(increment)
         bucket = self._buckets[slot.bucket]
-        bucket.put(slot, local_of(increment))
+        bucket.put(slot, increment)
         if slot.has_compute_copy:
             leaf.grad = None
         else:
             prior = self._priors[slot.index]
-            # without a prior, .grad is the view of the bucket that will hold the sum
-            leaf.grad = with_local(leaf, bucket.view_as_gradient(slot)) if prior is None else prior
+            if prior is None:
+                # the view of the bucket that will hold the sum
+                prior = bucket.view_as_gradient(slot)
+                prior = prior if type(leaf) is torch.Tensor else with_local(leaf, prior)
+            leaf.grad = prior
         self._ready.append(slot.index)
         unsharded = self._unsharded[slot.index]
         if unsharded is not None:
@@ -204,10 +211,7 @@ class DataReduction:
 
     # ------------------------------------------------------------------------------------ one backward pass
     def _begin_pass(self) -> None:
-        """Called for each gradient; the first of a pass begins it."""
-        if self._running is not None and self._running() is not None:
-            # the same pass, or a nested one
-            return
+        """Called for the first gradient of a pass, not of one that is nested in it."""
         self._follow()
         self._forget_pass()
 
@@ -296,7 +300,7 @@ def _after(engine: DataReduction, place: int) -> Callable[[torch.Tensor], None]:
 
     def after_accumulation(leaf: torch.Tensor) -> None:
         engine = reference()
-        slot = None if engine is None else engine._slot_of(place)
+        slot = None if engine is None else engine._slot_at[place]
         if engine is not None and slot is not None:
             engine._arrived(slot)
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright_dtensor._torch.core import local_parts
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.parameter import MeshParameter, state_like
@@ -42,6 +45,7 @@ ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, Adam
 """Exactly these classes: a subclass may need whole tensors."""
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """States with one number per parameter."""
+_STEPPED = "_meshwright_stepped"
 
 
 @cache
@@ -72,11 +76,13 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     may_replace = bool(args) and args[0] is optimizer
     with nullcontext() if model is None else model.entered():
         blocks = blocks_of(optimizer)
-        if blocks is None:
-            _distribute_states(optimizer)
         # of local tensors alone, so that the hooks and the closure of the user may see all stages
         local_copy = None
-        if may_replace:
+        if may_replace and blocks is None:
+            local_copy = local_optimizer(optimizer, as_left=True)
+        if blocks is None and local_copy is None:
+            _distribute_states(optimizer)
+        if may_replace and local_copy is None:
             local_copy = local_optimizer(optimizer) if blocks is None else block_copy(optimizer, blocks)
     if local_copy is not None:
         return (local_copy, *args[1:]), kwargs
@@ -134,7 +140,7 @@ def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         if not isinstance(parameter, MeshParameter) or not isinstance(entries, dict):
             continue
-        distributed = MeshValue if permuted_layout(parameter) is None else PermutedDTensor
+        distributed = _state_class(parameter)
         for key, value in entries.items():
             if isinstance(value, StageTensor):
                 value = entries[key] = value_of(value)
@@ -153,6 +159,11 @@ def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
                 entries[key] = mesh_value(like_parameter(value, parameter))
 
 
+def _state_class(parameter: MeshParameter) -> type[DTensor]:
+    """The class of the states that have the shape of the parameter."""
+    return MeshValue if parameter._order is None else PermutedDTensor
+
+
 def refuse_assigned_state(model: nn.Module) -> None:
     """Make `load_state_dict(assign=True)` raise: it would replace distributed parameters by plain ones."""
     for module in model.modules():
@@ -167,12 +178,34 @@ def _refuse(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any
         )
 
 
-def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """A copy of the optimizer over local tensors, for one step; None where the step needs DTensors."""
+@dataclass(slots=True)
+class _Stepped:
+    """A parameter in one step.
+
+    Attributes:
+        local: its local tensor, or itself where it is plain.
+        entries, parts: its states in the user's optimizer and in the copy; None before its first step.
+        before: the values of `parts` before the step, where they are the local tensors of those of `entries`; else ().
+    """
+
+    parameter: torch.Tensor
+    local: torch.Tensor
+    entries: dict[str, Any] | None = None
+    parts: dict[str, Any] | None = None
+    before: tuple[Any, ...] = ()
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer, as_left: bool = False) -> torch.optim.Optimizer | None:
+    """A copy of the optimizer over local tensors, for one step; None where the step needs DTensors.
+
+    Args:
+        as_left: also None where a state is not as an earlier step has left it, such as one that was loaded.
+    """
     if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
         return None
     groups: list[dict[str, Any]] = []
     states: dict[Any, dict[str, Any]] = {}
+    stepped: list[_Stepped] = []
     local_copy = step_copy(optimizer, type(optimizer.state)(dict, states))  # type: ignore[call-arg]
     for group in optimizer.param_groups:
         locals_ = []
@@ -182,14 +215,22 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
                 return None
             local = local_of(parameter) if mine else parameter
             locals_.append(local)
-            if parameter in optimizer.state:
-                entries = _local_entries(parameter, optimizer.state[parameter])
-                if entries is None:
-                    return None
-                states[local] = entries
+            entries = optimizer.state.get(parameter)
+            if entries is None:
+                stepped.append(_Stepped(parameter, local))
+                continue
+            parts = local_parts(entries, parameter, _state_class(parameter), NUMBERS) if mine else None
+            before = () if parts is None else tuple(parts.values())
+            if parts is None and not (mine and as_left):
+                parts = _local_entries(parameter, entries)
+            if parts is None:
+                return None
+            states[local] = parts
+            stepped.append(_Stepped(parameter, local, entries, parts, before))
         groups.append({**group, "params": locals_})
     local_copy.state.update(states)
     local_copy.param_groups = groups
+    local_copy.__dict__[_STEPPED] = stepped
     return local_copy
 
 
@@ -212,23 +253,29 @@ def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any]
 
 def copy_states_back(optimizer: torch.optim.Optimizer, local_copy: torch.optim.Optimizer) -> None:
     """Put the states of the local copy into the user's optimizer after a step."""
-    for group, local_group in zip(optimizer.param_groups, local_copy.param_groups, strict=True):
-        for parameter, local in zip(_here(group), local_group["params"], strict=True):
+    for stepped in local_copy.__dict__[_STEPPED]:
+        parameter, local, parts = stepped.parameter, stepped.local, stepped.parts
+        mine = isinstance(parameter, MeshParameter)
+        if mine and parameter._copy is not None and local.grad is not None:
+            # fused kernels do not increase version counters
+            touch(parameter)
+        if parts is None:
             if local not in local_copy.state:
                 continue
-            entries, local_entries = optimizer.state[parameter], local_copy.state[local]
-            if not isinstance(parameter, MeshParameter):
-                entries.update(local_entries)
+            parts = local_copy.state[local]
+        elif len(parts) == len(stepped.before) and all(map(is_, parts.values(), stepped.before)):
+            # written in place
+            continue
+        entries = optimizer.state[parameter] if stepped.entries is None else stepped.entries
+        if not mine:
+            entries.update(parts)
+            continue
+        for key, value in parts.items():
+            old = entries.get(key)
+            if isinstance(old, DTensor) and local_of(old) is value:
                 continue
-            if local.grad is not None:
-                # fused kernels do not increase version counters
-                touch(parameter)
-            for key, value in local_entries.items():
-                old = entries.get(key)
-                if isinstance(old, DTensor) and local_of(old) is value:
-                    continue
-                shaped = isinstance(value, torch.Tensor) and value.shape == local.shape
-                entries[key] = state_like(parameter, value) if shaped and key not in NUMBERS else value
+            shaped = isinstance(value, torch.Tensor) and value.shape == local.shape
+            entries[key] = state_like(parameter, value) if shaped and key not in NUMBERS else value
 
 
 def muon_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
