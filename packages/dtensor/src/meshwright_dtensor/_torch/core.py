@@ -119,7 +119,7 @@ def local_parts(
     spec, parts = like._spec, dict(values)
     order = getattr(like, "_order", None)
     for name, value in values.items():
-        if type(value) is kind and value._spec is spec and (order is None or value._order == order):
+        if type(value) is kind and value._spec is spec and getattr(value, "_order", None) == order:
             parts[name] = value._local_tensor
         elif isinstance(value, torch.Tensor) and (
             type(value) is not torch.Tensor or name not in numbers or value.dim()

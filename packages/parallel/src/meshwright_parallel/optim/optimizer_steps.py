@@ -219,7 +219,9 @@ def local_optimizer(optimizer: torch.optim.Optimizer, as_left: bool = False) -> 
             if entries is None:
                 stepped.append(_Stepped(parameter, local))
                 continue
-            parts = local_parts(entries, parameter, _state_class(parameter), NUMBERS) if mine else None
+            parts = None
+            if isinstance(parameter, MeshParameter):
+                parts = local_parts(entries, parameter, _state_class(parameter), NUMBERS)
             before = () if parts is None else tuple(parts.values())
             if parts is None and not (mine and as_left):
                 parts = _local_entries(parameter, entries)
