@@ -231,7 +231,9 @@ def test_planned_is_executed(form: str, degrees: dict[str, int], rank_pool: Rank
     ranks = degrees["cp"] * degrees["tp"]
     plan, events, ok, text = rank_pool.run(ranks, planned, form, degrees)[0]
     assert ok, text
-    assert plan.context == ContextSharing(attention=form, balance="zigzag")
+    # whole sequences of some heads are equal work
+    balance = "none" if form == "all_to_all" else "zigzag"
+    assert plan.context == ContextSharing(attention=form, balance=balance)  # type: ignore[arg-type]
     expected: dict[tuple[str, str], tuple[int, int]] = {}
     results: dict[tuple[str, str], tuple[int, int]] = {}
     for c in plan.collectives:
