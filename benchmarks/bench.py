@@ -37,7 +37,7 @@ from render import newest, render
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 VERSIONS = ("meshwright", "torch", "transformers", "accelerate", "deepspeed", "scipy")
-TINY = Sizes(width=32, inner=64, layers=4, heads=4, vocabulary=128, rows=8, tokens=32)
+TINY = peer_steps.TINY
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ def training_steps(effort: Effort) -> list[dict[str, Any]]:
     """Every layout against its peers."""
     return [
         asdict(result)
-        for result in peer_steps.compare_all(lambda c: True, effort.sizes, effort.rounds, effort.memory_runs)
+        for result in peer_steps.compare_all(
+            lambda c: True, effort.sizes, effort.rounds, effort.memory_runs, effort.rounds
+        )
     ]
 
 

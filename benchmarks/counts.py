@@ -14,8 +14,8 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 from peers import ours
 from peers.model import Sizes, batch_of, model_of
+from step_work import counted_calls
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
@@ -44,23 +45,6 @@ Calls: patch releases of torch and Python make some more or fewer.
 """
 
 Counts = dict[str, int]
-
-
-@contextmanager
-def counted_calls() -> Iterator[list[int]]:
-    """Calls of functions so far, of Python and of C, in the only entry of a list."""
-    count = [0]
-
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):
-            count[0] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(seen)
-    try:
-        yield count
-    finally:
-        sys.setprofile(before)
 
 
 def step_counts(rank: int, ranks: int, layout: dict[str, Any]) -> Counts:

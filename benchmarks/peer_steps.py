@@ -18,14 +18,17 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from peak_memory import peak_of_step
 from peers.model import Sizes, Step, batch_of, model_of
+from step_work import Work, over_ranks
 from taking_turns import timed_pairs
 
 import meshwright as mw
@@ -34,8 +37,12 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 PEERS = Path(__file__).parent / "peers"
 TOLERANCE = 1e-4
 """Distance of losses, relative: sums in another order, over the first steps."""
+Pairs = list[tuple[float, float]]
+"""Of ours and of the peer's steps, in turn."""
 WARM_UP = 3
 MEMORY_RUNS = 3
+TINY = Sizes(width=32, inner=64, layers=4, heads=4, vocabulary=128, rows=8, tokens=32)
+"""A model whose arithmetic takes next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -89,28 +96,48 @@ class Result:
         seconds: of ours and of the peer's step, in turn; empty where the peer is not installed.
         losses: of the first steps, ours and the peer's.
         memory: bytes of ours and of the peer's at the peak, of each run, the mean over ranks.
+        work: of ours and of the peer's step, the means over ranks.
+        fixed: processor seconds of the thread that trains in steps of a tiny model with as many layers, ours and the peer's:
+            what a step costs whatever the sizes are.
         lines: of user code, ours and the peer's.
         error: why the peer has no figures.
     """
 
     comparison: Comparison
-    seconds: list[tuple[float, float]] = field(default_factory=list)
+    seconds: Pairs = field(default_factory=list)
     losses: tuple[list[float], list[float]] = ((), ())  # type: ignore[assignment]
-    memory: list[tuple[float, float]] = field(default_factory=list)
+    memory: Pairs = field(default_factory=list)
     lines: tuple[int, int] = (0, 0)
     error: str = ""
+    work: tuple[Work, ...] = ()
+    fixed: Pairs = field(default_factory=list)
 
     def ratio(self) -> float:
         return statistics.median(a / b for a, b in self.seconds)
 
 
 def setup(comparison: Comparison, ours: bool, sizes: Sizes) -> Step:
-    """The step of one side."""
-    if ours:
-        return importlib.import_module("peers.ours").setup(
-            model_of(sizes), batch_of(sizes), **comparison.layout
-        )
-    return importlib.import_module(f"peers.{comparison.peer}").setup(model_of(sizes), batch_of(sizes))
+    """The step of one side, in which alone that side's replacements of torch's functions are in force.
+
+    DeepSpeed replaces `linear` for the whole process by a custom `autograd.Function`, which others cannot look into.
+    """
+    before = dict(vars(F))
+    side = importlib.import_module("peers.ours" if ours else f"peers.{comparison.peer}")
+    step: Step = side.setup(model_of(sizes), batch_of(sizes), **(comparison.layout if ours else {}))
+    replacements = {name: value for name, value in vars(F).items() if before.get(name) is not value}
+    if not replacements:
+        return step
+    stock = {name: before[name] for name in replacements if name in before}
+    vars(F).update(stock)
+
+    def with_replacements() -> torch.Tensor | None:
+        vars(F).update(replacements)
+        try:
+            return step()
+        finally:
+            vars(F).update(stock)
+
+    return with_replacements
 
 
 def mean_loss(loss: torch.Tensor | None) -> float:
@@ -130,13 +157,18 @@ def as_launched(rank: int, ranks: int) -> None:
 
 def times(
     rank: int, ranks: int, comparison: Comparison, sizes: Sizes, rounds: int
-) -> tuple[list[tuple[float, float]], tuple[list[float], list[float]]]:
-    """Seconds of steps in turn, and the losses of the first ones."""
+) -> tuple[Pairs, tuple[list[float], list[float]], list[Work]]:
+    """Seconds of steps in turn, the losses of the first ones, and the work of this rank."""
     if comparison.needs != "torch":
         as_launched(rank, ranks)
     steps = [setup(comparison, ours, sizes) for ours in (True, False)]
     ours, theirs = ([mean_loss(step()) for _ in range(WARM_UP)] for step in steps)
-    return timed_pairs(steps, rounds), (ours, theirs)
+    works = [Work(), Work()]
+    pairs = timed_pairs([functools.partial(w.timed, s) for w, s in zip(works, steps, strict=True)], rounds)
+    for work, step in zip(works, steps, strict=True):
+        dist.barrier()
+        work.counted(step)
+    return pairs, (ours, theirs), works
 
 
 def peak(rank: int, ranks: int, comparison: Comparison, sizes: Sizes, ours: bool) -> int:
@@ -149,7 +181,7 @@ def peak(rank: int, ranks: int, comparison: Comparison, sizes: Sizes, ours: bool
     return peak_of_step(functools.partial(setup, comparison, ours, sizes))
 
 
-def memory_of(comparison: Comparison, sizes: Sizes, runs: int) -> list[tuple[float, float]]:
+def memory_of(comparison: Comparison, sizes: Sizes, runs: int) -> Pairs:
     """Of both sides in turn, each in processes of its own."""
     results = []
     for _ in range(runs):
@@ -171,7 +203,12 @@ def check_losses(comparison: Comparison, losses: tuple[list[float], list[float]]
 
 
 def compare(
-    pool: RankPool, comparison: Comparison, sizes: Sizes, rounds: int, memory_runs: int = 0
+    pool: RankPool,
+    comparison: Comparison,
+    sizes: Sizes,
+    rounds: int,
+    memory_runs: int = 0,
+    fixed_rounds: int = 0,
 ) -> Result:
     """Run one comparison. A failure is raised, that of another library than torch is in the result."""
     result = Result(comparison, lines=(code_lines(PEERS / "ours.py"), code_lines(peer_file(comparison))))
@@ -180,18 +217,30 @@ def compare(
         return result
     sizes = replace(sizes, experts=comparison.experts)
     try:
-        result.seconds, result.losses = pool.run(
-            comparison.ranks, times, comparison, sizes, rounds, timeout=600
-        )[0]
+        result.seconds, result.losses, result.work = measured(pool, comparison, sizes, rounds)
     except Exception as error:
         if comparison.needs == "torch":
             raise
         result.error = f"{comparison.needs} does not run here: {str(error).splitlines()[0]}"
         return result
     check_losses(comparison, result.losses)
+    if fixed_rounds:
+        tiny = replace(TINY, layers=sizes.layers, experts=sizes.experts)
+        with nullcontext(pool) if comparison.needs == "torch" else RankPool() as ranks:
+            ours, theirs = measured(ranks, comparison, tiny, fixed_rounds)[2]
+        result.fixed = list(zip(ours.thread, theirs.thread, strict=True))
     if memory_runs:
         result.memory = memory_of(comparison, sizes, memory_runs)
     return result
+
+
+def measured(
+    pool: RankPool, comparison: Comparison, sizes: Sizes, rounds: int
+) -> tuple[Pairs, Any, tuple[Work, ...]]:
+    """What `times` gives, on the first rank; of the work the means over ranks."""
+    of_ranks = pool.run(comparison.ranks, times, comparison, sizes, rounds, timeout=600)
+    works = zip(*(works for *_, works in of_ranks), strict=True)
+    return of_ranks[0][0], of_ranks[0][1], tuple(map(over_ranks, works))
 
 
 def peer_file(comparison: Comparison) -> Path:
@@ -230,18 +279,18 @@ def _code_lines(tree: ast.AST, source: str, first: int, last: int) -> int:
 
 
 def compare_all(
-    wanted: Callable[[Comparison], bool], sizes: Sizes, rounds: int, memory_runs: int
+    wanted: Callable[[Comparison], bool], sizes: Sizes, rounds: int, memory_runs: int, fixed_rounds: int
 ) -> list[Result]:
     """Stock peers share a pool of ranks; other libraries, which keep state in a process, have one each."""
     results = []
     with RankPool() as pool:
         for comparison in filter(wanted, COMPARISONS):
             if comparison.needs == "torch":
-                results.append(say(compare(pool, comparison, sizes, rounds, memory_runs)))
+                results.append(say(compare(pool, comparison, sizes, rounds, memory_runs, fixed_rounds)))
     for comparison in filter(wanted, COMPARISONS):
         if comparison.needs != "torch":
             with RankPool() as pool:
-                results.append(say(compare(pool, comparison, sizes, rounds, memory_runs)))
+                results.append(say(compare(pool, comparison, sizes, rounds, memory_runs, fixed_rounds)))
     return results
 
 
@@ -276,7 +325,7 @@ def main() -> None:
             f"--only {','.join(sorted(unknown))}: peers are {', '.join(c.peer for c in COMPARISONS)}"
         )
     runs = MEMORY_RUNS if options.memory else 0
-    results = compare_all(lambda c: c.peer in names, Sizes(), options.rounds, runs)
+    results = compare_all(lambda c: c.peer in names, Sizes(), options.rounds, runs, options.rounds)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 

@@ -98,6 +98,57 @@ def _row(result: dict[str, Any]) -> Row:
     return Row(**fields)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Where the steps of one row go, in milliseconds or in numbers, ours and the peer's; and what ours takes more.
+
+    Attributes:
+        thread: processor time of the thread that trains. `fixed`: that of a tiny model with as many layers.
+        waited: time in which that thread does not run. `others`: processor time of the other threads.
+        calls, collectives, mib: of a step. `mib`: what collectives are given.
+        more: milliseconds of a step that ours takes more than the peer.
+    """
+
+    row: Row
+    thread: tuple[float, float]
+    fixed: tuple[float, float]
+    waited: tuple[float, float]
+    others: tuple[float, float]
+    calls: tuple[float, float]
+    collectives: tuple[float, float]
+    mib: tuple[float, float]
+    more: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What ours takes more, in parts."""
+        fixed, thread = self.fixed[0] - self.fixed[1], self.thread[0] - self.thread[1]
+        waited = self.waited[0] - self.waited[1]
+        return {
+            "fixed": fixed,
+            "sized": thread - fixed,
+            "waited": waited,
+            "rest": self.more - thread - waited,
+        }
+
+
+def _share(row: Row, result: dict[str, Any]) -> Share | None:
+    """None where it was not measured."""
+    if not result.get("work") or not result.get("fixed"):
+        return None
+    ours, theirs = result["work"]
+
+    def ms(name: str) -> tuple[float, float]:
+        return 1e3 * statistics.median(ours[name]), 1e3 * statistics.median(theirs[name])
+
+    fixed = tuple(1e3 * statistics.median(side) for side in zip(*result["fixed"], strict=True))
+    whole = tuple(1e3 * statistics.median(side) for side in zip(*result["seconds"], strict=True))
+    return Share(
+        row, ms("thread"), (fixed[0], fixed[1]), ms("waited"), ms("others"), (ours["calls"], theirs["calls"]),
+        (ours["collectives"], theirs["collectives"]), (ours["nbytes"] / 2**20, theirs["nbytes"] / 2**20), whole[0] - whole[1],
+    )  # fmt: skip
+
+
 def _pairs(result: dict[str, Any]) -> dict[str, Any]:
     """A comparison of another script, with the ratio of its pairs."""
     ours, theirs = zip(*result["seconds"], strict=True)
@@ -139,10 +190,12 @@ def facts(document: dict[str, Any]) -> dict[str, Any]:
     """What the template shows."""
     parts = {name: part["figures"] for name, part in document["parts"].items()}
     rows = [_row(result) for result in parts.get("training", ())]
+    shares = [_share(row, result) for row, result in zip(rows, parts.get("training", ()), strict=True)]
     plans = [{**plan, "seconds": statistics.median(plan["cpu_seconds"])} for plan in parts.get("plans", ())]
     compared = [row.time for row in rows if row.time is not None]
     results: dict[str, Any] = {
         "rows": rows,
+        "shares": [share for share in shares if share is not None],
         "models": [_pairs(result) for result in parts.get("models", ())],
         "pipelines": [_pairs(result) for result in parts.get("pipelines", ())],
         "dispatch": [_dispatch(result) for result in parts.get("dispatch", ())],

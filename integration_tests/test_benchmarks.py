@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -75,6 +78,44 @@ def test_figures_to_page(tmp_path: Path) -> None:
     text = (tmp_path / "page.md").read_text()
     assert "| 1300 | **1.30** ✗ (1.25 to 1.35) |" in text and "1 of 1 step times" in text
     assert render.digest(file) in (tmp_path / "ratios.svg").read_text()
+
+
+def test_the_page_says_where_the_rest_of_a_step_goes() -> None:
+    """What ours takes more is shown in parts that add up, where a row is lost only."""
+    ours = peer_steps.Work(2000, 4, 2**21, [0.09, 0.09], [0.01, 0.01], [0.02, 0.02])
+    theirs = peer_steps.Work(500, 2, 2**20, [0.08, 0.08], [0.01, 0.01], [0.01, 0.01])
+    measured = {"work": (ours, theirs), "fixed": [(0.007, 0.001), (0.007, 0.001)]}
+    losses = ([7.0], [7.0])
+    rows = [
+        peer_steps.Result(COMPARISONS[0], [(0.113, 0.092), (0.113, 0.092)], losses, **measured),
+        peer_steps.Result(COMPARISONS[1], [(0.090, 0.092), (0.090, 0.092)], losses, **measured),
+    ]
+    part = {"figures": json.loads(json.dumps([peer_steps.asdict(row) for row in rows]))}
+    part |= {"date": "2026-01-02", "commit": "abc", "minutes": 1.0}
+    document = {"machine": bench.machine(), "versions": bench.versions(), "parts": {"training": part}}
+    text = render.page(document, "bench-2026-01-02.json")
+    assert "| 90.0, 80.0 | 7.0, 1.0 | 20.0, 10.0 | 10.0, 10.0 | 2000, 500 | 4, 2 | 2.0, 1.0 |" in text
+    assert "| 21.0 | +6.0 | +4.0 | +10.0 | +1.0 |" in text
+    assert text.count("| +6.0 |") == 1
+
+
+def test_a_peer_keeps_its_replacements_of_torch_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, seen = torch.nn.functional.linear, []
+
+    def replaced(*tensors: torch.Tensor) -> torch.Tensor:
+        return stock(*tensors)
+
+    def setup(model: object, batch: object) -> Callable[[], None]:
+        torch.nn.functional.linear = replaced
+        return lambda: seen.append(torch.nn.functional.linear)
+
+    monkeypatch.setitem(sys.modules, "peers.patching", types.SimpleNamespace(setup=setup))
+    monkeypatch.setattr(torch.nn.functional, "linear", stock)
+    patching = Comparison("dp2", "data", "patching", {})
+    step = peer_steps.setup(patching, False, bench.TINY)
+    assert torch.nn.functional.linear is stock
+    step()
+    assert seen == [replaced] and torch.nn.functional.linear is stock
 
 
 def test_figures_of_another_machine_are_not_mixed(tmp_path: Path) -> None:

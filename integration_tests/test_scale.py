@@ -10,7 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import scale
-from counts import counted_calls
+from step_work import counted_calls
 
 SAME = 1.02
 """Calls that depend on memory addresses and the order of sets."""
