@@ -20,11 +20,8 @@ from meshwright_planner.simulation.events import run
 from meshwright_planner.simulation.replay import simulate
 from meshwright_planner.simulation.workload import Faults, Workload
 
-SAME = 1e-3
-"""By what part both may differ where ranks share nothing: messages meet collectives inside of stages a little differently."""
-ZERO_BUBBLE = 1.5e-3
-"""The same of zero-bubble with tp, which is at 1.02e-3: its bubble depends on each pass, and is predicted to grow by collectives as
-compute does, though forwards have more of them."""
+SAME = 1e-6
+"""By what part both may differ where ranks share nothing: both run the same passes and messages."""
 SHARED = 0.035
 """The same where they share parameters: how far gathers hide is predicted of whole passes, and replayed block by block."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
@@ -70,12 +67,31 @@ def test_schedules_take_what_is_predicted_and_are_ranked_alike(pp: int, tp: int)
         assert plan.predicted is not None
         times[schedule] = plan.predicted.step_seconds, simulate(plan, DGX_H100).seconds
     assert {name: replayed / predicted - 1 for name, (predicted, replayed) in times.items()} == {
-        name: pytest.approx(0, abs=ZERO_BUBBLE if name == "zero-bubble" and tp > 1 else SAME)
-        for name in times
+        name: pytest.approx(0, abs=SAME) for name in times
     }
     for (a, first), (b, second) in itertools.combinations(times.items(), 2):
         if abs(first[0] / second[0] - 1) > 2 * SAME:
             assert (first[0] < second[0]) == (first[1] < second[1]), (a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [{"sequence_parallel": True}, {"recompute": "full"}, {"loss": False}])
+def test_collectives_of_each_pass_are_in_both(pins: dict[str, Any]) -> None:
+    """Forwards, input gradients and weight gradients have different ones; recomputation repeats those of forwards."""
+    for schedule in ("1f1b", "zero-bubble"):
+        plan = planned(64, pp=4, tp=8, dp=2, zero=0, schedule=schedule, microbatches=8, **pins)
+        assert plan.predicted is not None and plan.predicted.split is not None
+        sent = [time.collectives["tp"] for time in plan.predicted.split.stages]
+        assert all(min(passes) > 0 for passes in sent)
+        assert abs(differs(plan)) < SAME, schedule
+        # as if half of those in the backward were in weight gradients
+        halves = [(forward, backward / 2) for forward, backward in sent]
+        split = plan.predicted.split.model_copy(update={"stages": tuple(
+            time.model_copy(update={"collectives": {"tp": half}})
+            for time, half in zip(plan.predicted.split.stages, halves)
+        )})  # fmt: skip
+        fewer = plan.replace(predicted=plan.predicted.model_copy(update={"split": split}))
+        assert abs(differs(fewer)) > 1e-3
 
 
 @pytest.mark.slow

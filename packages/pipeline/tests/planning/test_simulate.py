@@ -219,6 +219,67 @@ def test_planned_pipeline_has_the_costed_stages() -> None:
     assert len(Pipeline().cost(query, 2, LINK).fields["pipeline"]["stages"]) == 6
 
 
+def with_collectives(query: SearchRequest, forward: float, backward: float) -> SearchRequest:
+    """Every module has these seconds of collectives, in addition."""
+    both = forward + backward
+    work = tuple(
+        replace(
+            w,
+            seconds=w.seconds + both,
+            forward=(w.seconds * w.forward + forward) / (w.seconds + both),
+            collectives=(forward, backward),
+        )
+        for w in query.pipeline.work
+    )  # fmt: skip
+    return replace(query, pipeline=replace(query.pipeline, work=work))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_collectives_are_part_of_their_passes(name: str) -> None:
+    """All parts together are the simulated step, and compute is the same as without collectives."""
+    query = request(schedule=name, microbatches=4)
+    plain, cost = (Pipeline().cost(with_collectives(query, 0.25 * n, 0.5 * n), 2, LINK) for n in (0, 1))
+    # seven modules of a second, of which a rank has four at most, and four microbatches
+    assert (cost.compute - cost.idle) * 28 == pytest.approx((plain.compute - plain.idle) * 28)
+    assert cost.communication == pytest.approx(cost.compute - cost.idle)
+    shares = [sum(passes) for passes in zip(*cost.stage_communication, strict=True)]
+    assert shares == pytest.approx([1 / 3, 2 / 3]) and cost.stages == pytest.approx(plain.stages)
+    costs = [(f * s * 7, s * 7) for f, s in zip(cost.forwards, cost.stages, strict=True)]
+    sent = [(f * 5.25, b * 5.25) for f, b in cost.stage_communication]
+    schedule = schedule_named(name)
+    simulated = predict(schedule, Shape(2, len(costs), 4), StageCosts(
+        tuple(f + forward for (f, _), (forward, _) in zip(costs, sent, strict=True)),
+        tuple(s - f + back for (f, s), (_, back) in zip(costs, sent, strict=True)),
+        collectives=tuple(back for _, back in sent),
+    ))  # fmt: skip
+    assert cost.compute * 28 + cost.communication * 4 * 5.25 == pytest.approx(simulated.seconds)
+
+
+def test_weight_gradients_have_no_collectives() -> None:
+    def length(name: str, collectives: float) -> float:
+        costs = StageCosts((1.0, 1.0), (3.0, 3.0), collectives=(collectives,) * 2)
+        return predict(schedule_named(name), Shape(2, 2, 2), costs).seconds
+
+    # the first rank gets an input gradient after F and F and I of the other, then does all of its own without a pause
+    assert length("zero-bubble", 0.0) == 2 * 1.0 + 1.5 + 4 * 1.5
+    assert length("zero-bubble", 1.0) == 2 * 1.0 + 2.0 + 2 * (2.0 + 1.0)
+    assert length("1f1b", 0.0) == length("1f1b", 1.0)
+
+
+def test_collectives_of_a_loss_on_the_whole_batch_are_between_passes() -> None:
+    query = with_collectives(request(schedule="1f1b", microbatches=4), 0.25, 0.5)
+    tail = replace(query.pipeline.work[-1], module="", inputs=frozenset())
+    work = (*query.pipeline.work, tail)
+    query = replace(query, pipeline=replace(query.pipeline, work=work))
+    survey = query.survey.details  # type: ignore[union-attr]
+    case = cost_module._Case(query, LINK, survey.costs(work), survey, schedule_named("1f1b"), Shape(2, 2, 4))
+    model = cost_module.without_tail(case.model)
+    late = replace(case, model=model, tail=cost_module.tail_of(case.model))
+    cost = cost_module._strategy_cost(late, late.run(late.even(), True), {}, None)
+    assert cost.full_batch_communication * 8 * 0.75 == pytest.approx(4 * 0.75)
+    assert cost.full_batch_share * 8 == pytest.approx(4 * 1.0)
+
+
 def test_ranks_that_share_cores_lose_less_by_waiting() -> None:
     query = request(8, schedule="1f1b", microbatches=4)
     actions = Pipeline().cost(query, 4, LINK)

@@ -274,6 +274,29 @@ def test_better_links_save_a_rank_of_a_pipeline_no_more_than_its_own_communicati
     assert outcome.seconds >= plan.predicted.compute_seconds  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("schedule", "weights"), [("1f1b", 0.0), ("split", 1.0)])
+def test_collectives_inside_of_stages_are_in_their_passes(schedule: str, weights: float) -> None:
+    """Stages with unequal ones. Weight gradients have none, and a weak link makes those of its stage longer."""
+    level = DGX_H100.links[0]
+    free = replace(DGX_H100, links=(replace(level, latency_s=0.0, protocols=()), *DGX_H100.links[1:]))
+    use = {"axis": "tp", "kind": "all_reduce", "nbytes": 10**9, "phase": "forward"}
+    plan = pipelined(2, 4, [(1.0, 2.0)] * 2, degrees={"tp": 4}, collectives=[use], schedule=schedule)
+    assert plan.predicted is not None and plan.predicted.split is not None
+    sent = [{"tp": (0.5, 0.25)}, {"tp": (1.0, 1.5)}]
+    stages = [
+        time.model_copy(update={"collectives": c}) for time, c in zip(plan.predicted.split.stages, sent)
+    ]
+    split = plan.predicted.split.model_copy(update={"stages": tuple(stages), "exposed": {"tp": 10.0}})
+    plan = plan.replace(predicted=plan.predicted.model_copy(update={"split": split}))
+    # the second stage is the slower one: four microbatches, a forward before, and what the first computes after the last
+    expected = 4 * 5.5 + 1.5 + 2.25
+    assert simulate(plan, free).seconds == pytest.approx(expected - weights)
+    weak = simulate(plan, free, link_faults=[LinkFault(4, level.name, 0.5)])
+    assert weak.seconds == pytest.approx(expected - weights + 4 * 2.5)
+    spans = simulate(plan, free).timelines[1]
+    assert [s.seconds for s in spans if s.kind == "communication"] == [1.0, 1.5] * 4
+
+
 def test_only_members_of_a_collective_wait() -> None:
     """dp 2 x zero 4: the sum over zero delays the group of the slow rank, the sum over dp all ranks."""
     shared = {"axis": "zero", "kind": "reduce_scatter", "nbytes": 8, "phase": "backward"}

@@ -145,7 +145,15 @@ def cases(draw: st.DrawFn, stages: tuple[int, ...] = (1, 1, 2, 4)) -> Case:
         plan = plan_of(degrees, draw(second), collectives=collectives, split=split, **zero)
     else:
         times = [(draw(second), draw(second)) for _ in range(pp)]
-        schedule = draw(st.sampled_from(["1f1b", "gpipe"]))
+        schedule = draw(st.sampled_from(["1f1b", "gpipe", "split"]))
+        # or known pass by pass, no more than the plan's list has
+        if (sent := exposed.get("tp", 0.0)) and draw(st.booleans()):
+            parts = st.tuples(st.floats(0.0, 0.5), st.floats(0.0, 0.5))
+            inside = [tuple(sent * part / microbatches for part in draw(parts)) for _ in range(pp)]
+            split["stages"] = [
+                {"forward_seconds": f, "backward_seconds": b, "collectives": {"tp": passes}}
+                for (f, b), passes in zip(times, inside)
+            ]
         plan = pipelined(
             pp,
             microbatches,

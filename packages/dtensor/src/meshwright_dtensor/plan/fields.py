@@ -204,14 +204,18 @@ class PipelineRule(Model):
 
 
 class StageTime(Model):
-    """Compute seconds of ONE microbatch on one stage of a pipeline, on one rank, without communication.
+    """Compute seconds of ONE microbatch on one stage of a pipeline, on one rank.
 
     The overhead of stages (accumulating gradients, the host) is included, except for what comes once a step. Without a
     pipeline the model is the stage and the batch the microbatch. Recomputation counts as backward.
+
+    collectives: mesh axis -> seconds of the collectives inside of the forward, and of those inside of the backward; none of
+        these are needed for weight gradients. Empty without a pipeline.
     """
 
     forward_seconds: Seconds
     backward_seconds: Seconds
+    collectives: Annotated[dict[Axis, tuple[Seconds, Seconds]], Frozen] = Field(default_factory=FrozenDict)
 
 
 class StepSplit(Model):
@@ -224,6 +228,7 @@ class StepSplit(Model):
     stages: per pipeline stage, the time of one microbatch; one entry without a pipeline.
     between_seconds: what the last stage computes once, after all forwards and before all backwards, if the loss is not
         additive over microbatches.
+    between_collectives: mesh axis -> seconds of the collectives inside of that.
     """
 
     optimizer_seconds: Seconds = 0.0
@@ -232,6 +237,7 @@ class StepSplit(Model):
     hidden: Annotated[dict[AxisProduct, Seconds], Frozen] = Field(default_factory=FrozenDict)
     stages: tuple[StageTime, ...] = ()
     between_seconds: Seconds = 0.0
+    between_collectives: Annotated[dict[Axis, Seconds], Frozen] = Field(default_factory=FrozenDict)
 
 
 class Prediction(Model):

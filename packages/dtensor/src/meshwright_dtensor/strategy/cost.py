@@ -67,10 +67,10 @@ class StrategyCost:
         parameters, gradients, optimizer, activations: factors on one rank's memory of that kind (1.0: unchanged).
         collectives: the communication.
         fields: fields of the plan that describe the option that was costed, such as {"context": {...}}.
-        compute: factor on one rank's compute time, waiting included.
+        compute: factor on one rank's compute time, waiting included. Collectives of the model's operations are no compute.
         idle: the part of that factor that is waiting.
-        stages: for a strategy that cuts the model into stages, per stage the time of one microbatch as a fraction of the whole
-            model's, overhead of the pipeline included.
+        stages: for a strategy that cuts the model into stages, per stage the compute time of one microbatch as a fraction of the
+            whole model's, overhead of the pipeline included.
         forwards: per stage, the fraction of its time that is the forward pass; () for a third of each.
         held_parameters: names of the parameters on the fullest rank, None for all.
         peak: the fullest rank's moment of most memory; None if it is that of the whole model.
@@ -79,12 +79,15 @@ class StrategyCost:
         persistent_gradients: fraction of one rank's gradients whose memory is kept from step to step.
         bucket_bytes: bytes of a gradient bucket, which is allocated with its first gradient; 0 without buckets.
         stall: the part of the communication that is inside of forwards and backwards, so that other stages wait for it.
-        full_batch_share: time of what the last stage runs once between all forwards and all backwards, as a fraction of the
-            whole model's time; not part of `stages`.
+        full_batch_share: compute time of what the last stage runs once between all forwards and all backwards, as a fraction of
+            the whole model's for one microbatch; not part of `stages`.
         straggler_delay: seconds of waiting per second by which a microbatch takes longer on every rank (gradients of weights
             not counted): if only the first microbatch does, and if all do.
         input_gradient_share: fraction of a backward pass that runs before its weight gradients are postponed.
-        model_share: fraction of the busiest rank's compute that is operations of the model itself.
+        communication: factor on one rank's time in collectives of the model's operations (ModuleWork.collectives).
+        stage_communication: per stage, the time of those in the forward and in the backward of one microbatch, as fractions of
+            the whole model's.
+        full_batch_communication: the same of what `full_batch_share` is about.
     """
 
     exposed_seconds: float = 0.0
@@ -110,4 +113,6 @@ class StrategyCost:
     straggler_delay: tuple[float, float] = (0.0, 0.0)
     input_gradient_share: float = 1.0
     full_batch_share: float = 0.0
-    model_share: float = 1.0
+    communication: float = 1.0
+    stage_communication: tuple[tuple[float, float], ...] = ()
+    full_batch_communication: float = 0.0

@@ -61,7 +61,7 @@ class ModuleWork:
 
     Args:
         module: its full name; "" for the model itself.
-        seconds: predicted time.
+        seconds: predicted time, with the collectives that the operations need.
         saved_bytes: bytes that autograd saves for these operations alone.
         parameters: names of the parameters that they read, the first name of tied ones.
         inputs: (id of a value, module that made it, bytes) of the tensors of any dtype that other modules made before; not the
@@ -73,6 +73,7 @@ class ModuleWork:
         forward: the fraction of `seconds` that is the forward pass.
         outputs: (id of a value, ids of the `inputs` that it depends on, whether it gets a gradient) of the tensors made here
             that other modules read.
+        collectives: of `seconds`, those of collectives in the forward and in the backward pass. Weight gradients need none.
     """
 
     module: str
@@ -85,6 +86,7 @@ class ModuleWork:
     deferred_bytes: float = 0.0
     forward: float = 1 / 3
     outputs: tuple[tuple[int, frozenset[int], bool], ...] = ()
+    collectives: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from meshwright_pipeline.planning.search_space import microbatches, single_micro
 from meshwright_pipeline.planning.simulate import Prediction, StageCosts
 from meshwright_pipeline.planning.stage_costs import StageDivision, divide, even_cuts
 from meshwright_pipeline.planning.survey import ModelSurvey, survey_of
-from meshwright_pipeline.planning.unit_costs import ModelCosts, UnitWork
+from meshwright_pipeline.planning.unit_costs import NO_WORK, ModelCosts, UnitWork
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
@@ -101,10 +101,13 @@ def _strategy_cost(
     rule |= {"schedule": schedule.name, "shared": shared}
     if forecast is not None:
         rule["loss"] = "microbatches" if forecast.adds else "batch"
-    whole = model.whole * shape.microbatches
+    whole, between, collectives = model.whole * shape.microbatches, tail or NO_WORK, model.collectives or 1.0
+    loads, sent = outcome.parts.loads, case.communicating(outcome)
+    seconds = zip(loads, outcome.costs.forward, outcome.costs.backward, strict=True)
+    times = [(f - load.forward_collectives, b - load.backward_collectives) for load, f, b in seconds]
+    inside = [(w.forward_collectives / collectives, w.backward_collectives / collectives) for w in loads]
     held = [names for _, names, _ in case.owned(parts)]
     sum_seconds, sums = tied_sums(held, case.survey, request, case.link)
-    times = list(zip(outcome.costs.forward, outcome.costs.backward, strict=True))
     return StrategyCost(
         exposed_seconds=max(0.0, step.seconds - step.silent) + sum_seconds,
         parameters=fullest.share,
@@ -112,12 +115,14 @@ def _strategy_cost(
         optimizer=fullest.share,
         activations=fullest.peak.kept / (model.kept * shape.microbatches),
         collectives=(*_messages(parts, schedule, shape), *sums),
-        compute=(step.silent + STEP_CALLS * request.step.call_seconds) / whole,
+        compute=(step.silent - sent + STEP_CALLS * request.step.call_seconds) / whole,
         idle=max(0.0, step.silent - max(step.busy)) / whole,
         stages=tuple((f + b) / model.whole for f, b in times),
         forwards=tuple(f / (f + b) if f + b else 1 / 3 for f, b in times),
-        full_batch_share=0.0 if tail is None else tail.seconds * shape.microbatches / model.whole,
-        model_share=case.operations(outcome),
+        full_batch_share=between.compute * shape.microbatches / model.whole,
+        communication=sent / (collectives * shape.microbatches) if model.collectives else 1.0,
+        stage_communication=tuple(inside) if model.collectives else (),
+        full_batch_communication=(between.seconds - between.compute) * shape.microbatches / collectives,
         straggler_delay=simulate.straggler_delay(schedule, shape),
         input_gradient_share=simulate.input_gradient_share(schedule, shape) if outcome.costs.split else 1.0,
         held_parameters=fullest.holds,
@@ -203,6 +208,7 @@ class _Case:
             halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights in parts.sizes),
             split=split,
             first=tuple(load.first if i else load.over for i, load in enumerate(loads)),
+            collectives=tuple(load.backward_collectives for load in loads),
         )
 
     def fitted(self, outcome: _Outcome) -> tuple[_Outcome, Mapping[str, str]]:
@@ -242,20 +248,17 @@ class _Case:
 
         return self.model.memo.once(("owned", self.schedule.name, self.shape, parts.cuts), owned)
 
-    def operations(self, outcome: _Outcome) -> float:
-        """The fraction of model operations in the compute time of the busiest rank."""
-        model, total = [0.0] * self.shape.ranks, [0.0] * self.shape.ranks
-        costs = outcome.costs
-        for stage, load in enumerate(outcome.parts.loads):
-            rank = self.schedule.owner(stage, self.shape)
-            model[rank] += load.seconds
-            total[rank] += costs.forward[stage] + costs.backward[stage]
-        if self.tail is not None:
-            last = self.schedule.owner(self.shape.stages - 1, self.shape)
-            model[last] += self.tail.seconds
-            total[last] += self.tail.seconds
-        busiest = max(range(self.shape.ranks), key=total.__getitem__)
-        return model[busiest] / total[busiest] if total[busiest] else 1.0
+    def communicating(self, outcome: _Outcome) -> float:
+        """Seconds for which the busiest rank is in collectives inside of its passes."""
+        busy, costs = outcome.step.busy, outcome.costs
+        busiest = max(range(self.shape.ranks), key=busy.__getitem__)
+        works = [(load, costs.forward[i] + costs.backward[i]) for i, load in enumerate(outcome.parts.loads)]
+        of_rank = [works[stage] for stage in self.schedule.own(busiest, self.shape)]
+        if self.tail is not None and busiest == self.schedule.owner(self.shape.stages - 1, self.shape):
+            of_rank.append((self.tail, self.tail.seconds))
+        sent = sum(work.seconds - work.compute for work, _ in of_rank)
+        # where ranks share cores, both take longer alike
+        return busy[busiest] * sent / sum(seconds for _, seconds in of_rank) if sent else 0.0
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ def without_tail(model: ModelCosts) -> ModelCosts:
 
 def tail_of(model: ModelCosts) -> UnitWork:
     """The tail of a microbatch. It includes the code between units, which runs again before it."""
-    early = sum(run.forward for run in model.between)
-    return replace(model.tail, seconds=model.tail.seconds + early, forward=model.tail.forward + early)
+    return model.tail.after(model.between)
 
 
 def tail_memory(tail: UnitWork, microbatches: int) -> tuple[float, float, float]:

@@ -24,7 +24,8 @@ class StageCosts:
     """The costs of one microbatch on each stage; () means zero.
 
     Args:
-        forward, backward: seconds. Each half of a split backward takes half of `backward`.
+        forward, backward: seconds, with collectives.
+        collectives: of `backward`, those of collectives. The first half of a split backward takes these and half of the rest.
         saved: bytes kept from the forward to the end of the backward; with () no memory is simulated.
         sending: seconds of a message over each boundary, one fewer than stages.
         over: peak bytes of the backward, beyond `saved`.
@@ -45,6 +46,7 @@ class StageCosts:
     halving: tuple[float, ...] = ()
     split: bool = True
     first: tuple[float, ...] = ()
+    collectives: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,14 @@ def _lengths(costs: StageCosts) -> tuple[float, ...]:
     stages = len(costs.forward)
     if not costs.split:
         return (*costs.forward, *costs.backward, *costs.backward, *((0.0,) * stages))
-    halving = costs.halving or (0.0,) * stages
-    half = tuple(b / 2 + longer for b, longer in zip(costs.backward, halving, strict=True))
-    return (*costs.forward, *costs.backward, *half, *half)
+    zero = (0.0,) * stages
+    collectives, halving = costs.collectives or zero, costs.halving or zero
+    # weight gradients need no collectives
+    weights = [
+        (b - sent) / 2 + longer for b, sent, longer in zip(costs.backward, collectives, halving, strict=True)
+    ]
+    inputs = [half + sent for half, sent in zip(weights, collectives, strict=True)]
+    return (*costs.forward, *costs.backward, *inputs, *weights)
 
 
 def _simulate(schedule: Schedule, shape: Shape, costs: StageCosts, slowdown: tuple[float, ...]) -> Prediction:

@@ -52,7 +52,7 @@ class StageDivision:
 
     Args:
         cuts: the first run of each stage but the first.
-        stages, loads: units of each stage, and their work on a microbatch.
+        stages, loads: units of each stage, and their work on a microbatch, collectives included.
         held, shares: first names of the parameters of each stage, and their share of all parameter bytes.
         sizes: number of units and parameters of each stage.
         messages, returned: bytes that cross the boundary after each stage but the last, and bytes of their gradients.

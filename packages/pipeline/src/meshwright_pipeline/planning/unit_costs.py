@@ -41,13 +41,14 @@ class UnitWork:
 
     Attributes:
         unit: name of the unit, "" between units.
-        seconds, forward: predicted seconds, in total and of the forward pass.
+        seconds, forward: predicted seconds, in total and of the forward pass, with collectives.
         saved_bytes: bytes that autograd keeps for this work alone.
         shared: tensors that autograd keeps for this and other work.
         over: peak bytes of the backward, beyond the kept bytes.
         deferred_bytes: bytes kept between the halves of a split backward.
         first: as `over`, in the first half of a split backward: nothing is freed, and the deferred bytes exist.
         inputs: (number of a value, module that made it, bytes).
+        forward_collectives, backward_collectives: of `seconds`, those of collectives in each pass.
     """
 
     unit: str
@@ -59,6 +60,13 @@ class UnitWork:
     deferred_bytes: float = 0.0
     inputs: frozenset[tuple[int, str, int]] = frozenset()
     first: float = 0.0
+    forward_collectives: float = 0.0
+    backward_collectives: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """Seconds without collectives."""
+        return self.seconds - self.forward_collectives - self.backward_collectives
 
     @property
     def kept(self) -> float:
@@ -79,6 +87,21 @@ class UnitWork:
             self.deferred_bytes + other.deferred_bytes,
             self.inputs | other.inputs,
             max(self.first + other.deferred_bytes, other.first),
+            self.forward_collectives + other.forward_collectives,
+            self.backward_collectives + other.backward_collectives,
+        )
+
+    def after(self, earlier: Iterable[UnitWork]) -> UnitWork:
+        """This work where the forwards of earlier code run again, which keeps nothing."""
+        early, collectives = 0.0, 0.0
+        for work in earlier:
+            early += work.forward
+            collectives += work.forward_collectives
+        return replace(
+            self,
+            seconds=self.seconds + early,
+            forward=self.forward + early,
+            forward_collectives=self.forward_collectives + collectives,
         )
 
 
@@ -89,6 +112,7 @@ def sum_work(unit: str, parts: Iterable[ModuleWork], before: UnitWork = NO_WORK)
     """The work of modules in order, after `before`. Same as `UnitWork.then` for each part, but faster."""
     seconds, forward, saved, shared = before.seconds, before.forward, before.saved_bytes, before.shared
     deferred, over, inputs, first = before.deferred_bytes, before.over, set(before.inputs), before.first
+    sent, returned = before.forward_collectives, before.backward_collectives
     for part in parts:
         seconds += part.seconds
         forward += part.seconds * part.forward
@@ -102,7 +126,11 @@ def sum_work(unit: str, parts: Iterable[ModuleWork], before: UnitWork = NO_WORK)
         saved += part.saved_bytes
         deferred += part.deferred_bytes
         inputs |= part.inputs
-    return UnitWork(unit, seconds, forward, saved, shared, over, deferred, frozenset(inputs), first)
+        sent += part.collectives[0]
+        returned += part.collectives[1]
+    return UnitWork(
+        unit, seconds, forward, saved, shared, over, deferred, frozenset(inputs), first, sent, returned
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +144,8 @@ class ModelCosts:
         between: the work before each run. A stage does all of it up to its last run.
         tail: the work after all runs, on the last stage.
         blocks: runs that stay on one stage.
-        whole, kept: total seconds; total bytes that autograd keeps.
+        whole, collectives: total seconds of compute, and of collectives.
+        kept: total bytes that autograd keeps.
         crossing, returning: for each run, the bytes that cross a cut before it, and bytes of gradients that cross it.
         memo: what follows from these costs.
     """
@@ -128,6 +157,7 @@ class ModelCosts:
     tail: UnitWork
     blocks: list[list[UnitWork]]
     whole: float
+    collectives: float
     kept: float
     crossing: list[int]
     returning: list[int]
@@ -143,8 +173,7 @@ class ModelCosts:
             work = work.then(between).then(run)
         if end == len(self.runs):
             work = work.then(self.tail)
-        early = sum(between.forward for between in self.between[:start])
-        return replace(work, seconds=work.seconds + early, forward=work.forward + early)
+        return work.after(self.between[:start])
 
 
 def model_costs(work: tuple[ModuleWork, ...], units: UnitNames) -> ModelCosts:
@@ -154,7 +183,8 @@ def model_costs(work: tuple[ModuleWork, ...], units: UnitNames) -> ModelCosts:
     runs, between, tail = group_by_unit(work, units, shared)
     parts = (*runs, *between, tail)
     kept = sum(part.saved_bytes for part in parts) + shared_bytes(*(part.shared for part in parts))
-    whole = sum(part.seconds for part in work) or 1.0
+    collectives = sum(sum(part.collectives) for part in work)
+    whole = sum(part.seconds for part in work) - collectives or 1.0
     # a run of a unit with parameters, and the following runs of units without (dropouts)
     holding, blocks = units.holding, list[list[UnitWork]]()
     for run in runs:
@@ -164,7 +194,9 @@ def model_costs(work: tuple[ModuleWork, ...], units: UnitNames) -> ModelCosts:
             blocks.append([run])
     flow = flow_of(work, units, shared)
     tail, values, gradients = replace(tail, inputs=flow.final), flow.crossing(False), flow.crossing(True)
-    return ModelCosts(work, shared, runs, between, tail, blocks, whole, kept or 1.0, values, gradients)
+    return ModelCosts(
+        work, shared, runs, between, tail, blocks, whole, collectives, kept or 1.0, values, gradients
+    )
 
 
 def work_in_units(work: Sequence[ModuleWork], units: UnitNames) -> tuple[ModuleWork, ...]:

@@ -40,6 +40,9 @@ class Candidate:
         stages: per stage (one without a pipeline), its forward and its backward pass as parts of the compute time of the
             whole model.
         between: what runs once between all forwards and all backwards, as part of the same time.
+        inside: searched axis -> seconds of its collectives inside of the forward and backward of one microbatch.
+        stage_communication, between_communication: as `stages` and `between`, parts of the seconds in `inside`; () and 0 where no
+            strategy divides the model.
         recompute: rules of the modules that run again in the backward pass.
     """
 
@@ -63,6 +66,9 @@ class Candidate:
     bubble_seconds: float = 0.0
     stages: tuple[tuple[float, float], ...] = ()
     between: float = 0.0
+    inside: Mapping[str, float] = field(default_factory=dict)
+    stage_communication: tuple[tuple[float, float], ...] = ()
+    between_communication: float = 0.0
     point: Point = field(default_factory=Point)
     recompute: tuple[RecomputeRule, ...] = ()
 

@@ -36,10 +36,7 @@ class RecomputeVariants:
     @classmethod
     def of(cls, placed: Placed, policies: Mapping[str, Rules], blocks: Sequence[str]) -> RecomputeVariants:
         """The variants of a placement; `policies`: name -> its rules for all `blocks`."""
-        names = frozenset(blocks)
-        above = (work.module.split(".") for work in placed.work)
-        inside = [any(".".join(parts[: n + 1]) in names for n in range(len(parts))) for parts in above]
-        work = {name: _work(placed, placed.with_recompute(rules), inside) for name, rules in policies.items()}
+        work = {name: placed.with_recompute(rules).work for name, rules in policies.items()}
         patterns = dict.fromkeys(rule.pattern for rules in policies.values() for rule in rules)
         return cls(work, tuple(blocks), tuple(patterns))
 
@@ -56,25 +53,3 @@ class RecomputeVariants:
                 raise PlanError("recompute", module, rule)
             policies.update(dict.fromkeys(inside, policy))
         return rules_of(policies, self.blocks, self.patterns)
-
-
-def _work(placed: Placed, recomputed: Placed, inside: Sequence[bool]) -> tuple[ModuleWork, ...]:
-    """The work of `recomputed`, in seconds that are comparable with those of `placed`.
-
-    `inside`: which entries belong to blocks. The seconds of a stage stand for compute and communication in the proportion
-    that both have in `placed`, so the communication that recompute repeats is added in that proportion.
-    """
-    before, after = placed.placement, recomputed.placement
-    more = after.compute_seconds - before.compute_seconds
-    both = more + after.communication_seconds - before.communication_seconds
-    whole = before.compute_seconds + before.communication_seconds
-    scale = both / more * before.compute_seconds / whole if more and whole else 1.0
-    result = []
-    for base, work, in_block in zip(placed.work, recomputed.work, inside, strict=True):
-        if in_block:
-            seconds = base.seconds + (work.seconds - base.seconds) * scale
-            forward = base.forward * base.seconds / seconds if seconds else base.forward
-            # there are thousands of these, and dataclasses.replace is slow
-            work = ModuleWork(**{**vars(work), "seconds": seconds, "forward": forward})
-        result.append(work)
-    return tuple(result)

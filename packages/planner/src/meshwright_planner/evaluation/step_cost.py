@@ -239,14 +239,19 @@ class _Step:
             exposed[axes] = exposed.get(axes, 0.0) + seconds.exposed_seconds + slowdown
             hidden[axes] = hidden.get(axes, 0.0) + seconds.overlapped_seconds - slowdown
             uses += ((axes, use) for use in seconds.collectives)
+        times = self.point.microbatches * self.divided.communication
+        for axis, seconds in self.inside(searched).items():
+            exposed[axis] = exposed.get(axis, 0.0) + seconds * times
         busy = self.divided.compute - self.divided.idle
-        inside = self.placement.communication_seconds * self.divided.model_share
-        for axis, share in zip(searched, self.placed.shares):
-            exposed[axis] = exposed.get(axis, 0.0) + inside * share * busy
         for axis, use, each in self.placed.row_collectives(self.point.microbatches, self.degrees):
             exposed[axis] = exposed.get(axis, 0.0) + use.count * each * busy
             uses.append((axis, use))
         return exposed, hidden, uses
+
+    def inside(self, searched: tuple[str, ...]) -> dict[str, float]:
+        """Searched axis -> seconds of the collectives of its placements in one microbatch, of the whole model."""
+        seconds = self.placed.placement.communication_seconds
+        return {axis: seconds * share for axis, share in zip(searched, self.placed.shares)}
 
     def memory_at_peak(self, costs: Sequence[_AxisCost]) -> tuple[dict[str, int], int]:
         """Bytes by part when the rank holds most, and bytes of the parameters that its optimizer updates."""
@@ -307,7 +312,6 @@ def cost(
             stall = entry.cost.stall
             longer = stall.exposed + stall.overlapped * setting.cluster.interference
             waiting += longer * stall.microbatches * divided.straggler_delay[stall.microbatches > 1]
-    inside = placement.communication_seconds * divided.model_share
     trained = placed.trained(divided.held_parameters)
     if setting.cost_model is None:
         update = optimizer_seconds(setting.cluster, updated, OPTIMIZERS[setting.optimizer], trained)
@@ -320,10 +324,12 @@ def cost(
         problem=placed.problem,
         placement=placement,
         compute_seconds=placement.compute_seconds * (divided.compute - divided.idle),
-        # while other ranks wait, collectives inside of stages get more cores, just as compute does
-        bubble_seconds=(placement.compute_seconds + inside) * divided.idle + waiting,
+        bubble_seconds=placement.compute_seconds * divided.idle + waiting,
         stages=_stage_shares(placement, divided),
         between=divided.full_batch_share,
+        inside=step.inside(searched),
+        stage_communication=divided.stage_communication,
+        between_communication=divided.full_batch_communication,
         exposed=exposed,
         hidden=hidden,
         optimizer_seconds=update,

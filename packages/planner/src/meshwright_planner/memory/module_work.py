@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from meshwright_dtensor.strategy import ModuleWork, ParameterSize
 from meshwright_planner.cost.operations import FORWARD
 from meshwright_planner.cost.prices import along
 from meshwright_planner.memory.peak import Replay
-from meshwright_planner.placement.problem import Placement, PlacementProblem
+from meshwright_planner.placement.problem import RESULT, Placement, PlacementProblem
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,9 @@ def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
     runs, run_of = quotient.memo.once("runs", lambda: _module_runs(problem))
     kept = quotient.memo.once(("saved by run", tape.recompute), lambda: SavedByRun.of(problem, run_of))
     alone, common = kept.bytes(problem, placement, len(runs))
-    seconds = {k: option.seconds for k, option in placement.options.items()}
-    forward = {k: option.seconds * option.forward for k, option in placement.options.items()}
+    sent, returned = collective_seconds(problem, placement)
+    forward = {k: option.seconds * option.forward + sent[k] for k, option in placement.options.items()}
+    seconds = {k: option.seconds + sent[k] + returned[k] for k, option in placement.options.items()}
     place, gradient, backward = replay.place, replay.gradient, replay.backward_alive
     alive = {k: max(backward[n] + gradient.get(n, 0.0), replay.forward_alive[n]) for k, n in place.items()}
     output_gradients = {k: _output_gradient_bytes(problem, placement, k) for k in place}
@@ -156,6 +158,7 @@ def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
     states = {quotient.value(ref.i): state for ref, state in outputs}
     # copies of a block have equal work
     by_kinds: dict[tuple[int, ...], tuple[float, float, float, float]] = {}
+    inside: dict[tuple[int, ...], tuple[float, float]] = {}
     work = []
     for number, run in enumerate(runs):
         same = by_kinds.get(run.kinds)
@@ -167,6 +170,7 @@ def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
                 sum(output_gradients[k] for k in run.kinds),
                 sum(forward[k] for k in run.kinds) / whole if whole else FORWARD,
             )
+            inside[run.kinds] = sum(sent[k] for k in run.kinds), sum(returned[k] for k in run.kinds)
         work.append(
             ModuleWork(
                 run.module,
@@ -180,9 +184,42 @@ def module_work(replay: Replay) -> tuple[ModuleWork, ...]:
                 frozenset(common[number].items()),
                 *same[1:],
                 run.outputs,
+                inside[run.kinds],
             )
         )
+    # what makes the results whole
+    if both := sent[RESULT] + returned[RESULT]:
+        passes = sent[RESULT], returned[RESULT]
+        work[-1] = replace(work[-1], seconds=both, forward=passes[0] / both, collectives=passes)
     return tuple(work)
+
+
+def collective_seconds(
+    problem: PlacementProblem, placement: Placement
+) -> tuple[defaultdict[int, float], defaultdict[int, float]]:
+    """Representative node (RESULT for the model's results) -> seconds of the collectives of one copy in the forward pass, and in
+    the backward pass with those of recomputation. A collective that several consumers share counts at the first.
+    """
+    counts, runs = problem.quotient.node_count, problem.tape.again
+    sent, returned = defaultdict[int, float](float), defaultdict[int, float](float)
+    for k, option in placement.options.items():
+        if option.collectives:
+            once = sum(map(problem.costs.collective, option.collectives))
+            sent[k] += once
+            returned[k] += option.inner_seconds - once
+    for c in placement.conversions:
+        nodes = [k for k, _ in c.consumers if k != RESULT]
+        first = min(nodes, default=RESULT)
+        seconds = problem.costs.collective(c.collective) * c.count / counts.get(first, 1)
+        if c.phase == "backward":
+            returned[first] += seconds
+            continue
+        # as often as the consumers run
+        times = 1 + max((runs[k] for k in nodes), default=0)
+        times *= 1 + max((placement.again.get(k, 0.0) for k in nodes), default=0.0)
+        sent[first] += seconds / times
+        returned[first] += seconds - seconds / times
+    return sent, returned
 
 
 def _output_gradient_bytes(problem: PlacementProblem, placement: Placement, k: int) -> float:

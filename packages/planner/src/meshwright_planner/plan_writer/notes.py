@@ -105,16 +105,26 @@ def _split(candidate: Candidate) -> StepSplit:
     """The parts of the step in seconds."""
     rule = candidate.fields.get("pipeline")
     each = candidate.placement.compute_seconds / (rule["microbatches"] if rule else 1)
+    inside = {axis: seconds for axis, seconds in candidate.inside.items() if seconds}
+    collectives = [
+        {axis: (seconds * forward, seconds * backward) for axis, seconds in inside.items()}
+        for forward, backward in candidate.stage_communication
+    ]
     return StepSplit(
         optimizer_seconds=candidate.optimizer_seconds,
         bubble_seconds=candidate.bubble_seconds,
         exposed={axis: seconds for axis, seconds in candidate.exposed.items() if seconds},
         hidden={axis: seconds for axis, seconds in candidate.hidden.items() if seconds},
         stages=tuple(
-            StageTime(forward_seconds=each * forward, backward_seconds=each * backward)
-            for forward, backward in candidate.stages
+            StageTime(forward_seconds=each * forward, backward_seconds=each * backward, collectives=sent)
+            for (forward, backward), sent in zip(
+                candidate.stages, collectives or [{}] * len(candidate.stages), strict=True
+            )
         ),
         between_seconds=each * candidate.between,
+        between_collectives={
+            axis: s * late for axis, s in inside.items() if (late := candidate.between_communication)
+        },
     )
 
 

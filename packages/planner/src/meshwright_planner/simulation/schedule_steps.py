@@ -31,7 +31,7 @@ class Step:
     Args:
         kind: "F", "B", "I" or "W".
         stage, microbatch: see Action.
-        part: its part of a whole forward or backward pass of the stage.
+        part: its part of the compute of a whole forward or backward pass of the stage.
         needs: (kind, stage, microbatch) of the message that it waits for.
         gives: the same of the message that it sends.
         local: that message stays on the rank.
@@ -44,6 +44,11 @@ class Step:
     needs: tuple[str, int, int] | None = None
     gives: tuple[str, int, int] | None = None
     local: bool = False
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it runs the collectives inside of the pass; weight gradients need none."""
+        return self.kind != "W"
 
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch} of stage {self.stage}"

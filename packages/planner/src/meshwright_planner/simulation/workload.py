@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
@@ -103,7 +104,9 @@ class Workload:
             )
         self._collectives = Memo()
         self.predicted, self.split = plan.predicted, plan.predicted.split
-        inside = {c.axis for c in plan.collectives if c.phase == "forward" and c.axis != SHARED}
+        inside = {
+            c.axis for c in plan.collectives if c.phase == "forward" and c.axis != SHARED
+        } | self._staged
         loose = [axis for axis in plan.degrees if axis != "pp" and axis not in inside]
         self.mesh = Mesh(dict(plan.degrees), tuple(loose))
         self.replicas = Replicas.by_faults(self.mesh, sorted({self.mesh.place(r) for r in self.faults.ranks}))
@@ -169,6 +172,7 @@ class Workload:
         """The forwards and backwards of an actor; `sums`: of gradients, in its last backward."""
         (place, rank), ranks = actor, self.ranks(actor)
         steps, inside = self.steps[rank], self._inside(ranks)
+        slower = {axis: self._slower(axis, ranks) for axis in self._staged}
         overlaps, slowdown = self.cluster.hides_communication, self.cluster.interference
         times, heaviest = self._stage_times()
         blocks = {phase: [join for _, join in self._joins(actor, phase, "blocks")] for phase in PASSES}
@@ -187,18 +191,26 @@ class Workload:
             seconds = slow * step.part * getattr(time, f"{phase}_seconds")
             if index == between:
                 rest = slow * self.split.between_seconds
-                program.append(Work(rest, "the rest of the model, on the whole batch"))
+                what = "the rest of the model, on the whole batch"
+                program.append(Work(rest, what))
+                sends = self.split.between_collectives.items()
+                program += [Work(slower[axis] * s, f"{axis} of {what}", "communication") for axis, s in sends]
             if step.needs is not None:
                 program.append(Receive((place, *step.needs), f"{PASSES[phase]} for stage {step.stage}"))
             last = sums if index == last_backward else []
             program += compute_pass(step, seconds, gathers.of(index), last, overlaps, slowdown)
             for axis, costs in inside.items():
-                done, sent = (step.part * part * seconds for seconds in costs[phase])
+                done, sent = (part * seconds for seconds in costs[phase])
                 works = (
-                    Work(slow * done, f"{axis} of {step}"),
-                    Work(sent, f"{axis} of {step}", "communication"),
+                    Work(slow * step.part * done, f"{axis} of {step}"),
+                    Work(step.communicates * sent, f"{axis} of {step}", "communication"),
                 )
                 program += [work for work in works if work.seconds]
+            if step.communicates:
+                sends = ((axis, passes[phase != "forward"]) for axis, passes in time.collectives.items())
+                program += [
+                    Work(slower[axis] * s, f"{axis} of {step}", "communication") for axis, s in sends if s
+                ]
             if step.gives is not None:
                 program.append(Send((place, *step.gives), self._message(step, place, rank)))
         return program
@@ -254,12 +266,14 @@ class Workload:
     def _inside(self, ranks: Sequence[int]) -> dict[str, dict[str, tuple[float, float]]]:
         """Tight axis -> phase -> seconds per step of these ranks: compute for the axis, and exposed communication.
 
+        Axes whose seconds stages have are left out.
+
         The compute is what the split counts as exposed and no collective takes, such as attention to the other chunks of
         a sequence.
         """
         seconds: dict[str, dict[str, tuple[float, float]]] = {}
         for axis in {**self.split.exposed, **self.split.hidden}:
-            if axis == "pp" or not set(self.mesh.loose).isdisjoint(axis.split("+")):
+            if axis == "pp" or not set(self.mesh.loose).isdisjoint(axis.split("+")) or axis in self._staged:
                 continue
             sound, now = self._totals(axis, None), self._totals(axis, set(ranks))
             parts = self._overlap(axis, sum(sound.values()))
@@ -268,6 +282,18 @@ class Workload:
             shares = {phase: sound[phase] / before if before else 0.5 for phase in PASSES}
             seconds[axis] = {p: (share * compute, share * exposed) for p, share in shares.items()}
         return seconds
+
+    @cached_property
+    def _staged(self) -> frozenset[str]:
+        """The axes of which the plan has the seconds of collectives in each pass of a stage."""
+        return frozenset(self.split.between_collectives).union(
+            *(time.collectives for time in self.split.stages)
+        )
+
+    def _slower(self, axis: str, ranks: Sequence[int]) -> float:
+        """How many times as long as without faults the collectives of an axis take on these ranks."""
+        sound, now = (sum(self._totals(axis, members).values()) for members in (None, set(ranks)))
+        return now / sound if sound else 1.0
 
     def _overlap(self, axis: str, total: float) -> Overlap:
         """How the collectives of a tight axis, which take `total` seconds without faults, overlap with compute."""
