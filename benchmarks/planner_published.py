@@ -15,14 +15,15 @@ import argparse
 import json
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from fused_saving import OneRank, saved_by_fusion
 from published_page import ERROR, ORDER, judged, write
-from published_rows import TABLES, Row, Table, gpt
-from their_program import Group, TheirProgram
+from published_rows import TABLES, Row, Scores, Table, gpt
+from their_program import Group, TheirProgram, gradient_seconds, message_seconds
 from torch import nn
 
 import meshwright as mw
@@ -58,27 +59,25 @@ def predict(table: Table, row: Row) -> dict[str, Any]:
     """What is predicted of one row: throughput in the unit of its table, GiB, and whether that fits."""
     model, cluster = row.model(), named(table.cluster)
     begin = time.process_time()
-    # where microbatches are free, those that fit
-    limit = None if row.plan["pp"] > 1 and "microbatches" not in row.plan else 2**41
+    # stages that fit, where there are some
+    limit = None if row.plan["pp"] > 1 and row.activations is None else 2**41
     plan: Any = mw.plan(
         model, tokens(row.rows, row.length), cluster=cluster, world_size=row.gpus, precision=table.precision,
         memory_limit=limit, **row.plan,
     )  # fmt: skip
     planned, seconds, split = time.process_time() - begin, step(plan), plan.predicted.split
     seconds -= (1 - row.bubble) * split.bubble_seconds
-    sums = split.exposed.get("dp", 0.0)
-    if row.late_sums:
-        ranks = row.plan["dp"]
-        link = cluster.running(row.gpus).link(row.gpus // ranks, ranks)
-        seconds -= sums
-        # of float32 in the plan
-        sums = link.seconds("all_reduce", plan.predicted.memory_bytes["gradients"] / 2, ranks)
-        seconds += sums
     # the optimizer and the sums of gradients come once
-    seconds -= (split.optimizer_seconds + sums) * (1 - 1 / row.accumulated)
+    once = split.optimizer_seconds + split.exposed.get("dp", 0.0)
+    if row.update_traffic:
+        parameters = plan.predicted.memory_bytes["gradients"] / 4
+        once += row.update_traffic * parameters / cluster.streams
+    seconds += once / row.accumulated - split.optimizer_seconds - split.exposed.get("dp", 0.0)
     # a rank of a pipeline waits in proportion to what the others compute
     waiting = 1 + row.bubble * split.bubble_seconds / plan.predicted.compute_seconds
     seconds += their_seconds(row, model, cluster, DTYPES[table.precision]) * waiting
+    seconds += gradient_seconds(row, plan, cluster) / row.accumulated if row.half_gradients else 0.0
+    seconds += message_seconds(row, plan, cluster) * waiting if row.scattered else 0.0
     held = held_bytes(row, plan.predicted)
     work = row.flops / 1e12 if row.flops else row.rows * row.length
     rate = work / seconds / row.gpus
@@ -110,7 +109,7 @@ def held_bytes(row: Row, predicted: Any) -> float:
 
 def their_seconds(row: Row, model: nn.Module, cluster: Cluster, dtype: torch.dtype) -> float:
     """Seconds that the program of a row spends beyond the plan, by what its source says of it; negative where it fuses."""
-    if not (row.compiled or row.to_the_end or row.gathered):
+    if not (row.compiled or row.to_the_end or row.gathered or row.loss_traffic or row.scores):
         return 0.0
     degree = row.plan["tp"]
     local = Batch.of(tokens(row.rows // row.plan["dp"], row.length))
@@ -122,7 +121,23 @@ def their_seconds(row: Row, model: nn.Module, cluster: Cluster, dtype: torch.dty
         seconds += program.ends() / row.plan["pp"]
     if row.gathered:
         seconds += program.undivided(row.gathered)
+    if row.loss_traffic:
+        # on the last stage, which takes longest
+        seconds += program.loss(row.loss_traffic)
+    if row.scores:
+        seconds += (
+            program.scores(row.length)[1] / row.plan["pp"] * (longer(row.scores, cluster.name, dtype) - 1)
+        )
     return seconds
+
+
+@cache
+def longer(scores: Scores, device: str, dtype: torch.dtype) -> float:
+    """How many times as long as predicted a measured layer took for its scores. Backward passes are taken to differ alike."""
+    model, cluster = scores.model(), named(device)
+    rank = OneRank.of(model, Batch.of(tokens(scores.rows, scores.length)), cluster, dtype)
+    program = TheirProgram(rank, model, None, Group(cluster.link(1, scores.tp), scores.tp, False))
+    return scores.seconds / program.scores(scores.length)[0]
 
 
 def tabled(table: Table) -> tuple[list[dict[str, Any]], bool]:

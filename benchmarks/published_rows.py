@@ -16,6 +16,23 @@ from torch import nn
 
 
 @dataclass(frozen=True)
+class Scores:
+    """The forward pass of attention over whole matrices of scores in one layer, as measured.
+
+    Attributes:
+        model, rows, length: makes a model of such layers; the batch.
+        tp: tensor-parallel ranks.
+        seconds: of one layer.
+    """
+
+    model: Callable[[], nn.Module]
+    rows: int
+    length: int
+    tp: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One run.
 
@@ -30,7 +47,12 @@ class Row:
         flops: operations of a step in the accounting of the source, where the unit is TFLOP/s.
         loss_bytes: bytes that the loss of that program holds on a GPU at its peak, besides those of ours.
         accumulated: batches of `rows` whose gradients it adds up in a step, without a pipeline.
-        late_sums: it sums gradients over data ranks after the backward pass, all in one piece, of two bytes each.
+        half_gradients: it keeps, adds up and sums gradients of two bytes each, where the plan has four.
+        late_sums: it sums gradients over data ranks after the backward pass, all in one piece.
+        scattered: of what crosses stages its tensor-parallel ranks send a part each and gather it, and wait for it.
+        loss_traffic: bytes that its loss moves for a logit, both passes; None: as the plan's.
+        update_traffic: bytes that its optimizer's step moves for a parameter, besides AdamW's own.
+        scores: a layer of its program whose kernels on whole matrices of scores somebody has measured; None: as the plan's.
         bubble: idle time of its pipeline relative to that of our schedule.
         to_the_end: its recomputation runs each block to the end, where torch's stops when all saved tensors are there again.
         activations: bytes that its program keeps for the backward pass on the fullest rank; None: as the plan.
@@ -52,7 +74,12 @@ class Row:
     flops: float = 0.0
     loss_bytes: float = 0.0
     accumulated: int = 1
+    half_gradients: bool = False
     late_sums: bool = False
+    scattered: bool = False
+    loss_traffic: float | None = None
+    update_traffic: float = 0.0
+    scores: Scores | None = None
     bubble: float = 1.0
     to_the_end: bool = False
     activations: float | None = None
@@ -295,22 +322,31 @@ A100 = Table(
     ),
 )  # fmt: skip
 
-MEGATRON_ROWS = (  # billions, hidden, layers, heads, tp, pp, GPUs, batch, TFLOP/s of a GPU
-    (1.7, 2304, 24, 24, 1, 1, 32, 512, 137),
-    (3.6, 3072, 30, 32, 2, 1, 64, 512, 138),
-    (7.5, 4096, 36, 32, 4, 1, 128, 512, 142),
-    (18.4, 6144, 40, 48, 8, 1, 256, 1024, 135),
-    (39.1, 8192, 48, 64, 8, 2, 512, 1536, 138),
-    (76.1, 10240, 60, 80, 8, 4, 1024, 1792, 140),
-    (145.6, 12288, 80, 96, 8, 8, 1536, 2304, 148),
-    (310.1, 16384, 96, 128, 8, 16, 1920, 2160, 155),
-    (529.6, 20480, 105, 128, 8, 35, 2520, 2520, 163),
-    (1008.0, 25600, 128, 160, 8, 64, 3072, 3072, 163),
+MEGATRON_ROWS = (  # billions, hidden, layers, heads, tp, pp, GPUs, batch, rows of a microbatch, TFLOP/s of a GPU
+    (1.7, 2304, 24, 24, 1, 1, 32, 512, 16, 137),
+    (3.6, 3072, 30, 32, 2, 1, 64, 512, 16, 138),
+    (7.5, 4096, 36, 32, 4, 1, 128, 512, 16, 142),
+    (18.4, 6144, 40, 48, 8, 1, 256, 1024, 8, 135),
+    (39.1, 8192, 48, 64, 8, 2, 512, 1536, 4, 138),
+    (76.1, 10240, 60, 80, 8, 4, 1024, 1792, 2, 140),
+    (145.6, 12288, 80, 96, 8, 8, 1536, 2304, 2, 148),
+    (310.1, 16384, 96, 128, 8, 16, 1920, 2160, 1, 155),
+    (529.6, 20480, 105, 128, 8, 35, 2520, 2520, 1, 163),
+    (1008.0, 25600, 128, 160, 8, 64, 3072, 3072, 1, 163),
 )
 
+MEGATRON_LOSS = 52
+"""Bytes for a logit (megatron/mpu/cross_entropy.py): made float32, the maximum, the difference, exponentials, their sum, the
+division, the product with the gradient, and made two bytes again."""
 
-MICROBATCHES = 4
-"""Of the rows without a pipeline, for which the paper names no number: eight or four rows each."""
+MEGATRON_UPDATE = 24
+"""Bytes for a parameter (megatron/optimizer/optimizer.py): gradients made float32, unscaled, their norm, and parameters of two
+bytes."""
+
+
+MEGATRON_SCORES = Scores(lambda: megatron(6144, 1, 64), 4, 2048, 8, 1.3e-3)
+"""A layer of 22B on A100: its backward pass takes 13.2 ms with products of scores, softmax and dropout run again and 11.9 without
+(Korthikanti et al., 2022, table 4)."""
 
 
 def _megatron(
@@ -322,8 +358,14 @@ def _megatron(
     pp: int,
     gpus: int,
     batch: int,
+    each: int,
     tflops: int,
 ) -> Row:
+    """Rows of a microbatch, and who sums gradients, are those of the authors' script (Megatron-LM, examples/sc21/run_table_1.sh).
+
+    Without a pipeline torch's DDP sums them during the backward pass, else Megatron-LM's own after it. Chunks of layers are as
+    there; where it names none (39B, 1T), by section 5.1 the schedule is interleaved too.
+    """
     # their equation 3; all activations are recomputed, each layer to its end (megatron/mpu/random.py, CheckpointFunction)
     flops = (
         96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
@@ -331,13 +373,15 @@ def _megatron(
     plan = {"dp": gpus // tp // pp, "zero": 0, "tp": tp, "cp": 1, "pp": pp, "ep": 1, "recompute": "full"}
     if tp > 1:
         plan["sequence_parallel"] = False
+    microbatches = batch // plan["dp"] // each
     if pp > 1:
-        plan["schedule"] = "interleaved"
+        plan |= {"schedule": "interleaved", "microbatches": microbatches}
     name = f"GPT {billions}B, tp {tp}, pp {pp}, {gpus} GPUs"
-    times = MICROBATCHES if pp == 1 else 1
+    times = microbatches if pp == 1 else 1
     return Row(
         name, lambda: megatron(hidden, layers, heads), gpus, batch // times, 2048, tflops, plan,
-        flops=flops / times, accumulated=times, late_sums=True, to_the_end=True,
+        flops=flops / times, accumulated=times, half_gradients=True, late_sums=pp > 1, scattered=pp > 1, to_the_end=True,
+        loss_traffic=MEGATRON_LOSS, update_traffic=MEGATRON_UPDATE, scores=MEGATRON_SCORES,
     )  # fmt: skip
 
 
@@ -356,9 +400,10 @@ def _meta(gpus: int, cp: int, data: int, length: int, rows: int, tflops: int) ->
     stages, ranks, hidden, inner, key_values = 8, 16, 16384, 53248, 2 * 8 * 128
     # microbatches in flight over all stages of the rank (Narayanan et al., 2021, 2.2)
     flying = min(2 * (ranks - 2) + (stages - 1) * ranks + 1, rows * stages)
-    # of both norms the input and the output, queries, keys, values and the result of attention, both halves of SwiGLU and their
-    # product: a sequence shard or heads' part of each, since gathers are run again (Korthikanti et al., 2022, 4.2.2)
-    kept = 2 * (6 * hidden + key_values + 3 * inner) / 8 * length / cp
+    # of both norms the input and the output, queries, keys, values and the result of attention, and both halves of SwiGLU: a
+    # sequence shard or heads' part of each. Meta's own operators gather again and make the product of SwiGLU again (xformers,
+    # ops/seqpar.py and ops/swiglu_op.py)
+    kept = 2 * (6 * hidden + key_values + 2 * inner) / 8 * length / cp
     batch = rows * data
     parameters = 403.7e9
     flops = batch * length * (6 * parameters + 12 * 126 * 16384 * length)

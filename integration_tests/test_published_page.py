@@ -26,6 +26,17 @@ def test_the_stored_results_are_of_the_rows() -> None:
         assert rows == [(row.name, row.published) for row in table.rows]
 
 
+def test_microbatches_of_gpts_are_those_of_the_script() -> None:
+    rows = TABLES["megatron"].rows
+    steps = [
+        (row.rows * row.accumulated // row.plan["dp"], row.plan.get("microbatches", row.accumulated))
+        for row in rows
+    ]
+    assert [held // count for held, count in steps] == [16, 16, 16, 8, 4, 2, 2, 1, 1, 1]
+    assert all(held % count == 0 for held, count in steps)
+    assert [row.late_sums for row in rows] == [row.scattered for row in rows] == [False] * 4 + [True] * 6
+
+
 def test_tables_are_judged() -> None:
     rows = [
         {"published": 10.0, "predicted": 11.0, "error": 0.1, "fits": True},

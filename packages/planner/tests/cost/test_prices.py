@@ -138,6 +138,28 @@ def test_dead_code_is_dropped_and_gradients_flow_where_they_should() -> None:
     assert grad == {"input:0": False, "param:used.weight": True, "param:used.bias": False}
 
 
+def test_gradient_of_a_bias_is_another_pass() -> None:
+    """It is summed over the rows of the gradient of the outputs, which is read for it; a frozen bias needs none."""
+    model, batch = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4)), Batch.of(torch.randn(64, 8))
+
+    def moved() -> list[float | None]:
+        tape = record(model, batch, RuleBook.first_party().composites)
+        costs = AxisCosts(DGX_H100, DGX_H100.link(1, 1), 1)
+        problem = PlacementProblem(Legality(tape, quotient(tape), RuleBook.first_party(), costs))
+        backwards = BackwardTraffics(tape)
+        works = [
+            work_of(node, tape.values, tape.flows[k], problem.legality.flops(k), backwards.of(tape, k))
+            for k, node in enumerate(tape.nodes)
+        ]
+        whole = [(["I"] * len(node.ins), ["I"] * len(node.outs)) for node in tape.nodes]
+        pairs = zip(works, tape.nodes, whole, strict=True)
+        return [costs._sized(work, node, tape.values, *states).backward_bytes for work, node, states in pairs]
+
+    assert moved() == [4.0 * 64 * 32, 4.0 * 64 * 4]
+    model[0].bias.requires_grad_(False)
+    assert moved() == [0.0, 4.0 * 64 * 4]
+
+
 def test_copied_blocks_have_the_work_of_run_blocks() -> None:
     book = RuleBook.first_party()
     tape = record(Transformer(), Batch.of(tokens()), book.composites)

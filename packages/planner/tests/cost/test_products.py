@@ -24,6 +24,13 @@ H100 = (
     (1, 4096, 4096, 1024, 677), (1, 2048, 4096, 4096, 754), (1, 2048, 2048, 4096, 738), (1, 1024, 1024, 4096, 470),
     (1, 4096, 256, 4096, 376), (1, 1024, 4096, 2048, 634), (1, 2048, 512, 4096, 451), (4, 1024, 2048, 4096, 744),
     (2, 2048, 4096, 4096, 779), (4, 2048, 4096, 512, 607), (2, 256, 1024, 4096, 295), (4, 4096, 256, 4096, 622),
+    (1, 4096, 256, 256, 85), (1, 4096, 512, 256, 142), (1, 4096, 1024, 256, 223), (1, 4096, 2048, 256, 308),
+    (1, 4096, 4096, 256, 399), (1, 4096, 256, 512, 145), (1, 4096, 512, 512, 240), (1, 4096, 1024, 512, 355),
+    (1, 4096, 2048, 512, 450), (1, 4096, 4096, 512, 552), (1, 4096, 256, 1024, 229), (1, 4096, 512, 1024, 378),
+    (1, 4096, 1024, 1024, 498), (1, 4096, 2048, 1024, 605), (1, 4096, 4096, 1024, 685), (1, 4096, 256, 2048, 314),
+    (1, 4096, 512, 2048, 531), (1, 4096, 1024, 2048, 644), (1, 4096, 2048, 2048, 727), (1, 4096, 4096, 2048, 736),
+    (1, 4096, 256, 4096, 399), (1, 4096, 512, 4096, 662), (1, 4096, 1024, 4096, 752), (1, 4096, 2048, 4096, 759),
+    (1, 4096, 4096, 4096, 780),
 )  # fmt: skip
 
 
@@ -74,7 +81,7 @@ def test_one_tile_past_a_wave_costs_a_wave() -> None:
     chip = Chip(100, 50 * 2**20, tiles=((128, 128),))
     cluster = replace(DGX_H100, chip=chip)
     full, past = seconds(cluster, 1280, 1280, 8192), seconds(cluster, 1281, 1280, 8192)
-    assert past - FILL == pytest.approx(2 * (full - FILL))
+    assert past - FILL == pytest.approx(2 * (full - FILL), rel=1e-3)
 
 
 def test_few_tiles_split_the_depth() -> None:
@@ -89,12 +96,16 @@ def test_a_thin_product_runs_at_the_pace_of_the_memory() -> None:
 
 def test_products_that_others_measured() -> None:
     alone = replace(DGX_H100, compute_efficiency=0.803)
-    errors = []
+    errors, shallow = [], []
     for count, rows, columns, depth, tflops in H100:
         # their time has the launch
         took = seconds(alone, rows, columns, depth, count) + 3e-6
         errors.append(abs(2e-12 * rows * columns * depth * count / took / tflops - 1))
-    assert statistics.mean(errors) < 0.1 and max(errors) < 0.25
+        if depth <= 512 and rows * columns >= 2**23:
+            # results that take as long to write as to compute
+            shallow.append(errors[-1])
+    assert statistics.mean(errors) < 0.06 and max(errors) < 0.2
+    assert len(shallow) == 5 and max(shallow) < 0.04
     # a rate that knows no shape is off where there are few tiles
     flat = [abs(0.803 * 989 / tflops - 1) for *_, tflops in H100]
     assert statistics.mean(flat) > 0.3

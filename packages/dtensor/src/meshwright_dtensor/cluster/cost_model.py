@@ -31,7 +31,8 @@ class Operation(NamedTuple):
         tensors: number of tensors: the parameters of an update, else 1.
         on_mesh: it is dispatched over a mesh, which takes host time.
         backward_bytes: bytes that its backward pass reads and writes; of a product or a view only what comes on top: gradients
-            that are added to those of other readers, zeros around the gradient of a part.
+            that are added to those of other readers, that of a product's outputs where a bias gets one, zeros around the gradient
+            of a part.
     """
 
     name: str

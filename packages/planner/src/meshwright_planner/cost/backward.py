@@ -36,9 +36,11 @@ class BackwardTraffic:
     kept: float = 0.0
     sums: tuple[int, ...] = ()
 
-    def around_products(self) -> BackwardTraffic:
-        """The traffic of the backward pass of products besides the products themselves: only the sums."""
-        return BackwardTraffic(self.sums, (0,) * len(self.outs), sums=self.sums)
+    def around_products(self, biased: bool) -> BackwardTraffic:
+        """The traffic of the backward pass of products besides the products themselves: the sums, and where a bias gets a gradient
+        (`biased`), another pass over that of the outputs, which is summed.
+        """
+        return BackwardTraffic(self.sums, (int(biased),) * len(self.outs), sums=self.sums)
 
 
 class BackwardTraffics:

@@ -19,7 +19,7 @@ from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_planner.cost.backward import BackwardTraffic
 from meshwright_planner.cost.operations import FORWARD, timed
-from meshwright_planner.trace.flops import gradients_made
+from meshwright_planner.trace.flops import adds_trained, gradients_made
 from meshwright_planner.trace.op_kinds import base_name, kind_of
 
 MANY = 1 << 30
@@ -314,6 +314,6 @@ def work_of(
         table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
         itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
         products=math.prod(values[node.outs[0].i].shape[:-2]) if batched else 1,
-        back=None if back is None else back.around_products() if flops else back,
+        back=None if back is None else back.around_products(adds_trained(node, flows)) if flops else back,
         again=again,
     )

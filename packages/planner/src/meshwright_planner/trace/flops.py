@@ -42,6 +42,14 @@ def operands(node: Node) -> slice:
     return slice(0, 3 if base_name(node) in ATTENTION else 2)
 
 
+def adds_trained(node: Node, flows: Sequence[bool]) -> bool:
+    """Whether a product adds an input that gets a gradient, as a bias; `flows`: as in Tape.flows."""
+    if base_name(node) in ATTENTION | _RECURRENT:
+        return False
+    multiplied = operands(node)
+    return any(flows[: multiplied.start]) or any(flows[multiplied.stop :])
+
+
 def gradients_made(node: Node, flows: Sequence[bool]) -> int:
     """Number of products of the forward's size in the backward pass of a product; `flows`: as in Tape.flows."""
     if base_name(node) in _RECURRENT:
