@@ -240,8 +240,8 @@ class _Step:
             hidden[axes] = hidden.get(axes, 0.0) + seconds.overlapped_seconds - slowdown
             uses += ((axes, use) for use in seconds.collectives)
         times = self.point.microbatches * self.divided.communication
-        for axis, seconds in self.inside(searched).items():
-            exposed[axis] = exposed.get(axis, 0.0) + seconds * times
+        for axis, inside in self.inside(searched).items():
+            exposed[axis] = exposed.get(axis, 0.0) + inside * times
         busy = self.divided.compute - self.divided.idle
         for axis, use, each in self.placed.row_collectives(self.point.microbatches, self.degrees):
             exposed[axis] = exposed.get(axis, 0.0) + use.count * each * busy

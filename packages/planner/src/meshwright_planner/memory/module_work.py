@@ -215,7 +215,7 @@ def collective_seconds(
             returned[first] += seconds
             continue
         # as often as the consumers run
-        times = 1 + max((runs[k] for k in nodes), default=0)
+        times = 1.0 + max((runs[k] for k in nodes), default=0)
         times *= 1 + max((placement.again.get(k, 0.0) for k in nodes), default=0.0)
         sent[first] += seconds / times
         returned[first] += seconds - seconds / times

@@ -193,8 +193,8 @@ class Workload:
                 rest = slow * self.split.between_seconds
                 what = "the rest of the model, on the whole batch"
                 program.append(Work(rest, what))
-                sends = self.split.between_collectives.items()
-                program += [Work(slower[axis] * s, f"{axis} of {what}", "communication") for axis, s in sends]
+                late = self.split.between_collectives.items()
+                program += [Work(slower[axis] * s, f"{axis} of {what}", "communication") for axis, s in late]
             if step.needs is not None:
                 program.append(Receive((place, *step.needs), f"{PASSES[phase]} for stage {step.stage}"))
             last = sums if index == last_backward else []
