@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from .overrides import OVERRIDES
 from .sizes import HEAD_WIDTH, IMAGE, PATCH, SPECIAL, STAGED, TINY
@@ -23,15 +25,16 @@ from .subject import NotBuildable
 
 MAX_PARAMETERS = 3_000_000
 
-REGISTRIES = {
-    "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-    "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
-    "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+REGISTRIES: dict[str, Mapping[str, Any]] = {
+    "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
+"""Task -> type of model -> names of classes. The registries of classes would import every model that there is."""
 
 
-SPEECH = {"speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING}
+SPEECH: dict[str, Mapping[str, Any]] = {"speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
 """For those that are asked for by name: the sweep over all is over REGISTRIES."""
 
 
@@ -48,21 +51,26 @@ def architectures() -> tuple[Architecture, ...]:
     """Every class of the four registries, each once, under the first task that lists it."""
     by_name: dict[str, Architecture] = {}
     for task in REGISTRIES:
-        for name in _configs(task):
+        for _, name in _listed(task):
             by_name.setdefault(name, Architecture(name, task))
     return tuple(by_name.values())
 
 
-@functools.cache
-def _configs(task: str) -> dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
-    """Class name -> config class and class, in the registry's order."""
-    by_name: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {}
-    for config, models in (REGISTRIES | SPEECH)[task].items():
-        for model in models if isinstance(models, (tuple, list)) else (models,):
-            # a composite model is registered under its text part, too: its own config builds it
-            attribute = model.config_class
-            by_name.setdefault(model.__name__, (attribute if isinstance(attribute, type) else config, model))
-    return by_name
+def _listed(task: str) -> Iterator[tuple[str, str]]:
+    """Type of model and class name, in the registry's order."""
+    for kind, names in (REGISTRIES | SPEECH)[task].items():
+        if kind in CONFIG_MAPPING_NAMES:
+            for name in names if isinstance(names, (tuple, list)) else (names,):
+                yield kind, name
+
+
+def _classes(architecture: Architecture) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+    """The class of its config, and its own."""
+    kind = next(kind for kind, name in _listed(architecture.task) if name == architecture.name)
+    model = getattr(transformers, architecture.name)
+    # a composite model is registered under its text part, too: its own config builds it
+    attribute = model.config_class
+    return (attribute if isinstance(attribute, type) else CONFIG_MAPPING[kind]), model
 
 
 LAYERS = (
@@ -77,7 +85,7 @@ def build(architecture: Architecture, layers: int | None = None) -> nn.Module:
 
     Raises NotBuildable with the reason.
     """
-    config_class, model_class = _configs(architecture.task)[architecture.name]
+    config_class, model_class = _classes(architecture)
     try:
         with torch.device("meta"):
             size = sum(
