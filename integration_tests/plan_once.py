@@ -13,13 +13,15 @@ import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan
 
 
-def one_and_many(make: Callable[[], nn.Module], batch: Any, **options: Any) -> list[Any]:
-    """A model of one device, and the same on this world by `plan_once` (a collective call)."""
+def one_and_many(
+    make: Callable[[], nn.Module], batch: Any, plan: ParallelPlan | None = None, **options: Any
+) -> list[Any]:
+    """A model of one device, and the same on this world (a collective call), by `plan` or by that of `plan_once`."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(make())
-    mw.parallelize(models[1], plan_once(models[1], batch, cluster="laptop-cpu", **options))
+    mw.parallelize(models[1], plan or plan_once(models[1], batch, cluster="laptop-cpu", **options))
     return models
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from plan_once import one_and_many
+from plan_once import one_and_many, plan_once
 from torch import Tensor, nn
 from training_zoo import Swish
 
 import meshwright as mw
 from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.stages.stage_tensor import StageValue, value_of
 from meshwright_dtensor.stages.whole_model import own_stages, whole_model_of
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -321,19 +322,23 @@ def differs(actual: Any, expected: Any) -> bool:
     )
 
 
-def build(pins: dict[str, int]) -> tuple[nn.Module, nn.Module]:
+def planned(pins: dict[str, int]) -> ParallelPlan:
     microbatches = {"microbatches": 2} if "pp" in pins else {}
-    reference, parallel = one_and_many(Model, batch(), **microbatches, **pins)
+    return plan_once(Model(), batch(), cluster="laptop-cpu", **microbatches, **pins)
+
+
+def build(plan: ParallelPlan) -> tuple[nn.Module, nn.Module]:
+    reference, parallel = one_and_many(Model, batch(), plan)
     return reference, parallel
 
 
 def check(rank: int, size: int, pins: dict[str, int]) -> list[str]:
     """The uses whose values, or those of the model afterwards, are not those of one device."""
-    wrong = []
+    wrong, plan = [], planned(pins)
     for use in USES:
         expected: list[Any] = []
         actual: list[Any] = []
-        for model, values in zip(build(pins), (expected, actual), strict=True):
+        for model, values in zip(build(plan), (expected, actual), strict=True):
             torch.manual_seed(1)
             values += map(plain, use(model))
             values += [plain(value) for value in model.state_dict().values()]
@@ -352,7 +357,7 @@ def test_values_are_those_of_one_device(rank_pool: RankPool, plan: str) -> None:
 
 
 def stages(rank: int, size: int, folder: str) -> bool:
-    reference, model = build({"pp": 2})
+    reference, model = build(planned({"pp": 2}))
     mine = [p for p in model.parameters() if not isinstance(p, StageValue) or p.here]
     with own_stages(model):
         # the negative control: a stage alone has other values
@@ -385,7 +390,8 @@ def test_a_stage_holds_its_own_values_only(rank_pool: RankPool, tmp_path: Path) 
 
 def hooks(rank: int, size: int, folder: str) -> list[bool]:
     """Optimizers that step in hooks of a backward pass, then torch's own distributed checkpoint."""
-    models = build({"pp": 2})
+    plan = planned({"pp": 2})
+    models = build(plan)
     for model in models:
         steps = {p: torch.optim.SGD([p], lr=0.1) for p in model.blocks.parameters()}
 
@@ -398,7 +404,7 @@ def hooks(rank: int, size: int, folder: str) -> list[bool]:
         backward(model)
         backward(model)
     same = not any(map(differs, *(list(map(plain, model.parameters())) for model in models)))
-    reference, fresh = build({"pp": 2})
+    reference, fresh = build(plan)
     dcp.save({"model": models[1].state_dict()}, checkpoint_id=Path(folder, "dcp"))
     for model in (reference, fresh):
         dcp.load({"model": model.state_dict()}, checkpoint_id=Path(folder, "dcp"))
@@ -451,7 +457,7 @@ def test_gradients_are_reset_without_an_exchange(rank_pool: RankPool) -> None:
 
 def refused(rank: int, size: int) -> bool:
     """Writes that would not reach a parameter of a stage."""
-    _, model = build({"pp": 2})
+    _, model = build(planned({"pp": 2}))
     p = model.blocks[3].up.weight
 
     both = r"stage rank 0 reads values of shapes \[10, 6\].*; stage rank 1 reads values of shapes \[6, 10\]"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from commands import HERE
 
 import meshwright as mw
+from meshwright.cli import State, group
 from meshwright_dtensor.errors import UsageError
 
 
@@ -60,15 +63,25 @@ def make():
 """
 
 
+def planned(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    """What `meshwright plan` prints for the large model; its ranks are processes, and the command runs here."""
+    (folder / "large_model.py").write_text(LARGE)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "large_model", raising=False)
+    # where the ranks find its class too
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    arguments = ["plan", "--model", "large_model:make", "--world-size", "2", *options]
+    with redirect_stdout(io.StringIO()) as out:
+        code = group.main(arguments, "meshwright", standalone_mode=False, obj=State(tuple(arguments)))
+    assert not code
+    return out.getvalue()
+
+
 @pytest.mark.slow
 def test_the_planner_that_tries_has_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "large_model.py").write_text(LARGE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)  # where the ranks find its class too
-    command = [sys.executable, "-m", "meshwright", "plan", "--model", "large_model:make", "--world-size", "2"]
-    command += ["--planner", "trial", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    plan = mw.ParallelPlan.from_dict(json.loads(done.stdout))
+    plan = mw.ParallelPlan.from_dict(
+        json.loads(planned(tmp_path, monkeypatch, "--planner", "trial", "--json"))
+    )
     assert plan.provenance.planner == "trial"
     assert any(note.startswith("tried: ") for note in plan.provenance.notes)
     assert plan.provenance.measured_seconds
@@ -76,14 +89,8 @@ def test_the_planner_that_tries_has_values(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_comparison_shows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "large_model.py").write_text(LARGE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    command = [sys.executable, "-m", "meshwright", "plan", "--model", "large_model:make", "--world-size", "2"]
-    done = subprocess.run(
-        [*command, "--compare", "trial"], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "measured" in done.stdout and "the order is by predicted time" in done.stdout
+    shown = planned(tmp_path, monkeypatch, "--compare", "trial")
+    assert "measured" in shown and "the order is by predicted time" in shown
 
 
 def test_trial_needs_values() -> None:
