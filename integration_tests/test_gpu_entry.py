@@ -41,7 +41,7 @@ def test_without_a_gpu_it_says_how_many_checks_wait() -> None:
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     done = run("--device", "cuda")
     assert done.returncode == 4
-    assert "--device cuda: torch sees no GPU here" in done.stderr + done.stdout
+    assert "--device: device 'cuda': there is none here; use one of those here, cpu" in done.stderr
 
 
 def test_the_benchmark_says_that_it_waits() -> None:

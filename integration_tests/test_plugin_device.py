@@ -1,10 +1,14 @@
-"""A device that only a plugin knows: ranks that hold its tensors train as one device does."""
+"""A device that only a plugin knows: ranks that hold its tensors train as one device does, and tests of the packages run on it."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +25,21 @@ from meshwright_dtensor.testing.conformance.report import Nonconformance, NotChe
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 ENABLED = "MESHWRIGHT_SHADOW_DEVICES"
+ROOT = Path(__file__).parent.parent
+LACKS = "integration_tests/plugin_device_lacks.txt"
+"""What the device lacks, for which tests of the packages."""
+IN_CI = (
+    "packages/dtensor/tests/testing/test_on_device.py",
+    "packages/dtensor/tests/tensor/test_distribute.py",
+    "packages/dtensor/tests/tensor/test_stock_dtensor_errors.py",
+    "packages/dtensor/tests/stored/test_permuted.py",
+    "packages/dtensor/tests/stored/test_stored_writes.py",
+    "packages/dtensor/tests/dispatch/test_call_forms.py",
+    "packages/dtensor/tests/dispatch/test_planned_writes.py",
+    "packages/dtensor/tests/dispatch/test_tiers.py",
+    "packages/parallel/tests/optim/test_clip_grad.py::test_mixed_gradients[2-2.0-dtype0]",
+)
+"""Of the tests that run on it, those of a few seconds."""
 PLANS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
 
 
@@ -124,3 +143,27 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         mw.init("shadow")
     with pytest.raises(UsageError, match="device 'shadows' is no type of device that torch or a plugin has"):
         mw.init("shadows")
+
+
+def tests(*files: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Tests of the packages with their tensors, models and process groups on the device."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "shadow"]
+    env = {name: value for name, value in os.environ.items() if name != ENABLED} | environment
+    return subprocess.run(
+        [*command, "--device-lacks", LACKS, *files], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_tests_of_the_packages_run_on_it() -> None:
+    done = tests(*IN_CI, **{ENABLED: "8"})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 50
+    reasons = re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", done.stdout, re.MULTILINE)
+    assert reasons and all(re.match("of the CPU alone: |shadow lacks: ", reason) for reason in reasons)
+
+
+def test_without_it_they_do_not() -> None:
+    done = tests(*IN_CI)
+    assert done.returncode == 4 and "--device: device 'shadow': there is none here" in done.stderr

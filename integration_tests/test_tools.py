@@ -63,5 +63,12 @@ def test_code_that_assumes_a_device_is_found() -> None:
     ]
     for line in neutral:
         assert not list(assumptions(line)), line
-    # the packages name no type of device
+    of_tests = runpy.run_path(str(Path(TOTAL).parent / "check_devices.py"))["assumptions_of_tests"]
+    for line in ('init_device_mesh("cpu", (2,))', "torch.Generator()", "torch.get_rng_state()", "x.numpy()"):
+        assert len(list(of_tests(line))) == 1, line
+        assert not list(of_tests(f'pytestmark = pytest.mark.host("files")\n{line}'))
+    assert not list(
+        of_tests("torch.zeros(3); init_device_mesh(device_type(), (2,)); torch.Generator(device)")
+    )
+    # the packages, and tests that run on any device, name no type of device
     assert runpy.run_path(str(Path(TOTAL).parent / "check_devices.py"))["main"]() == 0

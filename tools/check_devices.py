@@ -2,6 +2,9 @@
 
 What names the CPU or cuda works there and fails, or waits, on any other: ask `device_of(device)` instead. A factory without a
 device uses the user's (`torch.set_default_device`), and numbers of the host on another device are a copy that waits for it.
+
+Tests of the core and of parallel run on any type of device (`pytest --device`): they make tensors on the default device, and ask
+`meshwright_dtensor.testing.on_device` for its generators and meshes. Tests of the CPU alone are marked `host(reason)`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ FACTORIES = frozenset(
     "empty_strided tril_indices triu_indices".split()
 )
 OF_NUMBERS = frozenset({"tensor", "as_tensor"})
+TESTED = ("dtensor", "parallel")
+"""Packages whose tests run on any type of device."""
+OF_THE_HOST = frozenset({"numpy", "get_rng_state", "set_rng_state", "Generator"})
+"""Names in tests that give the CPU's, without an argument."""
 ALLOWED = {
     "dtensor/src/meshwright_dtensor/devices": "the records",
     "dtensor/src/meshwright_dtensor/utils/host.py": "the name of the host",
@@ -77,6 +84,25 @@ def assumptions(source: str, may_make: bool = False) -> Iterator[tuple[int, str]
             yield from _made(node, node.func.attr, may_make)
 
 
+def assumptions_of_tests(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each place of a test module that assumes the CPU, if the module marks no test as one of the CPU."""
+    tree = ast.parse(source)
+    if any(_marks_host(node) for node in ast.walk(tree)):
+        return
+    yield from assumptions(source, may_make=True)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+            if node.func.attr in OF_THE_HOST and not node.keywords:
+                yield node.lineno, f".{node.func.attr}()"
+
+
+def _marks_host(node: ast.AST) -> bool:
+    """Whether this is `pytest.mark.host`."""
+    return (
+        isinstance(node, ast.Attribute) and node.attr == "host" and ast.unparse(node.value) == "pytest.mark"
+    )
+
+
 def _is_torch(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "torch"
 
@@ -115,9 +141,16 @@ def main() -> int:
             f"packages/{path}:{line}: {what}"
             for line, what in assumptions(file.read_text(encoding="utf-8"), path in MAY_MAKE)
         ]
+    for package in TESTED:
+        for file in sorted((ROOT / "packages" / package / "tests").rglob("*.py")):
+            wrong += [
+                f"{file.relative_to(ROOT).as_posix()}:{line}: {what}"
+                for line, what in assumptions_of_tests(file.read_text(encoding="utf-8"))
+            ]
     for line in wrong:
         print(
-            f"{line} assumes a type of device; ask meshwright_dtensor.devices (device_of, on_host, HOST, default_device)"
+            f"{line} assumes a type of device; ask meshwright_dtensor.devices (device_of, on_host, HOST, default_device), or "
+            "in a test meshwright_dtensor.testing.on_device (device_type, seeded, random_state); or mark it host(reason)"
         )
     return int(bool(wrong))
 

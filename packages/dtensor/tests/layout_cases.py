@@ -12,6 +12,7 @@ from meshwright_dtensor.sharding.boxes import read_region, shardable
 from meshwright_dtensor.sharding.intervals import interval_shard
 from meshwright_dtensor.sharding.states import gradient_kind, is_shard
 from meshwright_dtensor.tensor.global_tensor import local_in, wrap
+from meshwright_dtensor.testing.on_device import device_type
 
 STATES = ("I", "X", "P", 0, 1, 2)
 
@@ -72,7 +73,7 @@ def one(mesh, shape, source, target):
 
 
 def run_many(rank, world, sizes, cases):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("a", "b")[: len(sizes)])
     for shape, source, target in cases:
         try:
             one(mesh, shape, source, target)

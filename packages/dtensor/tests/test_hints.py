@@ -10,13 +10,14 @@ from torch.distributed.tensor import Replicate, Shard
 from meshwright_dtensor import distribute, mark_sharding
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.hints import observe_marks
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def marked(rank: int, world_size: int) -> None:
     plain = torch.randn(4, 6)
     assert mark_sharding(plain, {"tp": Shard(1)}) is plain
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     x = distribute(plain.clone().requires_grad_(), mesh, ["I", "X"])
     assert mark_sharding(x, {"tp": Replicate()}) is x  # X is replicated too
     assert mark_sharding(x, {"cp": Shard(0)}) is x  # an axis that the mesh does not have

@@ -18,12 +18,13 @@ from meshwright_dtensor.api import as_mesh_parameter, distribute
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.utils.process import settle
 
 
 def mesh_of(world):
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    return init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
 
 
 def over(value, mesh, state, requires_grad=True):
@@ -57,7 +58,7 @@ def case_optimizers(mesh):
         plain, here = twins(mesh)
         a, b = make(plain.parameters()), make(here.parameters())
         for step in range(3):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(4, 6, generator=seeded(step))
             for model, optimizer, batch in ((plain, a, x), (here, b, distribute(x, mesh, ["I"]))):
                 model(batch).pow(2).mean().backward()
                 optimizer.step()

@@ -29,6 +29,7 @@ from meshwright_dtensor.sharding.boxes import (
     dim_order_of,
     slice_of,
 )
+from meshwright_dtensor.testing.on_device import device_type, random_state, seeded, set_random_state
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 aten = torch.ops.aten
@@ -86,14 +87,14 @@ def same_on_every_rank(
     """
     torch.manual_seed(11)
     torch.rand(3)
-    start = torch.get_rng_state()
+    start = random_state()
     wanted = full_op(one_device(shape, order, dtype))
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    end = torch.get_rng_state()
+    end = random_state()
     assert not torch.equal(start, end)
     for mesh, states in LAYOUTS:
         for coords, box in boxes_of(shape, mesh, states):
-            torch.set_rng_state(start)
+            set_random_state(start)
             value = slice_of(one_device(shape, order, dtype), box)
             local = torch.empty_strided(value.shape, dense_strides(value.shape, order), dtype=dtype).copy_(
                 value
@@ -103,7 +104,7 @@ def same_on_every_rank(
             for a, b in zip(got, wanted, strict=True):
                 assert torch.equal(a, slice_of(b, box)), (mesh, states, coords)
                 assert a.stride() == dense_strides(a.shape, dim_order_of(b))
-            assert torch.equal(torch.get_rng_state(), end)
+            assert torch.equal(random_state(), end)
 
 
 @pytest.mark.parametrize("name", FILLS)
@@ -170,7 +171,7 @@ def test_op_with_two_tensor_parts() -> None:
     probability = torch.linspace(0, 1, 7)
     torch.manual_seed(3)
     want = torch.empty(shape).bernoulli_(probability)
-    end = torch.get_rng_state()
+    end = random_state()
     for mesh, states in LAYOUTS:
         for _, box in boxes_of(shape, mesh, states):
             torch.manual_seed(3)
@@ -179,7 +180,7 @@ def test_op_with_two_tensor_parts() -> None:
             got = run_random(aten.bernoulli_.Tensor, (local, slice_of(probability, box[1:])), {}, parts)
             assert got is local
             assert torch.equal(got, slice_of(want, box))
-            assert torch.equal(torch.get_rng_state(), end)
+            assert torch.equal(random_state(), end)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +196,13 @@ def test_op_with_two_tensor_parts() -> None:
 def test_factories_take_the_global_size(op: Any, args: tuple[Any, ...]) -> None:
     torch.manual_seed(5)
     want = op(*args)
-    end = torch.get_rng_state()
+    end = random_state()
     shape = tuple(want.shape)
     for _, box in boxes_of(shape, (3,), (0,)):
         torch.manual_seed(5)
         got = run_random(op, args, {}, [], Part(shape, tuple(range(len(shape))), box))
         assert torch.equal(got, slice_of(want, box))
-        assert torch.equal(torch.get_rng_state(), end)
+        assert torch.equal(random_state(), end)
 
 
 def test_gradients_pass_through_dropout() -> None:
@@ -221,16 +222,16 @@ def test_gradients_pass_through_dropout() -> None:
 
 def test_generator_argument_is_used_instead_of_default() -> None:
     shape = (12, 5)
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     want = torch.empty(shape).normal_(generator=generator)
     box = chunk_box(shape, (2,), (1,), (0,))
-    default = torch.get_rng_state()
-    again = torch.Generator().manual_seed(2)
+    default = random_state()
+    again = seeded(2)
     local = torch.empty(box_shape(box))
     run_random(aten.normal_.default, (local,), {"generator": again}, [Part(shape, (0, 1), box)])
     assert torch.equal(local, slice_of(want, box))
     assert torch.equal(again.get_state(), generator.get_state())
-    assert torch.equal(torch.get_rng_state(), default)
+    assert torch.equal(random_state(), default)
 
 
 PIECED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -242,6 +243,7 @@ PIECED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.host("draws in pieces")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIECED)
 @pytest.mark.parametrize("piece", [16, 48, 112])
@@ -265,32 +267,34 @@ def test_pieces_equal_the_whole(name: str, piece: int) -> None:
             torch.manual_seed(1)
             want = torch.empty_strided(shape, dense_strides(shape, order))
             draw(want)
-            end = torch.get_rng_state()
+            end = random_state()
             for mesh, states in LAYOUTS:
                 if any(isinstance(state, int) and state >= len(shape) for state in states):
                     continue
                 for _, box in boxes_of(shape, mesh, states):
                     torch.manual_seed(1)
-                    got = draw_part(draw, shape, order, torch.float32, "cpu", box, piece_numel=piece)
+                    got = draw_part(draw, shape, order, torch.float32, device_type(), box, piece_numel=piece)
                     assert torch.equal(got, slice_of(want, box)), (shape, order, box)
-                    assert torch.equal(torch.get_rng_state(), end)
+                    assert torch.equal(random_state(), end)
                     assert got.stride() == dense_strides(got.shape, order)
 
 
+@pytest.mark.host("draws in pieces")
 def test_pieces_of_large_tensor_with_odd_sizes() -> None:
     for count in (1_000_003, 3 * PIECE_NUMEL + 5):
         for op, rest in (FILLS["normal_"], FILLS["bernoulli_"]):
             torch.manual_seed(4)
             want = op(torch.empty(count), *rest)
-            end = torch.get_rng_state()
+            end = random_state()
             box = chunk_box((count,), (4,), (2,), (0,))
             torch.manual_seed(4)
             local = torch.empty(box_shape(box))
             run_random(op, (local, *rest), {}, [Part((count,), (0,), box)])
             assert torch.equal(local, slice_of(want, box))
-            assert torch.equal(torch.get_rng_state(), end)
+            assert torch.equal(random_state(), end)
 
 
+@pytest.mark.host("draws in pieces")
 def test_pieces_hold_little_memory() -> None:
     seen: list[int] = []
 
@@ -299,13 +303,14 @@ def test_pieces_hold_little_memory() -> None:
         tensor.uniform_()
 
     box = chunk_box((4096, 16), (8,), (0,), (0,))
-    draw_part(draw, (4096, 16), (0, 1), torch.float32, "cpu", box, piece_numel=4096)
+    draw_part(draw, (4096, 16), (0, 1), torch.float32, device_type(), box, piece_numel=4096)
     assert max(seen) <= 4096 + 16
     seen.clear()
-    draw_part(draw, (4096, 16), (0, 1), torch.float32, "cpu", box)
+    draw_part(draw, (4096, 16), (0, 1), torch.float32, device_type(), box)
     assert seen == [4096 * 16]
 
 
+@pytest.mark.host("draws in pieces")
 def test_draw_that_pieces_would_change_is_not_split() -> None:
     """A negative control: numbers that depend on how many are drawn."""
 
@@ -317,7 +322,7 @@ def test_draw_that_pieces_would_change_is_not_split() -> None:
     draw(want)
     torch.manual_seed(1)
     box = chunk_box((64, 8), (2,), (1,), (0,))
-    got = draw_part(draw, (64, 8), (0, 1), torch.float32, "cpu", box, piece_numel=16)
+    got = draw_part(draw, (64, 8), (0, 1), torch.float32, device_type(), box, piece_numel=16)
     assert torch.equal(got, slice_of(want, box))
 
 
@@ -328,13 +333,13 @@ def test_all_initialisers_can_draw(init: Callable[[torch.Tensor], Any]) -> None:
     shape = (24, 10)
     torch.manual_seed(6)
     want = init(torch.empty(shape))
-    end = torch.get_rng_state()
+    end = random_state()
     for mesh, states in LAYOUTS:
         for _, box in boxes_of(shape, mesh, states):
             torch.manual_seed(6)
-            got = draw_part(init, shape, (0, 1), torch.float32, "cpu", box)
+            got = draw_part(init, shape, (0, 1), torch.float32, device_type(), box)
             assert torch.equal(got, slice_of(want, box))
-            assert torch.equal(torch.get_rng_state(), end)
+            assert torch.equal(random_state(), end)
 
 
 def test_local_draws_differ_from_one_device() -> None:
@@ -356,9 +361,9 @@ def test_unsupported_random_ops_are_rejected() -> None:
     with pytest.raises(UsageError, match="result=Part"):
         run_random(aten.rand.default, ([4, 4],), {}, [])
     with pytest.raises(UsageError, match="dim_order"):
-        draw_part(torch.Tensor.normal_, (4, 4), (0, 0), torch.float32, "cpu", part.box)
+        draw_part(torch.Tensor.normal_, (4, 4), (0, 0), torch.float32, device_type(), part.box)
     with pytest.raises(UsageError, match="multiple of 16"):
-        draw_part(torch.Tensor.normal_, (4, 4), (0, 1), torch.float32, "cpu", part.box, piece_numel=5)
+        draw_part(torch.Tensor.normal_, (4, 4), (0, 1), torch.float32, device_type(), part.box, piece_numel=5)
 
 
 def masks(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,7 +371,7 @@ def masks(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     box = chunk_box(shape, (world_size,), (rank,), (0,))
     local = torch.empty(box_shape(box))
     run_random(aten.bernoulli_.float, (local, 0.5), {}, [Part(shape, (0, 1), box)])
-    return local, torch.get_rng_state()
+    return local, random_state()
 
 
 def test_real_ranks_hold_the_rows_of_one_mask(rank_pool: RankPool) -> None:
@@ -374,4 +379,4 @@ def test_real_ranks_hold_the_rows_of_one_mask(rank_pool: RankPool) -> None:
     torch.manual_seed(0)
     want = torch.empty(12, 5).bernoulli_(0.5)
     assert torch.equal(torch.cat([mask for mask, _ in results]), want)
-    assert all(torch.equal(state, torch.get_rng_state()) for _, state in results)
+    assert all(torch.equal(state, random_state()) for _, state in results)

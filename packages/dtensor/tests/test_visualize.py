@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright_dtensor import ParallelPlan, communication, distribute
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.trace.memory_timeline import memory
 from meshwright_dtensor.utils.html import table_html, text_html
@@ -43,7 +44,7 @@ class Balanced(HTMLParser):
 
 
 def draw(_rank: int, _world_size: int, shape: tuple[int, ...]) -> tuple[list[str], list[str], str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     value = torch.arange(float(torch.Size(shape).numel())).view(shape)
     placements = (
         [Shard(0), Shard(1)],
@@ -149,7 +150,7 @@ def test_memory_timeline_sees_what_a_backward_frees() -> None:
 
 
 def step_of_dtensor(_rank: int, _world_size: int) -> int:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     x = distribute(torch.ones(1 << 16), mesh, [Shard(0)])
     stored = x.to_local().untyped_storage().nbytes()
     with memory() as timeline:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_parallel.moe.detect import detect
 from meshwright_parallel.moe.plan_rules import placements_of, rules_of
 
@@ -201,7 +202,7 @@ def mixture(kind: type[nn.Module] = Fused, top: int = 2) -> Mixture:
 
 def tokens(rows: int = 4, seed: int = 0, same: bool = False) -> dict[str, Tensor]:
     """A batch; `same`: all tokens are equal, so that most experts, and some ranks, get none."""
-    ids = torch.randint(VOCABULARY, (rows, 5), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(VOCABULARY, (rows, 5), generator=seeded(seed))
     if same:
         ids = torch.full_like(ids, 7)
     labels = ids.roll(1, 1)

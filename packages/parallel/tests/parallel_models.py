@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.on_device import seeded
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 13, 8, 4, 5
 
@@ -60,7 +61,7 @@ def make(dropout: float = 0.0, dtype: torch.dtype = torch.float32, seed: int = 0
 
 def batch_of(rows: int = ROWS, seed: int = 1) -> dict[str, torch.Tensor]:
     """Labels are ignored unevenly, so a mean per rank would be wrong."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     ids = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
     labels = ids.roll(-1, 1).clone()
     labels[0, 1:] = -100

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_parallel import parallelize
 from meshwright_parallel.verification.compare import compare, one_rounding_away
 
@@ -86,7 +87,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     """The loss of the batch of a step."""
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     ids, labels = (torch.randint(n, (4, 5), generator=generator) for n in (12, 6))
     return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -100,6 +101,16 @@ class _Module(backend_registration._DummyBackendModule):
 
     def synchronize(self, device: Any = None) -> None:
         pass
+
+    def device(self, device: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # operations draw from the CPU's generator
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
 
 
 class ShadowGroup(dist.ProcessGroup):

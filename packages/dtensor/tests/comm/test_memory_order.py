@@ -14,6 +14,7 @@ from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.sharding.states import gradient_kind
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 SHAPE = (4, 8, 4, 12)
@@ -47,7 +48,7 @@ def convert_in(mesh, shape, source, target, order):
 
 
 def all_between(rank, world, sizes, shape):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("a", "b")[: len(sizes)])
     fitting = [s for s in itertools.product(STATES, repeat=len(sizes)) if legal(shape, s, sizes)]
     pairs = [
         (a, b)
@@ -73,7 +74,7 @@ def test_conversions_keep_the_memory_order(
 
 
 def gradient_of_gathered(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     return convert_in(mesh, SHAPE, (3,), ("X",), ORDERS[0])[1]
 
 
@@ -82,7 +83,7 @@ def test_gradients_keep_the_memory_order(rank_pool: RankPool):
 
 
 def other_order_on_each_rank(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     orders = (ORDERS[0], (0, 1, 2, 3))
     for source, target in ((1, "I"), ("P", "I"), ("P", 2), (1, 3), (2, "X"), ("I", 1)):
         for order in (orders[rank], orders[1 - rank]):
@@ -96,7 +97,7 @@ def test_ranks_with_other_memory_orders_exchange_the_right_values(rank_pool: Ran
 
 def partial_of_expanded(rank, world):
     """A Partial of an expanded value has the same strides on the rank that keeps it and on those with zeros."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     context = MeshContext.of(mesh)
     value = torch.arange(8.0).view(1, 8, 1, 1).expand(SHAPE)
     layout = layout_of(context, ("I",), value.shape, value.dtype)

@@ -21,6 +21,7 @@ from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.sharding.states import is_shard
 from meshwright_dtensor.tensor.global_tensor import local_in, wrap
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -77,7 +78,7 @@ def test_route_reaches_target_and_moves_outer_shards_last(a, b):
 
 
 def count_collectives(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     x = torch.randn(4, 6)
     actual = {}
     for name, source, target in (
@@ -114,7 +115,7 @@ def test_collectives_follow_gradient_rule_and_are_shared(rank_pool: RankPool):
 
 def partial_once(rank, world):
     """A Partial that both a replicated and a partial-gradient consumer read is reduced once."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     context = MeshContext.of(mesh)
     x = wrap(torch.randn(3, 4).requires_grad_(), layout_of(context, ("P",), (3, 4), torch.float32))
     with log_module.communication() as log:
@@ -143,7 +144,7 @@ class Copies(TorchDispatchMode):
 
 
 def _copied(rank: int, size: int, shape: tuple[int, ...], source, target) -> int:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))
     total, total_target = (shape[d] if isinstance(d, int) else 0 for d in (source, target))
     run = Step(MeshContext.of(mesh), 0, source, target, total, total_target).function("forward")
     assert run is not None
@@ -168,7 +169,7 @@ def test_a_collective_copies_what_is_strided_once(rank_pool: RankPool, shape, so
 
 def _expanded(rank: int, size: int) -> list[bool]:
     """Values without memory of their own, as the gradients of a sum are, through each collective."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))
     context, equal = MeshContext.of(mesh), []
     for source, target in itertools.product((0, 1, "P"), (0, 1, "R")):
         if source != target:

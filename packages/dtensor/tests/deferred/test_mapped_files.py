@@ -16,6 +16,8 @@ from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
+pytestmark = pytest.mark.host("files that the host maps")
+
 
 def test_full_disk_raises_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(number: int, offset: int, length: int) -> None:

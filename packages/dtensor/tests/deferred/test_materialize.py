@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 from meshwright_dtensor.deferred.mapped_files import PREFIX
 from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred, local_values
 from meshwright_dtensor.sharding.boxes import chunk_box, slice_of
+from meshwright_dtensor.testing.on_device import random_state, seeded
 
 SMALL = 256  # bytes: makes nearly every tensor of these models a large one
 
@@ -57,7 +58,7 @@ class Made(nn.Module):
             torch.empty(50, 20).fill_(2),
             torch.empty_strided((20, 50), (1, 20)).normal_(),
             torch.rand(50, 20),
-            torch.rand(50, 20, generator=torch.Generator().manual_seed(3)),
+            torch.rand(50, 20, generator=seeded(3)),
             torch.randn(50, 20, dtype=torch.float64),
             torch.randint(3, 90, (50, 20)),
             torch.randperm(999),
@@ -157,12 +158,12 @@ def same(model: nn.Module, other: nn.Module) -> None:
 def test_values_strides_and_generator_equal_one_device(name: str, min_bytes: int) -> None:
     torch.manual_seed(5)
     plain = MODELS[name]()
-    end = torch.get_rng_state()
+    end = random_state()
     torch.manual_seed(5)
     with deferred_init(min_bytes=min_bytes):
         model = MODELS[name]()
     same(plain, model)
-    assert torch.equal(torch.get_rng_state(), end)
+    assert torch.equal(random_state(), end)
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, nn.UninitializedParameter) and not isinstance(model, nn.ModuleList):
             assert is_deferred(tensor) == (tensor.nbytes >= min_bytes), tensor.shape

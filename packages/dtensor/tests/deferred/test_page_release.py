@@ -16,6 +16,8 @@ from meshwright_dtensor.deferred.materialize import deferred_init, has_values, i
 from meshwright_dtensor.deferred.page_release import Resident
 from meshwright_dtensor.sharding.boxes import whole_box
 
+pytestmark = pytest.mark.host("pages of the host's memory")
+
 MIB = 1 << 20
 
 # Fills a tensor of 0.75 GiB in one call, and others: prints the peak of resident memory above the start.

@@ -26,6 +26,8 @@ from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.sharding.boxes import chunk_box, slice_of
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
+pytestmark = pytest.mark.host("memory that ranks of a host share")
+
 SMALL = 256
 FILLS = {"aten::normal_", "aten::uniform_", "aten::copy_", "aten::fill_", "aten::mul_", "aten::linalg_qr"}
 

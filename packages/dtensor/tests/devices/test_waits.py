@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from meshwright_dtensor.devices import Device, waits
+from meshwright_dtensor.devices import HOST, Device, waits
 from meshwright_dtensor.devices.waits import Waits, wait_for, waiting
 
 
@@ -67,7 +67,7 @@ def test_nothing_is_measured_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) 
 
     class Accelerator(Device):
         def __init__(self) -> None:
-            self.name = "cpu"
+            self.name = HOST.type
 
         def wait_for_stream(self) -> None:
             calls.append("wait")

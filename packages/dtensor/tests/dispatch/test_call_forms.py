@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.api import distribute
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import fake_group
 
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -29,7 +30,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_tensors_arrive_where_they_are_given(call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     with fake_group(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
         for seed in range(2):
             torch.manual_seed(seed)
             x, w, b = torch.randn(4, 8), torch.randn(8), torch.randn(8)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 ROWS, WIDTH = 6, 64
@@ -54,13 +55,13 @@ GATHERED = {("nll_loss2d", 1), ("multi_margin", 1), ("bilinear", 0), ("bilinear"
 
 def differences(rank, world):
     """What differs from one device, and what is gathered."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     failures, gathered = [], set()
     dtypes = ((torch.float64, 1e-10), (torch.bfloat16, 0.05))
     for (name, call), (dtype, tolerance), state in itertools.product(CALLS.items(), dtypes, (0, 1)):
         if dtype is torch.bfloat16 and name not in ("layer_norm", "rms_norm", "softmax of all"):
             continue
-        generator = torch.Generator().manual_seed(2)
+        generator = seeded(2)
         plain = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         here = distribute(plain.detach(), mesh, [state]).requires_grad_()
         with communication() as log:

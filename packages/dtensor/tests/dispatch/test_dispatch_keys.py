@@ -9,11 +9,12 @@ import torch.autograd.forward_ad as forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.api import distribute
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def keys_after_a_failed_trace(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("a",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("a",))
     before = str(torch._C._dispatch_tls_local_exclude_set())
     with contextlib.suppress(RuntimeError), forward_ad.dual_level():
         # torch's own meta function raises, with most dispatch keys excluded

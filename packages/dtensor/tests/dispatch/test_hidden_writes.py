@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from meshwright_dtensor.api import as_mesh_parameter, distribute
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stored.mesh_value import mesh_value
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -29,7 +30,7 @@ def step(p: torch.Tensor, g: torch.Tensor, state: torch.Tensor) -> None:
 torch.library.define("meshwright_tests::uncounted", "(Tensor g, Tensor(a!) p, *, Tensor(b!) state) -> ()")
 
 
-@torch.library.impl("meshwright_tests::uncounted", "cpu")
+@torch.library.impl("meshwright_tests::uncounted", "default")
 def uncounted(g: torch.Tensor, p: torch.Tensor, *, state: torch.Tensor) -> None:
     """Writes as kernels in C++ do, which count no version."""
     p.data.sub_(g * 0.5)
@@ -89,7 +90,7 @@ WRITES: dict[str, Callable[[Any], None]] = {
 
 
 def writes(rank: int, world: int, state: Any, recorded: bool) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     for name, write in WRITES.items():
         torch.manual_seed(0)
         value = torch.randn(4, 6)
@@ -116,7 +117,7 @@ def test_writes_through_views_reach_the_base(rank_pool: RankPool, state: Any, re
 
 
 def custom(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     value, gradient = torch.arange(12.0).view(4, 3), torch.ones(4, 3)
     expected, expected_state = value.clone(), torch.zeros(4, 3)
     torch.ops.meshwright_tests.step(expected, gradient, expected_state)
@@ -144,7 +145,7 @@ def test_custom_operators_write_to_their_arguments(rank_pool: RankPool) -> None:
 
 
 def renormed(rank: int, world: int, state: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     table, ids = torch.randn(8, 6) * 2, torch.tensor([[1, 3, 3], [7, 0, 1]])
     leaf = table.clone().requires_grad_()
@@ -161,7 +162,7 @@ def test_embedding_renormalises_its_weight(rank_pool: RankPool, state: int) -> N
 
 
 def collectives(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     x = distribute(torch.arange(4.0), mesh, [0])
     # a sum that is not complete yet
     loss = x.sum()
@@ -181,7 +182,7 @@ def test_collectives_of_torch_take_whole_values(rank_pool: RankPool) -> None:
 
 
 def statistics(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     x, mean, variance = torch.randn(4, 6, 5, 5), torch.zeros(6), torch.ones(6)
     for function in (F.batch_norm, F.instance_norm):
         for state in (0, "P"):
@@ -203,7 +204,7 @@ def test_running_statistics_are_not_updated_in_a_copy(rank_pool: RankPool) -> No
 
 def odd_dtypes(rank: int, world: int) -> None:
     """Dtypes that the backend does not know, lazy conjugates, and samples that are drawn inside of a function."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     for dtype in (
         torch.int16,
         torch.uint16,
@@ -241,7 +242,7 @@ def test_odd_dtypes_are_gathered(rank_pool: RankPool) -> None:
 
 def fills(rank: int, world: int) -> None:
     """Torch fills a view of a larger tensor with other numbers than a contiguous one."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     value = torch.zeros(4, 5, 12)
     views = (
         lambda y: y[:, 1],
@@ -268,7 +269,7 @@ def test_views_are_filled_as_on_one_device(rank_pool: RankPool) -> None:
 
 def inferred(rank: int, world: int) -> None:
     """Torch counts no writes to tensors of inference mode."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     value = torch.tensor([3.0, 1.0, 2.0, 1.0])
     with torch.inference_mode():
         for state in ("I", 0):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor import distribute
 from meshwright_dtensor.dispatch.planned_calls import Target
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.trace.module_stack import install_frames
 
@@ -25,8 +26,8 @@ class Jitter(nn.Module):
 
 
 def written(rank: int, world: int, stored: Any, wanted: Any) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    numbers = torch.Generator().manual_seed(1)
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
+    numbers = seeded(1)
     values, by = torch.randn(5, 4, generator=numbers), torch.randn(5, 4, generator=numbers)
     alone = values.clone().requires_grad_()
     block = Jitter()

@@ -10,6 +10,7 @@ from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -40,7 +41,7 @@ CALLS = {
 
 def tiers(rank, world):
     """Name -> the highest tier of its calls, whether something is gathered, and the tiers that are listed."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     context = MeshContext.of(mesh)
     reported = {}
     for name, (state, call, *_) in CALLS.items():
@@ -66,7 +67,7 @@ def test_the_tier_is_what_is_communicated(rank_pool: RankPool) -> None:
 
 
 def strict(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     context = MeshContext.of(mesh)
     context.strict = True
     x = distribute(torch.randn(4, 4), mesh, [0])

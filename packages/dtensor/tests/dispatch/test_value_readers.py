@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 ROWS, COLUMNS = 6, 64
@@ -31,8 +32,8 @@ def _negative(x):
 
 def differences(rank, world):
     """What differs from one device, what is gathered, and errors."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    plain = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
+    plain = torch.randn(ROWS, COLUMNS, generator=seeded(4), dtype=torch.float64)
     failures, gathered = [], set()
     for state in (0, 1):
         here = distribute(plain, mesh, [state])

@@ -17,6 +17,8 @@ from meshwright_dtensor.drawing.philox import Launch, fused_multiply_add, philox
 from meshwright_dtensor.drawing.whole import Draw, Kind, Whole
 from meshwright_dtensor.sharding.boxes import Place, copy_region, dense_strides, place_shape, strides_of
 
+pytestmark = pytest.mark.host("a model of a GPU's kernels, computed on the CPU")
+
 THREADS = 512
 SEED = (7 << 32) + 12345
 

@@ -26,6 +26,8 @@ from meshwright_dtensor.sharding.boxes import (
     strides_of,
 )
 
+pytestmark = pytest.mark.host("how the CPU draws in pieces")
+
 aten = torch.ops.aten
 PIECE = 1 << 14
 BOUND = MOST_BYTES // PIECE_NUMEL * PIECE

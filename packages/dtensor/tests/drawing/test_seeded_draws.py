@@ -9,6 +9,8 @@ from meshwright_dtensor.drawing import cpu
 from meshwright_dtensor.random import draw_part
 from meshwright_dtensor.sharding.boxes import Place, copy_region
 
+pytestmark = pytest.mark.host("how the CPU draws in pieces")
+
 DRAWN: list[int] = []
 MODULUS = 2**31 - 1
 

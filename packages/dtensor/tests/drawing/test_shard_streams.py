@@ -10,6 +10,7 @@ import torch
 
 from meshwright_dtensor.random import Part, draw_part, run_random
 from meshwright_dtensor.sharding.boxes import Place, chunk_box, copy_region, place_shape, whole_box
+from meshwright_dtensor.testing.on_device import device_type, random_state
 
 aten = torch.ops.aten
 SHAPE, SHARDS = (64, 1024), 8
@@ -68,10 +69,10 @@ def test_generators_stay_equal_whatever_a_rank_holds() -> None:
     ends = []
     for box in (boxes(0)[0], boxes(1)[5], whole_box(SHAPE), ((64, 0), (0, 1024))):
         drawn(box, times=2)
-        ends.append(torch.get_rng_state())
+        ends.append(random_state())
     assert all(torch.equal(ends[0], end) for end in ends[1:])
     torch.manual_seed(3)
-    assert not torch.equal(ends[0], torch.get_rng_state())
+    assert not torch.equal(ends[0], random_state())
 
 
 def test_not_the_numbers_of_one_device() -> None:
@@ -104,7 +105,7 @@ def test_other_operations(op: Any, rest: tuple[Any, ...]) -> None:
         given = parts if rest and isinstance(rest[0], torch.Tensor) else parts[:1]
         result = run_random(op, (local, *rest), {}, given, per_shard=True)
         results.append(result[1] if isinstance(result, tuple) else result)
-        ends.append(torch.get_rng_state())
+        ends.append(random_state())
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[2], results[3])
     assert not torch.equal(results[0], results[2])
@@ -120,6 +121,6 @@ def test_a_rank_draws_its_part_alone() -> None:
         tensor.normal_()
 
     for per_shard in (True, False):
-        got = draw_part(draw, SHAPE, (0, 1), torch.float32, "cpu", box, per_shard=per_shard)
+        got = draw_part(draw, SHAPE, (0, 1), torch.float32, device_type(), box, per_shard=per_shard)
         assert got.shape == copy_region(torch.empty(SHAPE), box).shape
     assert counts == [NUMEL, SHARDS * NUMEL]

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor._torch.groups import new_mesh
 from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
 
 AXES = ("dp", "zero", "cp", "tp")
@@ -22,9 +23,9 @@ def made(world: int, by_torch: bool = False) -> tuple[int, list[tuple[str, list[
     with fake_group(world, world // 2 + 1), patch.object(dist, "new_group", wraps=dist.new_group) as new:
         with patch("torch.distributed.device_mesh.new_group", new):
             mesh = (
-                new_mesh("cpu", sizes, AXES)
+                new_mesh(device_type(), sizes, AXES)
                 if not by_torch
-                else init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+                else init_device_mesh(device_type(), sizes, mesh_dim_names=AXES)
             )
             groups = [mesh.get_group(axis) for axis in AXES]
             if not by_torch:
@@ -49,7 +50,7 @@ def sums_over_axes(rank: int, size: int) -> list[list[float]]:
     """Sums of rank numbers over the axes of two meshes, one made after the other is gone."""
     results = []
     for sizes in ((2, 1, 2), (1, 4, 1)):
-        mesh = new_mesh("cpu", sizes, ("a", "b", "c"))
+        mesh = new_mesh(device_type(), sizes, ("a", "b", "c"))
         for axes in (("a",), ("b",), ("c",), ("a", "c")):
             value = torch.tensor([float(rank)])
             dist.all_reduce(value, group=group_over(mesh, axes))
@@ -73,5 +74,5 @@ def test_a_mesh_of_torch_still_makes_all_its_groups(world: int) -> None:
     """Only meshes of this framework are made so: other ranks may take part in those of users."""
     made(world)
     with fake_group(world), patch("torch.distributed.device_mesh.new_group", wraps=dist.new_group) as new:
-        init_device_mesh("cpu", (world // 4, 4), mesh_dim_names=("a", "b"))
+        init_device_mesh(device_type(), (world // 4, 4), mesh_dim_names=("a", "b"))
         assert new.call_count == 4 + world // 4

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import backend_of, check_sends, extremes, init, message_device
 
+pytestmark = pytest.mark.host("a GPU that is pretended next to the CPU")
+
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

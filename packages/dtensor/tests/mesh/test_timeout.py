@@ -17,6 +17,8 @@ from meshwright_dtensor.mesh.mesh import build_mesh, group_over, init
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
 
+pytestmark = pytest.mark.host("the time-outs of gloo")
+
 
 @contextmanager
 def waiting(seconds: float) -> Iterator[None]:

@@ -17,6 +17,7 @@ from meshwright_dtensor.propagate.choose import MeshShape
 from meshwright_dtensor.propagate.predict import Predictor
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.trace.graph import Recorder
 
@@ -75,10 +76,10 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def executed(rank: int, world: int, sizes: tuple[int, ...], states: tuple[Any, ...]) -> dict[str, Any]:
     """Case -> collectives, and states of the result."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "zero")[: len(sizes)])
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("dp", "zero")[: len(sizes)])
     actual = {}
     for name, function in CASES.items():
-        x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(SHAPE, generator=seeded(0))
         given = distribute(x, mesh, states).requires_grad_()
         with communication() as log:
             out = function(given * 1)
@@ -94,7 +95,7 @@ def executed(rank: int, world: int, sizes: tuple[int, ...], states: tuple[Any, .
 
 def predicted(name: str, sizes: tuple[int, ...], states: tuple[Any, ...]) -> tuple[Counter[Any], Any]:
     """The same, without ranks."""
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(SHAPE, generator=seeded(0)).requires_grad_()
     book = RuleBook.first_party()
     recorder = Recorder(book.composites)
     recorder.mark(x, "input:x")

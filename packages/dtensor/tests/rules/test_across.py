@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.sharding.intervals import segmented_shard
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 INF = float("inf")
@@ -49,7 +50,7 @@ ON_A_GRID = ("amin of two", "max", "max along", "std_mean", "norm 3")
 
 def values(kind):
     """A few numbers, so that many are extreme; none but 0; one that is no number."""
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(SHAPE, generator=seeded(3), dtype=torch.float64)
     if kind == "tied":
         return x.round().clamp(-1, 1)
     if kind == "zero":
@@ -65,7 +66,7 @@ def close(a, b):
 
 def differences(rank, world, sizes, layouts, kinds):
     """What differs from one device in each of these states, and the most bytes that a full reduction gathers."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
     failures, largest = [], 0
     for states, kind in itertools.product(layouts, kinds):
         for name in OF_KIND[kind] if len(sizes) == 1 else ON_A_GRID:

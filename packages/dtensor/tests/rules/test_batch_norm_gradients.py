@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.rules import LocalContext, RuleBook
 from meshwright_dtensor.sharding.boxes import slice_of
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 CHANNELS = 3
@@ -38,7 +39,7 @@ def both(
     rank: int, size: int, rows: int, dtype: torch.dtype, frozen: int | None, twice: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each on this rank, and its part of one device's; of weight and bias, this rank's share of the sum and the sum."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(rows, CHANNELS, 4, 5, generator=generator).contiguous(memory_format=torch.channels_last)
     # of both precisions the same values
     rounded = [x.bfloat16(), *torch.randn(2, CHANNELS, generator=generator).bfloat16()]
@@ -47,7 +48,7 @@ def both(
     node, values = last_node(normalise, whole, book)
     shapes = tuple(values[r.i].shape for r in node.ins), tuple(values[r.i].shape for r in node.outs)
     states = ((0,), *(("R",) for _ in node.ins[1:]))
-    ctx = LocalContext(init_device_mesh("cpu", (size,)), node, states, ((0,),), *shapes)
+    ctx = LocalContext(init_device_mesh(device_type(), (size,)), node, states, ((0,),), *shapes)
     box = ctx.box(tuple(x.shape), (0,))
     here = results(book.composite(node.name).local(ctx), [slice_of(whole[0], box), *whole[1:]], frozen, twice)
     alone = results(lambda leaves: normalise(*leaves), whole, frozen, twice)

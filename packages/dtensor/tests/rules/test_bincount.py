@@ -13,6 +13,7 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 EXPERTS, TOP_K = 5, 2
@@ -67,11 +68,11 @@ def leaves(x):
 def count(rank, world, shape, names):
     """Failures, and what counts otherwise than on shards, from every placement of random values on (dp) or (dp, tp)."""
     sizes = (world,) if world < 4 else (2, 2)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
     failures, otherwise = [], set()
     each = [s for s in ("I", 0, 1) if s == "I" or shardable(shape[s], world)]
     for name, states in itertools.product(names, itertools.product(each, repeat=len(sizes))):
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+        values = torch.randn(shape, generator=seeded(sum(shape)))
         function = (ON_SHARDS | GATHERED)[name]
         context = MeshContext.of(mesh)
         before = len(context.report.entries)
@@ -96,7 +97,7 @@ def test_counts_are_those_of_one_device(rank_pool: RankPool, world, shape):
 
 
 def communicated(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     logits = distribute(torch.randn(9, EXPERTS), mesh, [0])
     with communication() as log:
         counts = of_experts(logits)
@@ -114,7 +115,7 @@ def test_bincount_communicates_only_counts(rank_pool: RankPool):
 
 def gradients(rank, world):
     """Largest differences of the loss and its gradient, from each placement."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     plain = torch.randn(9, EXPERTS).requires_grad_()
     expected = balance(plain)
     expected.backward()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright_dtensor.rules import Composite, LocalContext, NodeView, RuleBook, Strategy
 from meshwright_dtensor.sharding.boxes import slice_of
+from meshwright_dtensor.testing.on_device import device_type, random_state, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.trace.graph import Node, Recorder, Value
 
@@ -49,7 +50,7 @@ class Axes:
         if noisy and whole.is_floating_point():
             for axis, state in enumerate(states):
                 if state == "P":
-                    drawn = torch.randn(whole.shape, dtype=D, generator=torch.Generator().manual_seed(5))
+                    drawn = torch.randn(whole.shape, dtype=D, generator=seeded(5))
                     noise = torch.empty_like(whole).copy_(drawn)
                     whole = whole - noise if ctx.rank(axis) == 0 else noise
         return slice_of(whole, ctx.box(tuple(whole.shape), states)).clone(memory_format=torch.preserve_format)
@@ -115,7 +116,7 @@ def run_case(
     rank: int, world_size: int, name: str, sizes: list[int], transposed: bool = False
 ) -> tuple[int, list[str]]:
     """All combinations of rows on a mesh; (how many, which kinds of rows). `transposed`: inputs in another memory order."""
-    mesh = init_device_mesh("cpu", tuple(sizes))
+    mesh = init_device_mesh(device_type(), tuple(sizes))
     book = RuleBook.first_party()
     call, make = CASES[name]
     torch.manual_seed(3)
@@ -168,17 +169,15 @@ def compare(
     ]
     torch.manual_seed(11)
     expected = call(*whole)
-    state_after = torch.get_rng_state()
-    gradient = torch.randn(expected.shape, dtype=D, generator=torch.Generator().manual_seed(1)).to(
-        expected.dtype
-    )
+    state_after = random_state()
+    gradient = torch.randn(expected.shape, dtype=D, generator=seeded(1)).to(expected.dtype)
     wanted = [k for k, x in enumerate(whole) if x.requires_grad]
     expected_grads = torch.autograd.grad(expected, [whole[k] for k in wanted], gradient)
     local = [axes.cut(ctx, x, axes.ins(k), True).requires_grad_(grads_of[k]) for k, x in enumerate(inputs)]
     torch.manual_seed(11)
     given = [x * 1.0 for x in local] if ctx.node.name == "dropout" and ctx.node.args[3] else local
     result = composite.local(ctx)(given)
-    assert torch.equal(torch.get_rng_state(), state_after)
+    assert torch.equal(random_state(), state_after)
     for k in fixed:  # running statistics are updated in place
         axes.check(ctx, local[k], whole[k].detach(), axes.ins(k), False)
     # random numbers are drawn in memory order
@@ -245,7 +244,7 @@ def test_grouped_heads_that_do_not_divide_are_gathered(rank_pool: RankPool) -> N
 
 
 def bad_index(rank: int, world_size: int, target: bool) -> str:
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(device_type(), (world_size,))
     book = RuleBook.first_party()
     if target:
         call, good, bad = F.cross_entropy, logits_of((4, 8)), [*floats((4, 8)), torch.tensor([0, 1, 8, 2])]
@@ -271,7 +270,7 @@ def test_index_out_of_bounds_raises_on_every_rank(target: bool, rank_pool: RankP
 
 
 def recorded(rank: int, world_size: int) -> list[tuple[str, int, int, str]]:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     book = RuleBook.first_party()
     node, values = last_node(F.cross_entropy, logits_of((8, 12)), book)
     log: list[tuple[str, int, int, str]] = []

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.rules.composites.cross_entropy_rows import RowsLoss
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 Tensor = torch.Tensor
@@ -29,7 +30,7 @@ def our_loss(logits: Tensor, target: Tensor, ignore: int) -> Tensor:
 
 
 def case(rows: int, classes: int, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rows * classes)
+    generator = seeded(rows * classes)
     logits = torch.randn(rows, classes, generator=generator, dtype=dtype) * 5
     target = torch.randint(0, classes, (rows,), generator=generator)
     target[:ignored] = -100
@@ -128,7 +129,7 @@ def test_loss_allocates_no_tensor_of_the_size_of_the_logits() -> None:
 
 def of_other_targets(rank: int, world_size: int) -> list[str]:
     """What torch refuses is refused: of one rank, and of rows that ranks share."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
     results = []
     for dtype in (torch.int32, torch.bool, torch.int8):
         logits, target = case(8, 5, 0, torch.float32)
@@ -146,7 +147,7 @@ def test_targets_that_torch_rejects_are_rejected(ranks: int, rank_pool: RankPool
 
 
 def on_a_mesh_of_one(rank: int, world_size: int) -> list[bool]:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (1,), mesh_dim_names=("dp",))
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         logits, target = case(37, 19, 5, dtype)
@@ -162,7 +163,7 @@ def test_means_of_one_rank_are_those_of_torch_in_low_precision_too(rank_pool: Ra
 
 def of_rows_to_be_ignored(rank: int, world_size: int) -> list[bool]:
     """Means whose rows all, or on one rank, are ignored, and rows of NaN among them: value and gradient are those of torch."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
     results = []
     for ignored, wrong in ((8, 0), (4, 0), (8, 3), (4, 3)):
         whole, target = case(8, 5, ignored, torch.float64)
@@ -194,7 +195,7 @@ def test_ignored_rows_have_the_gradient_of_torch(ranks: int, rank_pool: RankPool
 
 def shared(rank: int, world_size: int) -> dict[str, bool]:
     """The gradient that is computed while ranks wait: its value, when it is computed, and that it is used once."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
     results = {}
     whole, target = case(14, 11, 3, torch.float64)
     expected = F.cross_entropy(whole, target)

@@ -31,6 +31,7 @@ from meshwright_dtensor.sharding.reshape import (
     local_slice,
     through_view,
 )
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -169,7 +170,7 @@ CASES = {
 
 
 def run_cases(rank, world, names):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     results = {}
     for name in names:
         function, shapes, states, _, _ = CASES[name]
@@ -215,7 +216,7 @@ def test_plain_shards_of_a_fused_projection_move_data(rank_pool: RankPool):
 
 
 def plain_fused(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     x, w = distribute(torch.randn(2, 8, 8), mesh, ["I"]), distribute(torch.randn(*W), mesh, [0])
     with communication() as log:
         fused_attention(x, w)
@@ -224,7 +225,7 @@ def plain_fused(rank, world):
 
 def two_axes(rank, world):
     """Batch on one axis, sequence in runs on the other: flattened together and back, nothing moves."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "cp"))
     torch.manual_seed(0)
     value = torch.randn(4, 8, 3, requires_grad=True)
     x = distribute(value.detach(), mesh, [0, ZIGZAG]).requires_grad_()

@@ -15,6 +15,7 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules import NodeView, RuleBook
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.trace.graph import Recorder
 
@@ -82,7 +83,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     """Name -> (all agrees with one device, collectives, shape that the rank has of the result, calls not run as they are)."""
     results = {}
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     for name in names:
         torch.manual_seed(0)
         make, dim = MODELS[name]

@@ -18,6 +18,7 @@ from meshwright_dtensor.mesh.context import FORMS, MeshContext, share_attention
 from meshwright_dtensor.rules.composites import sdpa_blocks
 from meshwright_dtensor.rules.composites.sdpa_blocks import blocks
 from meshwright_dtensor.sharding.intervals import Intervals
+from meshwright_dtensor.testing.on_device import device_type, random_state, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 B, S, E = 2, 8, 4
@@ -63,7 +64,7 @@ def run_case(
     rank: int, world_size: int, name: str, form: str, sizes: dict[str, int]
 ) -> tuple[float, list[tuple[str, str, str]]]:
     """Largest error of output and gradients, each relative to its own largest value; and what was communicated."""
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     share_attention(mesh, "cp", form)
     options, make = CASES[name]
     torch.manual_seed(3)
@@ -71,8 +72,8 @@ def run_case(
     whole = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     torch.manual_seed(5)
     expected = F.scaled_dot_product_attention(*whole, **options)
-    state = torch.get_rng_state()
-    gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    state = random_state()
+    gradient = torch.randn(expected.shape, generator=seeded(1))
     expected.backward(gradient)
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     place = {"cp": 2, "tp": 1, "dp": 0}
@@ -83,7 +84,7 @@ def run_case(
     torch.manual_seed(5)
     with communication() as log:
         result = F.scaled_dot_product_attention(*given, **options)
-        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(random_state(), state)
         assert not MeshContext.of(mesh).report.entries, MeshContext.of(mesh).report.entries
         assert result.global_layout.states[list(sizes).index("cp")] == 2, result.global_layout
         result.backward(distribute(gradient, mesh, result.global_layout.states))
@@ -103,7 +104,7 @@ def test_context_attention_equals_one_device(form: str, rank_pool: RankPool) -> 
 
 def halved(rank: int, world_size: int, form: str) -> tuple[float, float]:
     """Error of bfloat16 attention against float64, shared and on one device: the larger of output and gradients."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("cp",))
     share_attention(mesh, "cp", form)
     torch.manual_seed(3)
     inputs = floats(*[(1, 4, 32, 8)] * 3)
@@ -158,7 +159,7 @@ def events_of(events: list[tuple[str, str, str]], kind: str, phase: str) -> int:
 
 def kept(rank: int, world_size: int, form: str) -> int:
     """Bytes that autograd holds on this rank between forward and backward."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("cp",))
     share_attention(mesh, "cp", form)
     shape = (1, 4, 64, 8)
     held: dict[int, int] = {}
@@ -202,7 +203,7 @@ def attended(queries: Intervals, keys: Intervals, causal: bool) -> int:
 
 
 def test_blocks_cover_exactly_the_visible_pairs() -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for _ in range(200):
         queries, keys = (intervals(generator) for _ in range(2))
         for causal in (True, False):
@@ -248,7 +249,7 @@ def test_masked_scores_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -
 
 
 def refused(rank: int, world_size: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("cp",))
     messages = []
     for axis, form in (("sq", "ring"), ("cp", "rings")):
         with pytest.raises(UsageError) as error:

@@ -28,6 +28,7 @@ from meshwright_dtensor.sharding.boxes import (
     slice_of,
     whole_box,
 )
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import fake_group
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -87,7 +88,7 @@ def test_boxes_are_torchs_for_shard_placements(data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, math.prod(mesh_sizes) - 1))
     placements = [Shard(state) if isinstance(state, int) else Replicate() for state in states]
     with fake_group(math.prod(mesh_sizes), rank):
-        mesh = init_device_mesh("cpu", mesh_sizes)
+        mesh = init_device_mesh(device_type(), mesh_sizes)
         local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
         coords = mesh.get_coordinate()
     assert coords is not None

@@ -22,6 +22,7 @@ from meshwright_dtensor.sharding.ragged import (
     spans_along,
     unit_lengths,
 )
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -86,7 +87,7 @@ def test_parts_of_a_gathered_value() -> None:
 
 def distributed(rank: int, size: int) -> tuple[torch.Size, torch.Tensor, str]:
     whole = torch.arange(65 * 252.0).view(65, 252)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
+    mesh = init_device_mesh(device_type(), (size,), mesh_dim_names=("x",))
     tensor = distribute(whole, mesh, [RaggedShard.blocks(whole.shape, size, 256)])
     return tensor.to_local().shape, (tensor * 2).full_tensor() / 2, repr(tensor.global_layout)
 

@@ -13,6 +13,7 @@ from meshwright_dtensor.api import as_mesh_parameter
 from meshwright_dtensor.sharding.intervals import segmented_shard
 from meshwright_dtensor.stored.elementwise import is_elementwise
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 STEPS = {
@@ -55,7 +56,7 @@ def exactly(actual, expected):
 
 
 def run_steps(rank, world, name):
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(3)
     pairs = [
         pair(mesh, shape, placements)
@@ -93,7 +94,7 @@ def test_optimizer_step_needs_no_sharding_propagation(rank_pool: RankPool, name:
 
 
 def run_what_is_left_to_stock(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     value = torch.arange(12.0).reshape(4, 3)
     x = mesh_value(distribute_tensor(value, mesh, [Shard(0)]))
     whole = mesh_value(distribute_tensor(value, mesh, [Replicate()]))
@@ -119,7 +120,7 @@ def test_other_calls_go_to_stock_dtensor(rank_pool: RankPool) -> None:
 
 
 def mix_layouts(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     fused = segmented_shard(0, (4, 8), world)
     x, other = (
         as_mesh_parameter(distribute_tensor(torch.randn(12, 3), mesh, [Shard(0)]), (state,))

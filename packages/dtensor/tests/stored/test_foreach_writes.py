@@ -8,8 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright_dtensor import as_mesh_parameter, distribute
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stored.mesh_value import mesh_value
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 VALUE = torch.arange(16.0).view(4, 4)
@@ -18,13 +20,13 @@ LISTS = {
     "number": lambda x: torch._foreach_mul_([x[2], x.T[0]], 3.0),
     "numbers": lambda x: torch._foreach_add_([x[0], x[3]], [1.0, 2.0]),
     "plain": lambda x: torch._foreach_add_([x[1], x], [torch.ones(4), torch.ones(4, 4)], alpha=2),
-    "one for all": lambda x: torch._foreach_mul_([x[0], x[1]], torch.tensor(2.0)),
+    "one for all": lambda x: torch._foreach_mul_([x[0], x[1]], torch.tensor(2.0, device=HOST)),
     "views": lambda x: torch._foreach_copy_([x[0], x[1]], [x[2], x[3]]),
     "read only": lambda x: torch._foreach_copy_([x], [x.T * 2]),
     "addcdiv": lambda x: torch._foreach_addcdiv_([x[0], x[1]], [x[2], x[3]], [x[3], x[2]], [1.0, 2.0]),
     "addcmul": lambda x: torch._foreach_addcmul_([x[0]], [x[2]], [x[3]], value=0.5),
     "scalars": lambda x: torch._foreach_addcmul_(
-        [x[0], x[1]], [x[2]] * 2, [x[3]] * 2, torch.tensor([1.0, 2])
+        [x[0], x[1]], [x[2]] * 2, [x[3]] * 2, torch.tensor([1.0, 2], device=HOST)
     ),
     "lerp": lambda x: torch._foreach_lerp_([x[0]], [x[1]], 0.25),
     "maximum": lambda x: torch._foreach_maximum_([x[0], x[1]], [x[2], x[0]]),
@@ -42,7 +44,7 @@ def places(mesh):
 
 
 def listed(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     wrong = []
     for name, write in LISTS.items():
         for place, x in places(mesh):
@@ -78,7 +80,7 @@ def test_foreach_functions_write_to_views(rank_pool: RankPool) -> None:
 
 def counted(rank, world):
     """What autograd would raise on one device: a parameter written to between a forward and its backward pass."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     silent = []
     writes = {
         "column": lambda p: p[:, 1].zero_(),
@@ -108,7 +110,7 @@ def test_writes_through_views_are_counted(rank_pool: RankPool) -> None:
 
 
 def partial_norms(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     gradient = mesh_value(distribute_tensor(VALUE, mesh, [Shard(0)]))
     norms = torch._foreach_norm([gradient])
     assert norms[0].mul_(2) is norms[0]
@@ -122,7 +124,7 @@ def test_write_to_partial_norm_stays(rank_pool: RankPool) -> None:
 
 def moved_on(rank, world):
     """A view keeps the index with which it was taken."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     wrong = []
     for place, x in places(mesh):
         plain = VALUE.clone()
@@ -153,7 +155,7 @@ class Same(torch.autograd.Function):
 
 
 def given_to_functions(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     p = as_mesh_parameter(distribute_tensor(VALUE, mesh, [Shard(0)]), (0,), requires_grad=False)
     row = p[1]
     p.mul_(2)
@@ -171,7 +173,7 @@ def test_autograd_functions_get_present_views(rank_pool: RankPool) -> None:
 
 
 def changed_shapes(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     for place, x in places(mesh):
         if place.startswith("activation"):
             continue
@@ -191,7 +193,7 @@ def test_in_place_reshape_of_stored_tensor_is_rejected(rank_pool: RankPool) -> N
 
 def whole_on_every_rank(rank, world):
     """A view without a rule in stock DTensor shares the memory of a replicated tensor, too."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     x = mesh_value(distribute_tensor(VALUE, mesh, [Replicate()]))
     diagonal = x.as_strided((4,), (5,))
     assert diagonal.to_local().untyped_storage().data_ptr() == x.to_local().untyped_storage().data_ptr()
@@ -209,7 +211,7 @@ def test_fused_step_rejects_views(rank_pool: RankPool) -> None:
 
 
 def fused(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     x = mesh_value(distribute_tensor(VALUE, mesh, [Shard(0)]))
     options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
     flags = {"nesterov": False, "maximize": False, "is_first_step": True}

@@ -25,6 +25,7 @@ from meshwright_dtensor.sharding.boxes import read_region, region_of
 from meshwright_dtensor.sharding.intervals import segmented_shard, single_owner_shard, zigzag_shard
 from meshwright_dtensor.stored.mesh_value import MeshValue
 from meshwright_dtensor.stored.permuted import PermutedDTensor, install_true_order
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -44,7 +45,7 @@ def model_of(value, mesh, state):
 
 
 def exits(rank, world, which):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     value = torch.randn(8 * world, 5)
     size = 8 * world
@@ -99,7 +100,7 @@ def test_three_ranks(rank_pool: RankPool):
 
 
 def training(rank, world, kind, foreach):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     value, x = torch.randn(12, 6), torch.randn(4, 6)
     model, single = model_of(value, mesh, segmented_shard(0, (4, 8), world)), nn.Linear(6, 12, bias=False)
@@ -135,7 +136,7 @@ def test_stock_optimizers(rank_pool: RankPool, kind, foreach):
 
 
 def refusals(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     value = torch.arange(16.0).view(8, 2)
     p = parameter(value, mesh, segmented_shard(0, (4, 4), world))
     held = p.detach()
@@ -176,7 +177,7 @@ def test_functions_of_permuted_order_are_rejected(rank_pool: RankPool):
 
 
 def placements(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("cp",))
     value = torch.arange(3 * 8.0).view(3, 8)
     x = distribute(value, mesh, [RunShard.zigzag(-1, 8, world)])
     assert x.placements == (RunShard.zigzag(1, 8, world),)

@@ -17,6 +17,7 @@ from meshwright_dtensor.api import as_mesh_parameter, distribute
 from meshwright_dtensor.sharding.intervals import interval_shard
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import like_parameter
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 # name -> function of a matrix [8, 6]; each with several results, with a result that is no tensor, or both
@@ -48,8 +49,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "histc": lambda g: torch.histc(g, 4),
     "quantile": lambda g: g.quantile(0.3),
     "tolist": lambda g: g.tolist(),
-    "numpy": lambda g: g.numpy(),
-    "asarray": lambda g: np.asarray(g),
     "equal": lambda g: torch.equal(g, g),
     "allclose": lambda g: torch.allclose(g, g * 1.0),
     "format": lambda g: f"{g.norm():.3f}",
@@ -57,7 +56,11 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "contains": lambda g: 0.5 in g,
     "item": lambda g: g.norm().item(),
     "json": lambda g: json.loads(json.dumps({"norm": float(g.norm())})),
-    "dlpack": lambda g: torch.from_dlpack(g),
+}
+KINDS = ["rows", "columns", "whole", "permuted", "rows parameter", "whole parameter"]
+EXCHANGE: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "arrays": {"numpy": lambda g: g.numpy(), "asarray": lambda g: np.asarray(g)},
+    "dlpack": {"dlpack": lambda g: torch.from_dlpack(g)},
 }
 
 
@@ -72,8 +75,8 @@ def plain(value: Any) -> Any:
     return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def results(rank: int, world: int, kind: str) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+def results(rank: int, world: int, kind: str, functions: str) -> None:
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     value = torch.randn(8, 6)
     if kind == "permuted":
@@ -89,7 +92,7 @@ def results(rank: int, world: int, kind: str) -> None:
             stored = as_mesh_parameter(
                 stored, ("I",) if placement.is_replicate() else (placement.dim,), False
             )
-    for name, function in FUNCTIONS.items():
+    for name, function in EXCHANGE.get(functions, FUNCTIONS).items():
         with torch.no_grad():
             expected, actual = function(value), function(stored)
         assert not any(
@@ -104,16 +107,25 @@ def results(rank: int, world: int, kind: str) -> None:
             raise AssertionError(f"{name} of {kind}: {error}") from None
 
 
-@pytest.mark.parametrize(
-    "kind", ["rows", "columns", "whole", "permuted", "rows parameter", "whole parameter"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_results_of_stored_values_are_global(rank_pool: RankPool, kind: str) -> None:
-    rank_pool.run(2, results, kind)
+    rank_pool.run(2, results, kind, "torch")
+
+
+@pytest.mark.host("NumPy reads the host's memory")
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_of_stored_values_are_global(rank_pool: RankPool, kind: str) -> None:
+    rank_pool.run(2, results, kind, "arrays")
+
+
+def test_memory_of_stored_values_is_handed_over(rank_pool: RankPool) -> None:
+    for kind in KINDS:
+        rank_pool.run(2, results, kind, "dlpack")
 
 
 def gradients(rank: int, world: int) -> None:
     """Hooks, torch.autograd.grad, second derivatives and assigned gradients of a sharded weight."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     value, x = torch.randn(8, 6), torch.randn(5, 6)
     leaf = value.clone().requires_grad_()

@@ -18,6 +18,7 @@ from meshwright_dtensor.sharding.boxes import read_region, region_of
 from meshwright_dtensor.sharding.intervals import segmented_shard
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.writes import MeshView
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -59,7 +60,7 @@ WRITES = {
 
 
 def written(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     wrong = []
     for name, write in WRITES.items():
         for layout, plain, here in parameters(mesh):
@@ -81,7 +82,7 @@ def test_writes_reach_parameters(rank_pool: RankPool, world: int) -> None:
 
 
 def read_views(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     value = torch.arange(12.0).view(4, 3)
     x = mesh_value(distribute_tensor(value, mesh, [Shard(0)]))
     row, column = x[1], x[:, 2]
@@ -106,7 +107,7 @@ def read_views(rank, world):
 
 
 def write_through_views(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     value = torch.arange(12.0).view(4, 3)
     x = mesh_value(distribute_tensor(value, mesh, [Shard(0)]))
     x.mul_(2)
@@ -134,7 +135,7 @@ def test_view_has_present_value_of_base(rank_pool: RankPool) -> None:
 
 def frozen(rank, world):
     """With gradients on: the view of a frozen parameter is computed with, and writes to it reach the parameter."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     value = torch.arange(12.0).view(4, 3)
     p = as_mesh_parameter(distribute_tensor(value, mesh, [Shard(0)]), (0,), requires_grad=False)
     x = distribute(torch.ones(2, 3), mesh, ["I"]).requires_grad_()
@@ -160,7 +161,7 @@ def test_views_of_frozen_parameters(rank_pool: RankPool) -> None:
 
 
 def turned(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     value = torch.arange(12.0).view(4, 3)
     x = distribute(value, mesh, [Shard(0)])
     assert x.t_() is x and x.shape == (3, 4) and torch.equal(x.full_tensor(), value.t())

@@ -12,11 +12,12 @@ from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import share_attention
 from meshwright_dtensor.tensor.global_tensor import wrap
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def forms(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     x = torch.randn(7, 6)
     expected = distribute(x, mesh, [Shard(0), Shard(1)])
     with mesh:
@@ -34,7 +35,7 @@ def forms(rank: int, world_size: int) -> None:
 
 
 def refusals(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     x = torch.randn(4, 6)
     with pytest.raises(UsageError, match="2 placements and no mesh"):
         distribute(x, [Shard(0), Shard(1)])
@@ -48,10 +49,10 @@ def refusals(rank: int, world_size: int) -> None:
 
 def inside(rank: int, world_size: int) -> None:
     """The local part with respect to one axis is a global value on the other: the rows of one data rank."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     share_attention(mesh, "dp", "all_gather")  # has no effect on the other axis
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    weight = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(8, 6, generator=seeded(0))
+    weight = torch.randn(3, 6, generator=seeded(1))
     for states in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
         t = distribute(x, mesh, states)
         layout = t.global_layout.inside([1])

@@ -15,6 +15,7 @@ from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -72,7 +73,7 @@ def compare(name, mesh, combination):
 
 
 def run_cases(rank, world, sizes, names):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
     failures, tiers = [], {}
     for name in names:
         shapes = CASES[name][1]
@@ -129,7 +130,7 @@ def test_two_axes(rank_pool: RankPool):
 
 
 def refuse_empty(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     with pytest.raises(UnsupportedError, match="a rank would be empty"):
         distribute(torch.zeros(1, 3), mesh, [0])
     with pytest.raises(UnsupportedError, match="placements were given"):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.testing.on_device import device_type, random_state, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -61,20 +62,20 @@ CASES = {
 
 
 def compare_all(rank, world, names):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     failures = []
     for name in names:
         function, shape = CASES[name]
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(shape, generator=seeded(1))
         for state in ("I", "X", "P", *range(len(shape))):
             plain = x.clone().requires_grad_()
             here = distribute(x, mesh, [state]).detach().requires_grad_()
             torch.manual_seed(5)
             expected = leaves(function(plain * 1))
-            drawn = torch.get_rng_state()
+            drawn = random_state()
             torch.manual_seed(5)
             actual = leaves(function(here * 1))
-            assert torch.equal(drawn, torch.get_rng_state())
+            assert torch.equal(drawn, random_state())
             pairs = [(full(f), e) for f, e in zip(actual, expected, strict=True)]
             if any(e.requires_grad for e in expected if isinstance(e, torch.Tensor)):
                 weighted(expected).backward()
@@ -96,8 +97,8 @@ def test_edge_cases_from_all_states(rank_pool: RankPool):
 
 
 def mean_loss_twice(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
+    x = torch.randn(4, 6, 8, generator=seeded(1))
     plain = x.clone().requires_grad_()
     penalty_of_mean_loss(plain).backward()
     for state in ("I", 0, 1):
@@ -119,7 +120,7 @@ def test_second_derivative_of_a_mean_loss(rank_pool: RankPool):
 
 
 def gathered_views(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     x = distribute(torch.arange(24.0).view(4, 6), mesh, [1])
     y = x * 1
     view = y.view(-1)
@@ -151,7 +152,7 @@ def gathered_views(rank, world):
 
 
 def written_through_data(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     for state in ("P", 0):
         x = distribute(torch.ones(4, 2), mesh, [state]) * 1
         assert x.sum().item() == 8.0 and x.full_tensor().sum() == 8.0
@@ -171,7 +172,7 @@ def test_views_of_gathered_views_and_inplace_flags(rank_pool: RankPool):
 
 
 def formatted(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
     x = distribute(torch.arange(4), mesh, [0])
     loss = distribute(torch.ones(6, requires_grad=True), mesh, [0]).square().mean()
     names = [f"expert_{i}" for i in x] + [f"expert_{i[0]}" for i in (x > 1).nonzero()]

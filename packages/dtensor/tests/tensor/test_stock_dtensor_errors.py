@@ -16,11 +16,12 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.tensor.global_tensor import wrap
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def mesh_of(world):
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    return init_device_mesh(device_type(), (world,), mesh_dim_names=("tp",))
 
 
 def weight_over(value, mesh, state):
@@ -31,7 +32,7 @@ def weight_over(value, mesh, state):
 def partial(value, mesh, rank, world):
     """``value`` as a partial sum of random shares."""
     context = MeshContext.of(mesh)
-    shares = torch.randn((world - 1, *value.shape), generator=torch.Generator().manual_seed(3))
+    shares = torch.randn((world - 1, *value.shape), generator=seeded(3))
     local = shares[rank] if rank < world - 1 else value - shares.sum(0)
     return wrap(local, layout_of(context, ("P",), value.shape, value.dtype))
 

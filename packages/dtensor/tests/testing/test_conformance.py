@@ -39,6 +39,8 @@ from meshwright_dtensor.testing.conformance.report import Check, Nonconformance,
 from meshwright_dtensor.testing.conformance.selection import chosen
 from meshwright_dtensor.testing.rank_pool import RankPool
 
+pytestmark = pytest.mark.host("plugins and their checks")
+
 EXAMPLES = "broken_plugins:examples"
 
 

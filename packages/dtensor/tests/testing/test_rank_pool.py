@@ -30,6 +30,8 @@ from meshwright_dtensor.testing.rank_pool import (
     fake_group,
 )
 
+pytestmark = pytest.mark.host("processes, pipes and rendezvous")
+
 
 @dataclass
 class Here:

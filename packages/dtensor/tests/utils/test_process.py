@@ -17,6 +17,8 @@ from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
 from meshwright_dtensor.utils import process
 
+pytestmark = pytest.mark.host("how a process ends")
+
 LINUX = pytest.mark.skipif(not process.THREADS.is_dir(), reason="elsewhere `settle` is a pause")
 
 

@@ -17,6 +17,7 @@ from meshwright_dtensor.errors import InfeasibleError, PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, hookimpl
 from meshwright_dtensor.strategy import Planner, PlanRequest
+from meshwright_dtensor.testing.on_device import random_state
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import auto_parallelize, parallelize, shard_loader
 
@@ -61,9 +62,9 @@ def host_with_toy() -> PluginHost:
 def planned(rank: int, world_size: int) -> Any:
     host = host_with_toy()
     model = make()
-    state = torch.get_rng_state()
+    state = random_state()
     assert auto_parallelize(model, batch_of(), planner="toy", plugins=host) is model
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(random_state(), state)
     loss = model(**batch_of())
     torch.testing.assert_close(loss.full_tensor(), make()(**batch_of()))
     sharded = next(iter(shard_loader([batch_of()])))  # on all ranks, while one of them plans

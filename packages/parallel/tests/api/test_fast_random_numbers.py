@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import CompileRule, ParallelPlan, ParameterRule, RecomputeRule
+from meshwright_dtensor.testing.on_device import random_state
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.verification.verify import verify
@@ -94,7 +95,7 @@ def steps(rank: int, size: int) -> dict[str, Any]:
             for n, q in model.named_parameters()
             if "norm" in n or "down.bias" in n
         ]
-        runs[name] = (losses, copies, masks, torch.get_rng_state())
+        runs[name] = (losses, copies, masks, random_state())
     return runs
 
 

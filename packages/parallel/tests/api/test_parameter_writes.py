@@ -13,6 +13,7 @@ from write_cases import INITS, READS, WRITES, Write
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.testing.on_device import random_state
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 
@@ -109,7 +110,7 @@ def differences(
                     continue
                 with torch.no_grad():
                     got = whole(result) if results and isinstance(result, Tensor) else None
-                    seen.append([*([] if got is None else [got]), whole(x), torch.get_rng_state()])
+                    seen.append([*([] if got is None else [got]), whole(x), random_state()])
             if isinstance(seen[1], str) or isinstance(seen[0], str):
                 if seen[0] != seen[1]:
                     wrong[f"{name} of {list(value.shape)}"] = f"{seen[1]!s:.200} instead of {seen[0]!s:.80}"

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright_dtensor.errors import PlanError, UnsupportedError
 from meshwright_dtensor.plan import CompileRule, ParallelPlan, ParameterRule, ZeroRule
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.compile import region
@@ -262,7 +263,7 @@ def run(model: nn.Module, steps: int, change: Callable[[nn.Module, int], None], 
     results = []
     for step in range(steps):
         change(model, step)
-        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(rows, 6, generator=seeded(step))
         loss = model(x)
         loss.backward()
         gradients = {}

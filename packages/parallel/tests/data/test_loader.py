@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.on_device import random_state
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize, shard_loader
 
@@ -85,7 +86,7 @@ def read_rows(rank: int, world_size: int, degrees: dict[str, int], workers: int)
     loader = DataLoader(Words(), batch_size=4, shuffle=True, **how)
     torch.manual_seed(5)
     expected = [list(loader) for _ in range(2)]
-    state = torch.get_rng_state()
+    state = random_state()
     torch.manual_seed(5)
     model = parallelize(make(), plan_of(degrees=degrees))
     torch.manual_seed(5)
@@ -94,7 +95,7 @@ def read_rows(rank: int, world_size: int, degrees: dict[str, int], workers: int)
     assert len(sharded) == len(loader) == 6
     assert sharded.batch_size == 4
     kept = [list(sharded) for _ in range(2)]
-    assert torch.equal(torch.get_rng_state(), state)  # dropout masks that follow are those of one device
+    assert torch.equal(random_state(), state)  # dropout masks that follow are those of one device
     for got, want in zip(kept, expected, strict=True):
         assert equal([full(b) for b in got], want)
     first = kept[0][0]["ids"]

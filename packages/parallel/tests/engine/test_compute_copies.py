@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 
@@ -157,7 +158,7 @@ class Around(nn.Module):
 
 
 def turned(rank: int, world_size: int) -> None:
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(4, 4, generator=seeded(2))
     torch.manual_seed(0)
     single = Around()
     single(x).sum().backward()

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.engine import buckets as bucketing
 from meshwright_parallel.engine.buckets import BucketSizes
@@ -60,7 +61,7 @@ def build(dtype: torch.dtype = torch.float64) -> tuple[Net, torch.Tensor]:
 
 def mesh_of(world_size: int, *names: str) -> DeviceMesh:
     sizes = (world_size,) if len(names) == 1 else (world_size // 2, 2)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(device_type(), sizes, mesh_dim_names=names)
 
 
 def engine_of(model: nn.Module, mesh: DeviceMesh, **more: Any) -> DataReduction:
@@ -366,7 +367,7 @@ def test_ordinary_gradients_are_not_copied(rank_pool: RankPool) -> None:
 
 def dtensors(rank: int, world_size: int) -> Any:
     """Parameters over (dp, tp): the gradient arrives as a DTensor whose local data is partial on dp."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, world_size // 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)
     full = torch.randn(6, 4, dtype=torch.float64)
     weight = nn.Parameter(distribute_tensor(full, mesh, [Replicate(), Shard(0)], src_data_rank=None))

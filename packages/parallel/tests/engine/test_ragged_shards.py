@@ -13,6 +13,7 @@ from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.plugins import PlacementSpec, discover
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import format_state
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
 from meshwright_parallel.strategies.zero import Zero
@@ -75,7 +76,7 @@ def trained(rank: int, size: int, plan: dict[str, Any] | None) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     numbers = []
     for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
+        generator = seeded(step)
         x = torch.randn(8, 100, generator=generator, dtype=torch.float64)
         loss = model(x.float() if bf16 else x)
         loss.backward()

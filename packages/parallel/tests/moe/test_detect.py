@@ -24,6 +24,7 @@ from moe_models import (
 from torch import nn
 
 from meshwright_dtensor.deferred.materialize import deferred_init
+from meshwright_dtensor.testing.on_device import random_state, set_random_state
 from meshwright_parallel.moe.detect import detect
 from meshwright_parallel.moe.plan_rules import notes_of, parameters_of, rules_of
 from meshwright_parallel.moe.probe import LIMIT_BYTES
@@ -85,17 +86,17 @@ def test_probed_module_keeps_its_buffers() -> None:
 
 def test_detect_needs_no_values_and_keeps_the_random_state() -> None:
     torch.manual_seed(0)
-    state = torch.get_rng_state()
+    state = random_state()
     with torch.device("meta"):
         model = Mixture()
     with deferred_init():
         later = Mixture()
-    after = torch.get_rng_state()
-    torch.set_rng_state(state)
+    after = random_state()
+    set_random_state(state)
     Mixture()
-    assert torch.equal(after, torch.get_rng_state())
+    assert torch.equal(after, random_state())
     assert len(detect(model).experts) == len(detect(later).experts) == 2
-    assert torch.equal(after, torch.get_rng_state())
+    assert torch.equal(after, random_state())
 
 
 def test_large_experts_are_proved_on_a_small_copy() -> None:

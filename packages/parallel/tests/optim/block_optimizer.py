@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright_dtensor.plan import ParameterRule
+from meshwright_dtensor.testing.on_device import seeded
 
 
 class BlockMomentum(torch.optim.Optimizer):
@@ -80,13 +81,13 @@ TENSOR_RULES = (
 
 
 def inputs(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     return torch.randn(12, 100, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def give_gradients(model: nn.Module, step: int) -> None:
     """The same gradients under every plan."""
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.randn(p.shape, generator=generator)

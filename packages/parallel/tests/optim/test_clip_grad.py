@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing.on_device import device_type, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.optim.clip_grad import clip_grad_norm_, get_total_norm
 
@@ -19,7 +20,7 @@ SHAPES = [(7, 5), (6, 4), (9,), (4, 6, 2), (3, 8), (5,), ()]
 
 
 def values(dtype: torch.dtype, special: float | None = None) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     actual = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
     if special is not None:
         actual[3][-1, -1, -1] = special
@@ -36,8 +37,8 @@ def clipped(
     rank: int, world_size: int, dtype: torch.dtype, p: float, max_norm: float, special: float | None
 ) -> Any:
     """Total norm and gradients of one device and of a mix of plain tensors, two meshes and many placements."""
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
-    flat = init_device_mesh("cpu", (world_size,), mesh_dim_names=("all",))
+    mesh = init_device_mesh(device_type(), (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("all",))
     lay: list[Any] = [
         (mesh, [Replicate(), Shard(0)]),
         (mesh, [Shard(1), Shard(0)]),
@@ -88,7 +89,7 @@ def test_nan_and_inf_reach_every_rank(rank_pool: RankPool, p: float, special: fl
 
 
 def partial(rank: int, world_size: int) -> torch.Tensor:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
     return get_total_norm(DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [Partial()]))
 
 
@@ -114,14 +115,14 @@ def test_small_cases_and_errors() -> None:
 
 def large(rank: int, world_size: int) -> tuple[float, float]:
     """The norm of a large gradient, whole and in shards."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    value = torch.randn(1000, 1001, generator=torch.Generator().manual_seed(1))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("tp",))
+    value = torch.randn(1000, 1001, generator=seeded(1))
     sharded = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
     return float(get_total_norm(value)), float(get_total_norm(sharded))
 
 
 def test_norm_of_a_large_tensor_is_exact_for_any_placement(rank_pool: RankPool) -> None:
-    value = torch.randn(1000, 1001, generator=torch.Generator().manual_seed(1))
+    value = torch.randn(1000, 1001, generator=seeded(1))
     exact = float(torch.linalg.vector_norm(value.double()))
     whole, sharded = rank_pool.run(2, large)[0]
     assert whole == pytest.approx(exact, rel=1e-7) and sharded == pytest.approx(exact, rel=1e-7)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.api.parallelize import parallelize
 
@@ -36,7 +37,7 @@ class Derived(optim.AdamW):
 def trained(plan: dict[str, Any]) -> Any:
     torch.manual_seed(2)
     model: Any = parallelize(Language(), ParallelPlan(**plan))
-    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=seeded(1))
 
     def backward() -> torch.Tensor:
         model.zero_grad()

@@ -15,6 +15,7 @@ from torch.optim import _muon
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 
@@ -99,7 +100,7 @@ def trained(
     optimizer = kind([{"params": matrices[::2], "lr": 0.02}, {"params": matrices[1::2]}], lr=0.01, **options)
     with counted() as shapes:
         for step in range(STEPS):
-            generator = torch.Generator().manual_seed(step)
+            generator = seeded(step)
             optimizer.zero_grad()
             model(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(dtype)).backward()
             optimizer.step()
@@ -158,7 +159,7 @@ def bit_equal(rank: int, size: int, layout: str) -> list[bool]:
             matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
             optimizer = optim.Muon(matrices, lr=0.02, **options)
             for step in range(2):
-                generator = torch.Generator().manual_seed(step)
+                generator = seeded(step)
                 for p in matrices:
                     p.grad = torch.randn(p.shape, generator=generator).to(torch.bfloat16)
                 optimizer.step()

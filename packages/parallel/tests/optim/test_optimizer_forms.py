@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.verification.compare import compare, whole
@@ -111,7 +112,7 @@ def states(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor | N
 
 
 def backward(model: nn.Module, step: int) -> None:
-    ids = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(0, VOCABULARY, (4, LENGTH), generator=seeded(step))
     model.zero_grad()
     model(ids).backward()
 
@@ -153,7 +154,7 @@ def _muon(rank: int, world_size: int, layout: str) -> tuple[list[str], list[str]
         for model in pair(layout, torch.float32):
             matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "block" in n}
             optimizer = kind(list(matrices.values()), lr=0.02)
-            generator = torch.Generator().manual_seed(1)
+            generator = seeded(1)
             backward(model, 0)
             for _ in range(3):
                 for parameter in matrices.values():

@@ -11,6 +11,7 @@ from torch import Tensor, optim
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize, step_whole_matrices
 
@@ -74,7 +75,7 @@ def trained(plan: dict[str, Any] | None, size: int, nested: bool, marked: bool =
     if plan is not None and marked:
         assert step_whole_matrices(optimizer) is optimizer
     for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
+        generator = seeded(step)
         optimizer.zero_grad()
         model(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)).backward()
         optimizer.step()

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.batch_text import BatchTexts, describe, difference
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 
@@ -22,7 +23,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def ids(seed: int) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, VOCABULARY, (4, LENGTH), generator=seeded(seed))
 
 
 def differ(rank: int, size: int, options: dict[str, Any]) -> list[str]:

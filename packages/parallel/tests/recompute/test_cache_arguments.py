@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule, RecomputeRule
+from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.recompute import argument_copies
@@ -109,10 +110,7 @@ def plan(degrees: dict[str, int], policy: str | None) -> ParallelPlan:
 
 
 def batches() -> list[Tensor]:
-    return [
-        torch.randint(0, VOCABULARY, (4, length), generator=torch.Generator().manual_seed(length))
-        for length in (5, 7)
-    ]
+    return [torch.randint(0, VOCABULARY, (4, length), generator=seeded(length)) for length in (5, 7)]
 
 
 def made(model: Any, chunks: int) -> dict[str, Tensor | None]:

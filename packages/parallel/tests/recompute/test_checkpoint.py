@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_dtensor.errors import PlanError, UnsupportedError
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule, RecomputeRule
+from meshwright_dtensor.testing.on_device import device_type, random_state, seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.verification.compare import compare
@@ -76,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
-            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+            if type(tensor) is torch.Tensor and tensor.device.type == device_type():
                 storage = tensor.untyped_storage()
                 self.seen[StorageWeakRef(storage)] = storage.nbytes()
         return out
@@ -97,7 +98,7 @@ def _steps(
     wrong: list[str] = []
     live = 0
     for step in range(3):
-        batch = torch.randn(64, 6, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(64, 6, generator=seeded(step))
         ends = []
         for model, optimizer in zip((single, many), optimizers, strict=True):
             optimizer.zero_grad()
@@ -111,7 +112,7 @@ def _steps(
             loss.backward(retain_graph=step == 1)
             if step == 1:
                 (0.5 * loss).backward()  # computed again for each pass
-            ends.append(torch.get_rng_state())
+            ends.append(random_state())
             optimizer.step()
         assert torch.equal(*ends), "the second run draws what the first drew, and no more"
         for what in (

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwright_dtensor.errors import UsageError, VerificationError
+from meshwright_dtensor.testing.on_device import random_state
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import VerificationReport, verify
 from meshwright_parallel.engine.grad_reduction import reduction_of
@@ -29,11 +30,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def checked(rank: int, world_size: int, degrees: dict[str, int]) -> VerificationReport:
     torch.manual_seed(3)
-    state = torch.get_rng_state()
+    state = random_state()
     report = verify(
         partial(make, 0.2, torch.float64), batch_of(), plan_of(degrees=degrees), optimizer=adamw, max_norm=0.5
     )
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(random_state(), state)
     return report
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from meshwright_dtensor.testing.device_option import device_kind
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 _POOL = pytest.StashKey[RankPool]()
@@ -14,7 +15,7 @@ _POOL = pytest.StashKey[RankPool]()
 def session_pool(config: pytest.Config, preload: Sequence[str] = ()) -> RankPool:
     """The rank pool of this session, created on first use, which alone takes `preload` (see `RankPool`), closed at the end."""
     if _POOL not in config.stash:
-        pool = config.stash[_POOL] = RankPool(preload=preload)
+        pool = config.stash[_POOL] = RankPool(preload=preload, device=device_kind(config))
         config.add_cleanup(pool.close)
     return config.stash[_POOL]
 

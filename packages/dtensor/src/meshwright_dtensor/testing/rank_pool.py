@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from meshwright_dtensor._torch.groups import fake_store
 from meshwright_dtensor.errors import MeshwrightError, UsageError
+from meshwright_dtensor.testing.on_device import backend_for, device_type, fake_backend_for, pickled
 from meshwright_dtensor.testing.rank_worker import Outcome, run_worker
 
 MAX_RANKS = 8
@@ -67,13 +68,16 @@ class RankPool:
         max_ranks: int = MAX_RANKS,
         grace: float = 10.0,
         preload: Sequence[str] = (),
-        backend: str = "gloo",
+        backend: str | None = None,
+        device: str = "cpu",
     ) -> None:
         """`max_ranks`: the largest world allowed. `grace`: seconds for the other ranks to end once one has failed.
         `preload`: modules that the fork server imports; only the first pool of a process that forks decides.
-        `backend`: of torch.distributed, such as "cpu:gloo,cuda:nccl". NCCL's ranks may be more than the GPUs.
+        `backend`: of torch.distributed, such as "cpu:gloo,cuda:nccl"; by default one for which ranks may share a device.
+        NCCL's ranks may be more than the GPUs. `device`: the type on which the ranks make tensors without a device.
         """
-        self.backend = backend
+        self.backend = backend_for(device) if backend is None else backend
+        self._device = device
         self._max_ranks = max_ranks
         self._grace = grace
         self._ranks: list[_Rank] = []
@@ -109,8 +113,8 @@ class RankPool:
                 f"{fn!r} cannot be sent to another process: a rank function must be a top-level function of a module; "
                 "move it there and pass its data as arguments"
             )
-        # plain pickle: tensors by value, no shared memory to leak
-        payload = pickle.dumps((fn, args))
+        # tensors by value, no shared memory to leak
+        payload = pickled((fn, args))
         for _ in range(JOIN_ATTEMPTS):
             self._send(world_size, fn, payload)
             outcomes = self._collect(world_size, fn.__qualname__, timeout)
@@ -158,7 +162,7 @@ class RankPool:
             pipe, worker_pipe = context.Pipe()
             process = context.Process(
                 target=run_worker,
-                args=(index, worker_pipe, str(self._folder), dict(os.environ), self.backend),
+                args=(index, worker_pipe, str(self._folder), dict(os.environ), self.backend, self._device),
                 name=f"rank-{index}",
                 daemon=True,
             )
@@ -271,7 +275,9 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
             f"a default process group of {dist.get_world_size()} ranks exists; fake_group needs none: "
             "call torch.distributed.destroy_process_group() first"
         )
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    # made first: the import registers the backend
+    store = fake_store()
+    dist.init_process_group(fake_backend_for(device_type()), store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from meshwright_dtensor._torch.groups import fake_store, forget_failed_join, forget_meshes
 from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
+from meshwright_dtensor.testing.on_device import pickled, use
 
 _MANY_OBJECTS = 20_000
 
@@ -44,13 +45,19 @@ class Outcome:
 
 
 def run_worker(
-    rank: int, pipe: Connection, folder: str, environment: dict[str, str], backend: str = "gloo"
+    rank: int,
+    pipe: Connection,
+    folder: str,
+    environment: dict[str, str],
+    backend: str = "gloo",
+    device: str = "cpu",
 ) -> None:
     """Serve jobs (sys.path, module and file of the function, world size, rendezvous file, payload) until end of file."""
     # a fork has that of its server
     os.environ.clear()
     os.environ.update(environment)
     _choose_device(rank, backend)
+    use(device, rank)
     # the parent handles Ctrl-C and closes the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(Path(folder) / f"stack-{os.getpid()}", "w") as stacks:
@@ -77,10 +84,12 @@ def run_worker(
                     destroy_groups(live_process_groups())
                     _collect()
                 joined = True
+                # before modules are imported, which may make tensors
+                use(device, rank)
                 _import(*source)
                 fn, args = pickle.loads(payload)
                 _reset()
-                outcome = Outcome(result=pickle.dumps(fn(rank, world_size, *args)), finished=time.monotonic())
+                outcome = Outcome(result=pickled(fn(rank, world_size, *args)), finished=time.monotonic())
             except BaseException as error:
                 # sent to the parent; the time is taken before the others fail too
                 finished = time.monotonic()
