@@ -53,19 +53,10 @@ class Step:
         """Name of the collective that this step performs, None when it is local."""
         a, b = self.source, self.target
         if a == "P":
-            return "all_reduce" if b == "R" or not self._even(b) else "reduce_scatter"
-        if isinstance(a, int) and b == "R":
-            return "all_gather"
-        if isinstance(a, int) and isinstance(b, int):
-            # messages between interval shards may differ in length
-            any_length = isinstance(a, IntervalShard) or isinstance(b, IntervalShard)
-            return "all_to_all" if any_length or (self._even(a) and self._even(b)) else "all_gather"
+            return "all_reduce" if b == "R" else "reduce_scatter"
+        if isinstance(a, int):
+            return "all_gather" if b == "R" else "all_to_all"
         return None
-
-    def _even(self, kind: State) -> bool:
-        if isinstance(kind, IntervalShard):
-            return kind.even
-        return (self.total_target if kind == self.target else self.total) % self.context.sizes[self.axis] == 0
 
     def function(
         self, phase: str, memory_order: tuple[int, ...] | None = None
@@ -112,19 +103,16 @@ class Step:
         have = intervals_of(a, self.total, n) if isinstance(a, int) else ()
         want = intervals_of(b, self.total_target, n) if isinstance(b, int) else ()
         if isinstance(a, int) and isinstance(b, int):
-            if self.collective == "all_gather":
-                gather, select = _gatherer(a, have, group), _selector(b, want[rank])
-                return lambda t: select(gather(t))
-            if isinstance(a, IntervalShard) or isinstance(b, IntervalShard):
+            intervals = isinstance(a, IntervalShard) or isinstance(b, IntervalShard)
+            if intervals or self.total % n or self.total_target % n:
                 return _exchanger((int(a), have), (int(b), want), rank, group)
             return lambda t: _all_to_all(t, a, b, n, group)
         if isinstance(a, int):
             return _gatherer(int(a), have, group) if b == "R" else _spreader(int(a), have[rank], self.total)
         if isinstance(b, int):
-            if self.collective == "reduce_scatter":
-                return _scatterer(int(b), want, group)
-            select = _selector(int(b), want[rank])
-            return select if a == "R" else (lambda t: select(group_calls.all_reduce(t, group)))
+            if a == "P":
+                return _scatterer(int(b), want, rank, group)
+            return _selector(int(b), want[rank])
         if a == "P":
             return lambda t: group_calls.all_reduce(t, group)
         # a Partial of a replicated value
@@ -232,18 +220,27 @@ def _gatherer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Mov
     return gather
 
 
-def _scatterer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Move:
-    """Partial sums of the whole -> the sums of the part of one rank; all parts are equally long."""
+def _scatterer(dim: int, by_rank: RankIntervals, rank: int, group: dist.ProcessGroup) -> Move:
+    """Partial sums of the whole -> the sums of the part of one rank; shorter parts are sent with zeros after them."""
     order, n = list(itertools.chain.from_iterable(by_rank)), len(by_rank)
-    in_order = order == sorted(order)
+    lengths = [_length(part) for part in by_rank]
+    longest, mine = max(lengths), lengths[rank]
+    as_it_is = order == sorted(order) and min(lengths) == longest
 
     def scatter(t: Tensor) -> Tensor:
-        if not in_order:
-            t = torch.cat([t.narrow(dim, start, size) for start, size in order], dim)
-        chunks = _one_after_another(t, dim, n)
         shape = list(t.shape)
-        shape[dim] //= n
-        return group_calls.reduce_scatter(chunks, group, shape)
+        if not as_it_is:
+            pieces = []
+            for part, length in zip(by_rank, lengths, strict=True):
+                pieces += [t.narrow(dim, start, size) for start, size in part]
+                shape[dim] = longest - length
+                pieces += [t.new_zeros(shape)] * (length < longest)
+            t = torch.cat(pieces, dim)
+        shape[dim] = longest
+        result = group_calls.reduce_scatter(_one_after_another(t, dim, n), group, shape)
+        if mine == longest:
+            return result
+        return result.narrow(dim, 0, mine).clone(memory_format=torch.contiguous_format)
 
     return scatter
 

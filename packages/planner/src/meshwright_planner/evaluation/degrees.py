@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.strategy import SearchRequest
 from meshwright_dtensor.strategy.plan_request import KEYWORDS
 from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.evaluation.context import SHARED, Basis, Setting
-from meshwright_planner.placement.legal_rows import balanced
 
 TENSOR = "tp"
 """The axis whose placements may be searched together with those of another axis that the user pins."""
@@ -111,8 +111,8 @@ def _sequence_refusal(setting: Setting, legal: Iterable[Mapping[str, int]]) -> s
     pinned = ", ".join(f"{axis}={setting.pins[axis]}" for axis in searched if axis in setting.pins)
     reason = f"; {pinned} does not" if pinned else ""
     return (
-        f"{rule} that divides the sequence ({setting.batch.sequence_length} tokens) on each rank{reason}: pad the batch, "
-        "change the degrees, or leave sequence_parallel out"
+        f"{rule} that leaves each rank a part of the sequence ({setting.batch.sequence_length} tokens), the last one too"
+        f"{reason}: pad the batch, change the degrees, or leave sequence_parallel out"
     )
 
 
@@ -132,7 +132,7 @@ def _sequence_divides(basis: Basis, degrees: Mapping[str, int]) -> bool:
     degree = max((degrees[a] for a, s in setting.strategies.items() if s.placement_search), default=1)
     shapes = {name: tuple(t.shape) for name, t in batch.tensors() if t.shape[1:2] == (batch.sequence_length,)}
     lengths = {basis.local_shape(name, shape, degrees)[1] for name, shape in shapes.items()}
-    return degree > 1 and all(balanced(length, degree) for length in lengths)
+    return degree > 1 and all(shardable(length, degree) for length in lengths)
 
 
 def _one_search(setting: Setting, degrees: Mapping[str, int]) -> bool:

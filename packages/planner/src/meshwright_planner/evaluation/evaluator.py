@@ -12,8 +12,10 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.model.blocks import repeated_blocks
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Link, PipelineQuery, StepContext
+from meshwright_dtensor.utils.names import listing
 from meshwright_planner.cost.prices import AxisCosts, JointCosts
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import BY_STAGE, Point
@@ -301,12 +303,15 @@ class Search:
         repeats, pins = self.shared.tapes.quotient(tape), _pins(stored)
         sequence = self.setting.sequence_parallel
         if len(costs) == 1:
-            legality = Legality(tape, repeats, self.rules, costs[0], pins, sequence)
+            legality = Legality(tape, repeats, self.rules, costs[0], pins, sequence, bool(sequence))
             return PlacementProblem(legality, pins)
         # if one of the two axes must split the sequence, only the joint legality can say which
         alone = None if sequence else sequence
         of_axis = zip(costs, stored, strict=True)
-        each = [Legality(tape, repeats, self.rules, prices, pinned, alone) for prices, pinned in of_axis]
+        each = [
+            Legality(tape, repeats, self.rules, prices, pinned, alone, bool(sequence))
+            for prices, pinned in of_axis
+        ]
         return JointProblem(JointLegality(each, sequence), pins)
 
     def _place(self, problem: PlacementProblem) -> Placement:
@@ -330,9 +335,8 @@ class Search:
                 return placement
         if unsolved is not None:
             raise unsolved
-        needs = "sequence_parallel=True needs placements that split the sequence between blocks: leave it out to allow others"
         rule = "the placement search found no legal placement; check the pinned parameter placements"
-        raise UsageError(f"{rule}; {needs}" if self.setting.sequence_parallel else rule)
+        raise UsageError(f"{rule}; {_unsplit(problem)}" if self.setting.sequence_parallel else rule)
 
     def _within(self, problem: PlacementProblem, terms: MemoryTerms) -> Placement | None:
         """The placement with these memory terms; None where there is none, or none was found in time."""
@@ -367,3 +371,17 @@ def _pins(stored: Sequence[Stored]) -> dict[str, Any]:
         return dict(stored[0]) if stored else {}
     names = dict.fromkeys(name for some in stored for name in some)
     return {name: tuple(some.get(name) for some in stored) for name in names}
+
+
+def _unsplit(problem: PlacementProblem) -> str:
+    """Why sequence_parallel=True has no placement."""
+    lengths, degree = problem.legality.sequence_lengths(), max(problem.costs.degrees)
+    name = "sequence_parallel=True"
+    if not lengths:
+        return f"{name} needs a sequence that blocks pass on, and these pass none that an axis can shard: leave it out"
+    if all(shardable(length, degree) for length in lengths):
+        return f"{name} needs placements that split the sequence between blocks: leave it out to allow others"
+    return (
+        f"{name} needs a part of the sequence ({listing(map(str, lengths))} tokens between blocks) for each of {degree} ranks "
+        "of equal length but for the last: change the degree or the number of tokens, or leave it out"
+    )

@@ -14,7 +14,7 @@ from typing import Self
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.node import NodeView, Strategy, refine
-from meshwright_dtensor.sharding.boxes import local_shape_of
+from meshwright_dtensor.sharding.boxes import local_shape_of, shardable
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.trace.graph import Ref
@@ -71,16 +71,17 @@ class Legality:
         costs: AxisCosts,
         pins: Mapping[str, State] | None = None,
         sequence: bool | None = None,
+        uneven: bool = False,
     ) -> None:
         """`pins`: states of parameters that the user sets.  `sequence`: False leaves out the states in which the axis shards
-        the sequence; True requires them for values between blocks.
+        the sequence; True requires them for values between blocks.  `uneven`: the sequence is sharded where it does not divide.
         """
         self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
         self._batch = batch_dims(tape, quotient.nodes, rules, costs.degree)
         runs = ((name, s) for name, s in (pins or {}).items() if isinstance(s, IntervalShard))
         pinned = {quotient.value(tape.parameters[name]): s for name, s in runs if name in tape.parameters}
         self._sequence = sequence_dims(tape, quotient, rules, costs.degree)
-        self._wants = sequence
+        self._wants, self._uneven = sequence, uneven
         self._carried = set(carried(tape, quotient)) if sequence and costs.degree > 1 else set()
         self._domains = Domains(tape, quotient, rules, costs.degree, pinned)
         self._composites = by_name(rules.composites)
@@ -165,9 +166,16 @@ class Legality:
         return len(self.parameter_states(value)) - 1 if name.startswith("param:") else 0
 
     def _allowed(self, refs: Sequence[Ref], states: States) -> bool:
-        values, degree = self.tape.values, self.costs.degree
+        values = self.tape.values
         shards = ((ref.i, state) for ref, state in zip(refs, states) if isinstance(state, int))
-        return all(balanced(values[i].shape[s], degree) and not self.leaves_whole(i, s) for i, s in shards)
+        return all(self.divides(i, s, values[i].shape[s]) and not self.leaves_whole(i, s) for i, s in shards)
+
+    def divides(self, value: int, dim: int, size: int) -> bool:
+        """Whether the axis may shard a dim of a value, of which its ranks hold `size` together."""
+        degree = self.costs.degree
+        if balanced(size, degree):
+            return True
+        return self._uneven and self.splits_sequence(value, dim) and shardable(size, degree)
 
     def leaves_whole(self, value: int, dim: int) -> bool:
         """Whether the axis must not shard a dim: the rows of the batch, or the sequence with `sequence=False`."""
@@ -177,6 +185,11 @@ class Legality:
     def splits_sequence(self, value: int, state: State) -> bool:
         """Whether a value in `state` is sharded along the sequence."""
         return isinstance(state, int) and state in self._sequence.get(self.quotient.value(value), ())
+
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of the values between blocks; none where these hold no sequence."""
+        between = carried(self.tape, self.quotient)
+        return sorted({self.tape.values[v].shape[d] for v in between for d in self._sequence.get(v, ())})
 
     def _keeps_sequence(self, refs: Sequence[Ref], states: States) -> bool:
         """Whether values between blocks are sharded along the sequence, if that is required."""
@@ -206,10 +219,39 @@ def batch_dims(tape: Tape, nodes: Iterable[int], rules: RuleBook, degree: int) -
 
 
 def sequence_dims(tape: Tape, quotient: Quotient, rules: RuleBook, degree: int) -> BatchDims:
-    """The dims that follow from sharding dim 1 of the inputs over `degree` ranks, by representative value."""
-    shapes = {i: tape.values[i].shape for i in _inputs(tape)}
-    seeds = [i for i, s in shapes.items() if len(s) > 1 and s[0] == tape.rows and s[1] % degree == 0]
-    return _pushed(tape, quotient.nodes, rules, degree, dict.fromkeys(seeds, 1), quotient.value)
+    """The dims that follow from sharding dim 1 of the inputs over `degree` ranks, by representative value.
+
+    Inputs may hold no sequence, but pictures, of which the model makes one: then from sharding dim 1 of the values between
+    blocks, if no operation shards a parameter along with it, as it does for features.
+    """
+    values, nodes = tape.values, quotient.nodes
+    shapes = {i: values[i].shape for i in _inputs(tape)}
+    # that of pictures, of four dims, is their channels
+    seeds = [i for i, s in shapes.items() if len(s) not in (0, 1, 4) and s[0] == tape.rows and s[1] > 1]
+    dims = _pushed(tape, nodes, rules, degree, dict.fromkeys(seeds, 1), quotient.value)
+    between = {v for v in carried(tape, quotient) if v not in dims and len(values[v].shape) == 3}
+    # and the values that the first of the repeated blocks reads there
+    readers = {(node, place) for value, node, place in quotient.edges if value in between}
+    between |= {value for value, node, place in quotient.edges if (node, place) in readers}
+    tokens = [v for v in between if values[v].shape[0] == tape.rows and values[v].shape[1] > 1]
+    made = _pushed(tape, nodes, rules, degree, dict.fromkeys(tokens, 1), quotient.value)
+    return dims if _shards_parameters(tape, quotient, rules, degree, made) else made | dims
+
+
+def _shards_parameters(tape: Tape, quotient: Quotient, rules: RuleBook, degree: int, dims: BatchDims) -> bool:
+    """Whether an operation shards a parameter where its other inputs are sharded on these dims."""
+    parameters = set(map(quotient.value, tape.parameters.values()))
+    for index in quotient.nodes:
+        node = tape.nodes[index]
+        ins = [quotient.value(ref.i) for ref in node.ins]
+        if parameters.isdisjoint(ins) or not any(v in dims for v in ins):
+            continue
+        for row in rules.strategies(NodeView.of(node, tape.values, degree)):
+            sharded = {v for v, s in zip(ins, row.ins, strict=True) if is_shard(s)}
+            along = any(s in dims.get(v, ()) for v, s in zip(ins, row.ins, strict=True))
+            if along and not parameters.isdisjoint(sharded):
+                return True
+    return False
 
 
 def _inputs(tape: Tape) -> list[int]:

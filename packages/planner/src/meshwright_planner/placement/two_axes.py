@@ -21,7 +21,7 @@ from meshwright_dtensor.sharding.states import State, States, forward_kind, is_s
 from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.cost.prices import JointCosts, along, backward_move, convertible, forward_move
 from meshwright_planner.placement.ilp import ConversionStep, Move, Placement, Route
-from meshwright_planner.placement.legal_rows import Legality, Option, balanced
+from meshwright_planner.placement.legal_rows import Legality, Option
 from meshwright_planner.placement.problem import PlacementProblem
 from meshwright_planner.trace.quotient import carried
 from meshwright_planner.trace.tape import Tape
@@ -63,13 +63,17 @@ class JointLegality(Legality):
             left = self._left(shape, first)
             for state in inner.parameter_states(value):
                 second = inside(state, first, inner.costs.degree)
-                if second is not None and self._nests(shape, left, first, second):
+                if second is not None and self._nests(value, left, first, second):
                     states.append(pairs((first,), (second,))[0])
         return list(dict.fromkeys(states))
 
     def splits_sequence(self, value: int, state: State) -> bool:
         """Whether a value in `state` is sharded along the sequence on either axis."""
         return any(axis.splits_sequence(value, s) for axis, s in zip(self.axes, along(state), strict=False))
+
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of the values between blocks; none where these hold no sequence."""
+        return self.axes[1].sequence_lengths()
 
     def on(self, tape: Tape) -> Self:
         """The same for a tape that differs in sizes and saved tensors only."""
@@ -112,18 +116,19 @@ class JointLegality(Legality):
     def _fits(self, ref: Ref, left: tuple[int, ...], first: State, second: State) -> bool:
         plain = isinstance(second, int) and not isinstance(second, IntervalShard)
         whole = plain and self.axes[1].leaves_whole(ref.i, int(second))
-        return not whole and self._nests(self.tape.values[ref.i].shape, left, first, second)
+        return not whole and self._nests(ref.i, left, first, second)
 
-    def _nests(self, shape: tuple[int, ...], left: tuple[int, ...], first: State, second: State) -> bool:
+    def _nests(self, value: int, left: tuple[int, ...], first: State, second: State) -> bool:
         """Whether the inner axis can shard the local shape of the outer one; a dim that both shard must divide evenly."""
         if not isinstance(second, int):
             return True
-        dim, (outer, inner) = int(second), self.costs.degrees
-        if isinstance(first, int) and int(first) == dim and shape[dim] % (outer * inner):
+        dim, degrees = int(second), self.costs.degrees
+        shape = self.tape.values[value].shape
+        if isinstance(first, int) and int(first) == dim and shape[dim] % math.prod(degrees):
             return False
         if isinstance(second, IntervalShard):
             return second.total == left[dim] and second.even
-        return left[dim] > 0 and balanced(left[dim], inner)
+        return left[dim] > 0 and self.axes[1].divides(value, dim, left[dim])
 
     def _left(self, shape: tuple[int, ...], first: State) -> tuple[int, ...]:
         return local_shape_of(shape, (self.axes[0].costs.degree,), (0,), (first,))
