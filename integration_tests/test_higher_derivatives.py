@@ -10,6 +10,7 @@ import pytest
 import torch
 from plan_once import one_and_many
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -117,3 +118,22 @@ def test_derivatives_of_gradients_are_those_of_one_device(
 ) -> None:
     for wrong in rank_pool.run(size, check, pins, timeout=100):
         assert not wrong, "\n".join(wrong[:5])
+
+
+def forward_mode(rank: int, size: int) -> None:
+    single, many = one_and_many(lambda: Critic().double().requires_grad_(False), {"x": inputs()}, tp=size)
+    ones = torch.ones_like(inputs())
+    values = torch.func.jvp(single, (inputs(),), (ones,))
+    assert values[1].abs().max() > 0.1
+    with pytest.raises(UnsupportedError, match=r"forward-mode derivatives.*use reverse mode"):
+        torch.func.jvp(many, (inputs(),), (ones,))
+    with forward_ad.dual_level():
+        with pytest.raises(UnsupportedError, match=r"forward-mode derivatives.*use reverse mode"):
+            many(forward_ad.make_dual(inputs(), ones))
+        # an input that has none is as ever
+        torch.testing.assert_close(plain(many(inputs())), single(inputs()))
+
+
+@pytest.mark.slow
+def test_forward_mode_derivatives_are_refused(rank_pool: RankPool) -> None:
+    rank_pool.run(2, forward_mode)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as _forward_ad
 import torch.overrides as _overrides
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -46,6 +47,15 @@ def with_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 def functorch_active() -> bool:
     """Whether a functorch transform (vmap, grad, jvp...) is running."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether a forward-mode derivative is computed of a plain tensor (functorch's jvp, or torch.autograd.forward_ad)."""
+    if _forward_ad._current_level < 0:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return bool(torch._C._functorch.is_gradtrackingtensor(x))
+    return _forward_ad.unpack_dual(x).tangent is not None
 
 
 def outside_functorch(x: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,11 @@ from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, differentiated
 
+FORWARD_MODE = (
+    "forward-mode derivatives (functorch's jvp, torch.autograd.forward_ad) of a global tensor are not supported; use "
+    "reverse mode, or x.full_tensor(), the whole value"
+)
+
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -195,10 +200,7 @@ def _storage(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _forward_mode(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    raise UnsupportedError(
-        "forward-mode derivatives (functorch's jvp, torch.autograd.forward_ad) of a global tensor are not supported; use "
-        "reverse mode, or x.full_tensor(), the whole value"
-    )
+    raise UnsupportedError(FORWARD_MODE)
 
 
 def _cut_off(x: GlobalTensor, local: Tensor) -> GlobalTensor:
