@@ -32,6 +32,7 @@ class AotFunction:
         check: called with the graph of each pass, the forward first.
         check_joint: called with the graph of both passes together, if there is a backward pass.
         take: gets a graph, whether it is that of a backward pass, and a function that compiles it; gives the compiled graph.
+        differentiable: called with the gradients of a backward pass that autograd records (create_graph=True).
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class AotFunction:
         check: Callable[[fx.GraphModule], None],
         check_joint: Callable[[fx.GraphModule], None],
         take: Callable[[fx.GraphModule, bool, Callable[[], Compiled]], Compiled],
+        differentiable: Callable[[Sequence[Any]], Sequence[Any]],
     ) -> None:
         from torch._functorch import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        self._compiling = True
+        self._compiling, self._differentiable = True, differentiable
         compiler = _inductor if backend == "inductor" else _as_recorded
 
         def forward(graph: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
@@ -89,9 +91,11 @@ class AotFunction:
         from torch._inductor import config as inductor
 
         with (
-            inductor.patch(fallback_random=True),
+            # operations round to their dtype as they do uncompiled, also where they are fused
+            inductor.patch(fallback_random=True, emulate_precision_casts=True),
             _nothing_donated(),
             _collectives_apart(),
+            _recorded_gradients(self._differentiable),
             _without_saved_hooks(),
         ):
             with suppress(_NotRun):
@@ -112,7 +116,34 @@ def _decompositions() -> dict[Any, Any]:
 def _inductor(graph: fx.GraphModule, examples: Sequence[Any], backward: bool) -> Compiled:
     from torch._inductor.compile_fx import compile_fx_inner
 
+    _write_out_scattered(graph)
     return compile_fx_inner(graph, examples, is_backward=backward)  # type: ignore[arg-type, return-value]
+
+
+def _write_out_scattered(graph: fx.GraphModule) -> None:
+    """Let tensors that a part was written to be memory before they are reshaped.
+
+    Else inductor computes where each element comes from, through all reshapes before it. A relative attention that is scaled in
+    place (slice, reshape, slice, and back) has an expression for it that sympy does not simplify in an hour.
+    """
+    from torch._inductor import inductor_prims
+
+    aten = torch.ops.aten
+    scatters = (aten.slice_scatter.default, aten.select_scatter.default)
+    reshapes = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+    for node in graph.graph.nodes:
+        readers = [user for user in node.users if user.target in reshapes]
+        if node.target not in scatters or not readers:
+            continue
+        value: Any = node.meta["val"]
+        with graph.graph.inserting_after(node):
+            written = graph.graph.call_function(
+                inductor_prims.force_stride_order, (node, list(value.stride()))
+            )
+        written.meta["val"] = value
+        for reader in readers:
+            reader.replace_input_with(node, written)
+    graph.recompile()
 
 
 def _as_recorded(graph: fx.GraphModule, examples: Sequence[Any], backward: bool) -> Compiled:
@@ -154,6 +185,24 @@ def _collectives_apart() -> Iterator[None]:
 
     collectives = [getattr(torch.ops._c10d_functional, name) for name in _COLLECTIVES]
     with _replaced(compile_utils, "rand_ops", [*compile_utils.rand_ops, *collectives]):
+        yield
+
+
+@contextmanager
+def _recorded_gradients(function: Callable[[Sequence[Any]], Sequence[Any]]) -> Iterator[None]:
+    """Inside, functions are compiled that apply `function` to the gradients of a backward pass which autograd records."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    factory = runtime_wrappers._AOTDispatchAutogradFunctionFactory
+    make = factory.build
+
+    def build(self: Any) -> Any:
+        made: Any = make(self)
+        recorded = made._double_backward
+        made._double_backward = staticmethod(lambda *args: function(recorded(*args)))
+        return made
+
+    with _replaced(factory, "build", build):
         yield
 
 

@@ -57,3 +57,21 @@ class MainResults(torch.autograd.Function):
                 "parameters without a gradient would get zeros; leave this module out of compile="
             )
         return (None, None, *gradients)
+
+
+class OnceOnly(torch.autograd.Function):
+    """Identity of the gradients of a compiled region, which has no derivative of them: its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *gradients: Tensor | None) -> Any:
+        """`name`: of the class of the region's module."""
+        ctx.name = name
+        return tuple(None if gradient is None else gradient.detach() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Raises UnsupportedError."""
+        raise UnsupportedError(
+            f"a derivative of gradients (create_graph=True) passes through a compiled {ctx.name}, whose graph has a forward "
+            "and a backward pass and no third one: leave this module out of compile=, and it runs as it is"
+        )

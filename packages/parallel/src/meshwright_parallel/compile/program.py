@@ -36,7 +36,7 @@ from meshwright_parallel.compile.call_values import (
     with_values,
 )
 from meshwright_parallel.compile.compiled_graphs import CompiledGraphs
-from meshwright_parallel.compile.main_result import MainResults, main_results
+from meshwright_parallel.compile.main_result import MainResults, OnceOnly, main_results
 from meshwright_parallel.compile.plain_draws import PlainDraws
 
 Tensor = torch.Tensor
@@ -213,8 +213,15 @@ def compile_call(
         return results
 
     examples = [*local_parts(tensors), *map(_local_value, weights), *fixed, *(value for _, value in draws)]
-    checks = GraphChecks(len(examples))
-    function = AotFunction(local, backend, checks.check, checks.check_joint, graphs.take)
+    checks, name = GraphChecks(len(examples)), type(modules[0]).__name__
+    function = AotFunction(
+        local,
+        backend,
+        checks.check,
+        checks.check_joint,
+        graphs.take,
+        lambda gradients: OnceOnly.apply(name, *gradients),
+    )
     try:
         # a pipeline's mode replays random numbers, and none is drawn here
         with _state_kept(), quiet_fakes(), without_modes(), kept_dispatch_keys():
@@ -230,7 +237,6 @@ def compile_call(
         RECORDED.calls = None
         given.clear()
     kept = [draw for draw, _ in draws]
-    name = type(modules[0]).__name__
     return RegionProgram(parameters, buffers, kept, outputs[0], function, checks, name)
 
 

@@ -1,0 +1,76 @@
+"""Graphs that inductor compiles: it ends, and the numbers are those of eager, in lower precision too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from meshwright_parallel._torch.compiler import AotFunction
+
+ROWS, COLUMNS = 8, 16
+
+
+def shifted(scores: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+    """A relative attention (Transformer-XL, appendix B) that is scaled in place, as Funnel's is."""
+    scores = scores * 1.5
+    by_distance = scores.view(2, COLUMNS, ROWS)[:, 1:].view(2, ROWS, COLUMNS - 1)[..., :ROWS]
+    by_distance *= scale
+    return [by_distance.tanh()]
+
+
+def inductor_function(function: Callable[..., Any]) -> tuple[AotFunction, list[fx.GraphModule]]:
+    """The function, to be compiled, and the graphs of its passes."""
+    graphs: list[fx.GraphModule] = []
+    compiled = AotFunction(
+        function,
+        "inductor",
+        graphs.append,
+        lambda graph: None,
+        lambda graph, backward, compiler: compiler(),
+        lambda gradients: gradients,
+    )
+    return compiled, graphs
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_that_is_written_in_place_and_reshaped_compiles() -> None:
+    compiled, graphs = inductor_function(shifted)
+    scores, scale = torch.randn(2, ROWS, COLUMNS, requires_grad=True), torch.rand(ROWS, ROWS)
+    compiled.compile([scores, scale])
+    (result,), (expected,) = compiled([scores, scale]), shifted(scores, scale)
+    torch.testing.assert_close(result, expected)
+    grads = [torch.autograd.grad(value.square().sum(), scores)[0] for value in (result, expected)]
+    torch.testing.assert_close(*grads)
+    for graph in graphs:
+        written = [n for n in graph.graph.nodes if n.target is torch.ops.aten.slice_scatter.default]
+        # what is reshaped is in memory first
+        reshaped = {user.target for node in written for user in node.users}
+        assert written and torch.ops.aten.view.default not in reshaped
+
+
+def streaming(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Operations that round one after the other in lower precision, with a norm in float32 between them."""
+    h = torch.tanh(x * 1.1 + 0.3) * x
+    wide = h.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return [F.silu(weight * wide.to(x.dtype)) * h - x]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fused_operations_round_as_they_do_uncompiled() -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, dtype=torch.bfloat16, requires_grad=True) for n in ((16, 64), (64,)))
+    compiled, _ = inductor_function(streaming)
+    compiled.compile([x, weight])
+    results = [compiled([x, weight]), streaming(x, weight), torch.compile(streaming)(x, weight)]
+    ours, eager, default = (result for (result,) in results)
+    differing = [float((value != eager).float().mean()) for value in (ours, default)]
+    # the negative control: torch's own default keeps more digits between fused operations
+    assert 2 * differing[0] < differing[1], differing
