@@ -17,6 +17,7 @@ from rich.console import Console
 from .catalogue import architectures
 from .compiled_page import compiled_page
 from .layouts import COMPILED, LAYOUTS
+from .store import load
 from .sweep import argument_parser, sweep, wanted
 from .table import page, tally, terminal
 
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if path is None and len(chosen) == len(everything) and all(row.complete(LAYOUTS) for row in rows):
         path = Path(__file__).parents[2] / "docs" / "architectures.md"
     if path is not None and layouts.keys() <= COMPILED.keys():
-        path.write_text(compiled_page(rows, list(layouts)))
+        # parts of the sweep that were run before
+        stored = list(load([options.store]).values()) if options.store else rows
+        path.write_text(compiled_page(stored, list(layouts)))
     elif path is not None:
         path.write_text(page(rows, [name for name in LAYOUTS if any(name in row.verdicts for row in rows)]))
         console.print(f"wrote {path}")
