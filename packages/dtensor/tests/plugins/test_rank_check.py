@@ -17,6 +17,7 @@ from meshwright_dtensor.plugins import (
     discover_on_all_ranks,
 )
 from meshwright_dtensor.plugins.rank_check import difference
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -79,7 +80,7 @@ def settings_differ(rank: int, world_size: int, alike: bool) -> str:
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
-        init("cpu", deterministic=alike or rank != 1)
+        init(device_type(), deterministic=alike or rank != 1)
         if alike or rank != 1:
             assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
         compare_across_ranks(host(("a", "acme", "1")))

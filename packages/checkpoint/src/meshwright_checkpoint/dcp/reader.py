@@ -159,9 +159,8 @@ def _check_contiguous(rebuilt: Any, where: str) -> None:
         raise CorruptError(f"{where} is not contiguous")
 
 
-def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str, int, int]]]:
-    if not isinstance(metadata, Record) or metadata.kind != "Metadata":
-        raise ValueError("no Metadata")
+def _locations(metadata: Record) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
+    """(name, offsets of a chunk) -> (file, first byte, bytes); None for the offsets of a value that is no tensor."""
     locations: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
     for index, info in metadata.get("storage_data").items():
         if info.state.get("transform_descriptors"):
@@ -176,6 +175,13 @@ def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str
         if len(file := str(info.get("relative_path"))) > MAX_NAME:
             raise ValueError("a file name is too long")
         locations[key] = (file, at, length)
+    return locations
+
+
+def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str, int, int]]]:
+    if not isinstance(metadata, Record) or metadata.kind != "Metadata":
+        raise ValueError("no Metadata")
+    locations = _locations(metadata)
     tensors: dict[str, Source] = {}
     values: dict[str, tuple[str, int, int]] = {}
     for name, stored in metadata.get("state_dict_metadata").items():

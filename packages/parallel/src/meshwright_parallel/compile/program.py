@@ -214,14 +214,8 @@ def compile_call(
 
     examples = [*local_parts(tensors), *map(_local_value, weights), *fixed, *(value for _, value in draws)]
     checks, name = GraphChecks(len(examples)), type(modules[0]).__name__
-    function = AotFunction(
-        local,
-        backend,
-        checks.check,
-        checks.check_joint,
-        graphs.take,
-        lambda gradients: OnceOnly.apply(name, *gradients),
-    )
+    once = lambda gradients: OnceOnly.apply(name, *gradients)  # noqa: E731
+    function = AotFunction(local, backend, checks.check, checks.check_joint, graphs.take, once)
     try:
         # a pipeline's mode replays random numbers, and none is drawn here
         with _state_kept(), quiet_fakes(), without_modes(), kept_dispatch_keys():

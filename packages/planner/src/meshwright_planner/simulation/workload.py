@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -199,18 +199,8 @@ class Workload:
                 program.append(Receive((place, *step.needs), f"{PASSES[phase]} for stage {step.stage}"))
             last = sums if index == last_backward else []
             program += compute_pass(step, seconds, gathers.of(index), last, overlaps, slowdown)
-            for axis, costs in inside.items():
-                done, sent = (part * seconds for seconds in costs[phase])
-                works = (
-                    Work(slow * step.part * done, f"{axis} of {step}"),
-                    Work(step.communicates * sent, f"{axis} of {step}", "communication"),
-                )
-                program += [work for work in works if work.seconds]
-            if step.communicates:
-                sends = ((axis, passes[phase != "forward"]) for axis, passes in time.collectives.items())
-                program += [
-                    Work(slower[axis] * s, f"{axis} of {step}", "communication") for axis, s in sends if s
-                ]
+            of_strategies = {axis: [part * s for s in costs[phase]] for axis, costs in inside.items()}
+            program += _works_of_axes(step, slow, slower, time, of_strategies)
             if step.gives is not None:
                 program.append(Send((place, *step.gives), self._message(step, place, rank)))
         return program
@@ -346,3 +336,22 @@ class Workload:
         # it crosses the links of both ends
         ends = {rank, self._owners[step.gives[1]]}
         return self._seconds(largest, ["pp"], {r for end in ends for r in self.mesh.ranks(place, end)})
+
+
+def _works_of_axes(
+    step: Step,
+    slow: float,
+    slower: Mapping[str, float],
+    time: StageTime,
+    of_strategies: Mapping[str, Sequence[float]],
+) -> Iterator[Operation]:
+    """What mesh axes add to one pass: (computing, communicating) seconds of strategies, and collectives of the stage."""
+    for axis, (done, sent) in of_strategies.items():
+        if seconds := slow * step.part * done:
+            yield Work(seconds, f"{axis} of {step}")
+        if seconds := step.communicates * sent:
+            yield Work(seconds, f"{axis} of {step}", "communication")
+    if step.communicates:
+        for axis, passes in time.collectives.items():
+            if seconds := passes[step.kind != "F"]:
+                yield Work(slower[axis] * seconds, f"{axis} of {step}", "communication")

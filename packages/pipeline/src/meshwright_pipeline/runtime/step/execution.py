@@ -29,7 +29,7 @@ from meshwright_pipeline.runtime.p2p.step import Failure, StepMessages
 from meshwright_pipeline.runtime.prepare import Preparation
 from meshwright_pipeline.runtime.results.hooked_activations import HookedActivations
 from meshwright_pipeline.runtime.results.left_tensors import LeftTensors
-from meshwright_pipeline.runtime.step_plan import StepPlan, StepResult
+from meshwright_pipeline.runtime.step.plan import StepPlan, StepResult
 from meshwright_pipeline.trace.loss import check_loss_path, need_loss
 from meshwright_pipeline.trace.rng_replay import RngReplay, StepDraws
 
