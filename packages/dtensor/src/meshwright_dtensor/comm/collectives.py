@@ -54,7 +54,7 @@ class Step:
         a, b = self.source, self.target
         if a == "P":
             return "all_reduce" if b == "R" else "reduce_scatter"
-        if isinstance(a, int):
+        if isinstance(a, int) and b != "P":
             return "all_gather" if b == "R" else "all_to_all"
         return None
 
