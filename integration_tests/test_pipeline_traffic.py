@@ -20,6 +20,7 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 WIDTH, ROWS = 16, 8
@@ -220,5 +221,35 @@ def test_data_ranks_wait_for_each_other_as_often_with_more_microbatches(
     few, many = (rank_pool.run(4, of_data_axes, zero, microbatches) for microbatches in (2, 4))
     assert [counts for counts, _ in few] == [counts for counts, _ in many]
     assert max(distance for _, distances in (*few, *many) for distance in distances) < 2e-6
-    # the loss and the number of targets on the last stage; parameters are gathered once
-    assert few[-1][0]["all_reduce"] == 2 + (zero == 0) and ("all_gather" in few[0][0]) == bool(zero)
+    # the number of targets on the last stage; losses come with the end of the step, and parameters are gathered once
+    assert few[-1][0]["all_reduce"] == 1 + (zero == 0) and ("all_gather" in few[0][0]) == bool(zero)
+
+
+def fails_last(rank: int, size: int) -> str:
+    """What a step raises where the backward of the last microbatch fails on the last rank."""
+    made = KINDS["residual-mlp"]
+    torch.manual_seed(0)
+    model, given = made.model(), made.batch()
+    pins = {"pp": 2, "dp": 2, "zero": 0, "microbatches": 2}
+    mw.parallelize(model, plan_once(model, given, cluster="laptop-cpu", planner="manual", **pins))
+    backwards = []
+
+    def fail(*_: Any) -> None:
+        backwards.append(rank)
+        if rank == size - 1 and len(backwards) == 2:
+            raise ValueError("a mistake in the last backward")
+
+    last = model.get_submodule("layers.3")
+    if any(p.device.type != "meta" for p in last.parameters()):
+        last.register_full_backward_hook(fail)
+    try:
+        model(**given)
+    except StageError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_failure_on_one_data_rank_is_told_to_all(rank_pool: RankPool) -> None:
+    for told in rank_pool.run(4, fails_last, timeout=60):
+        assert "a mistake in the last backward" in told

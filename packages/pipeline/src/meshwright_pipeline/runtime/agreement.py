@@ -215,7 +215,7 @@ class RankContext:
         mesh: the mesh of a stage; None where parameters are ordinary tensors.
         plain: compute with ordinary tensors, since the mesh of a stage has one rank.
         device: of this rank.
-        reports_loss: all ranks of the last stage know the loss; this one reports it.
+        reports_loss: of the ranks of the last stage, the one that tells the dtype of the loss, and a loss that all of them have.
         dtype: what a float32 model is computed in.
     """
 

@@ -8,7 +8,6 @@ records the numbers that only inputs determine. In the step, each microbatch use
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections import Counter
@@ -210,13 +209,14 @@ def sum_denominators(
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:
-    """The sum of values of all ranks, as an ordinary tensor."""
+    """The sum of values of all ranks, as an ordinary tensor; of half precision in float32."""
     first = values[0]
+    # half precision would be rounded after each microbatch
+    wide = torch.promote_types(first.dtype, torch.float32) if first.dtype.is_floating_point else None
     layout = first.global_layout if isinstance(first, GlobalTensor) else None
     if layout is None or any(
         not isinstance(v, GlobalTensor) or v.global_layout is not layout for v in values
     ):
-        return functools.reduce(torch.add, map(full_value, values))
-    parts: list[Tensor] = [value.to_local() for value in values]  # type: ignore[attr-defined]
-    total = from_local(functools.reduce(torch.add, parts), layout.mesh, layout.states, layout.shape)
-    return total.full_tensor()
+        return torch.stack([full_value(value) for value in values]).sum(0, dtype=wide)
+    parts = torch.stack([value.to_local() for value in values]).sum(0, dtype=wide)  # type: ignore[attr-defined]
+    return from_local(parts, layout.mesh, layout.states, layout.shape).full_tensor()

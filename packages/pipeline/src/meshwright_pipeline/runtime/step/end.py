@@ -49,7 +49,7 @@ class StepEnd:
     def agree(self, failure: Failure | None, loss: Tensor | None = None, batch: str = "") -> Tensor:
         """The loss, the same on every rank, and whether it requires a gradient.
 
-        `failure`: of this rank. `loss`: on a rank of the last stage; None where there is none. `batch`: what this rank was given.
+        `failure`: of this rank. `loss`: what this rank of the last stage adds to it. `batch`: what this rank was given.
 
         Raises StageError: a rank failed; on every rank.
         """
@@ -61,9 +61,9 @@ class StepEnd:
             reason = f"{type(failure.error).__name__}: {failure.error}"
             when = self.table.ends[failure.action]
             report = Report(failure.action, rank, reason, int(failure.lost), when)
-        elif loss is not None and self.context.reports_loss:
+        elif loss is not None:
             kind = _DTYPES.index(loss.dtype) + len(_DTYPES) * loss.requires_grad
-            value = float(loss.detach().double()), float(kind)
+            value = float(loss.detach().double()), float(kind) * self.context.reports_loss
         verdict = self.agreement.settle(Vote(value, report, batch))
         if isinstance(verdict, Report):
             for forget in self.forget:

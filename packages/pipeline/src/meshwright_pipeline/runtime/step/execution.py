@@ -86,11 +86,12 @@ class StepExecution:
             loss = need_loss(result)
             if microbatch == 0 and len(plan.calls) > 1:
                 check_loss_path(plan.prepared.loss_paths, self._trained(messages()), loss)
-            weighted: Tensor = loss * plan.weight
+            weighted: Tensor = _summable(loss) * plan.weight
             losses[microbatch] = weighted.detach().requires_grad_(weighted.requires_grad)
             if plan.returns == "all":
                 results[microbatch] = result
-            return [_without_sum(weighted)]
+            # the sum over ranks has the gradient 1 for each part
+            return [weighted.to_local() if isinstance(weighted, GlobalTensor) else weighted]
 
         per_microbatch = plan.loss_mode == "per_microbatch"
         start = start_backward if per_microbatch else None
@@ -129,8 +130,9 @@ class StepExecution:
 
     def _add_up(self, step: StepResult, losses: Mapping[int, Tensor], results: Mapping[int, Any]) -> None:
         """The loss and the outputs of the batch, from those of microbatches."""
-        total: Tensor = full_value(functools.reduce(torch.add, [losses[m].detach() for m in sorted(losses)]))
-        step.loss = total.requires_grad_(any(loss.requires_grad for loss in losses.values()))
+        total = functools.reduce(torch.add, [losses[m].detach() for m in sorted(losses)])
+        part = _own_part(total, self.context.reports_loss)
+        step.loss = part.requires_grad_(any(loss.requires_grad for loss in losses.values()))
         if step.plan.returns == "all":
             parts = [leaves_of(results[m]) for m in sorted(results)]
             step.outputs = loss_additivity.join_leaves(step.plan.leaves, parts)
@@ -187,9 +189,21 @@ class StepExecution:
         return self.last
 
 
-def _without_sum(loss: Tensor) -> Tensor:
-    """An ordinary tensor from which the gradient of a loss starts: where ranks hold parts of its sum, their part."""
+def _summable(loss: Tensor) -> Tensor:
+    """A loss that is a sum of parts of ranks, or that all ranks have, as it is; others as an ordinary tensor.
+
+    So ranks need not wait for one another in every microbatch.
+    """
     if isinstance(loss, GlobalTensor) and set(loss.global_layout.states) <= {"P", "I"}:
-        # the sum has the gradient 1 for each part: ranks need not wait for one another in every microbatch
-        return loss.to_local()
+        return loss
     return full_value(loss)  # type: ignore[no-any-return]
+
+
+def _own_part(loss: Tensor, reports_loss: bool) -> Tensor:
+    """What this rank adds to the loss of all ranks: zero where another rank has the same part."""
+    part, adds = loss, reports_loss
+    if isinstance(loss, GlobalTensor):
+        layout = loss.global_layout
+        part = loss.to_local()
+        adds = all(s == "P" or at == 0 for s, at in zip(layout.states, layout.context.coords, strict=True))
+    return part.detach().clone() if adds else torch.zeros_like(part)

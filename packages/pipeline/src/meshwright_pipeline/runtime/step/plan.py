@@ -61,7 +61,7 @@ class StepResult:
     Attributes:
         run: the step, whose backwards may still have to run.
         failure: the first error on this rank.
-        loss: the loss of the batch, in "per_microbatch"; it requires a gradient where it has one.
+        loss: the part that this rank adds to the loss of the batch, in "per_microbatch"; it requires a gradient where that has one.
         outputs: the leaves to return: ordinary tensors, which require a gradient where they have one.
         tail: what the code after the last unit took, once it has run, in "full_batch".
         drawn: the random numbers of the step.
