@@ -125,10 +125,9 @@ def test_forward_fraction_follows_the_number_of_gradients() -> None:
 
     def parts(trained: str) -> tuple[float, float]:
         with torch.device("meta"):
-            model, x = (
-                nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(3))),
-                torch.empty(8192, 4096),
-            )
+            # products of one shape in all directions
+            layers = [nn.Linear(4096, 4096, bias=False) for _ in range(3)]
+            model, x = nn.Sequential(*layers), torch.empty(4096, 4096)
         for name, p in model.named_parameters():
             p.requires_grad_(name.partition(".")[0] in trained)
         plan = EagerPlanner(host_of()).plan(model, (x,), PlanRequest(cluster=DGX_H100, world_size=1))[0]
