@@ -242,6 +242,54 @@ def test_a_value_that_is_large_when_it_is_written_out_is_refused(pickled: bytes)
     assert safe_loads(pickle.dumps([shared] * 100 + [{shared: 1}]), "here") == [shared] * 100 + [{shared: 1}]
 
 
+ORDERED, SIZE, RECORD = (
+    b"c%b\n" % name
+    for name in (
+        b"collections\nOrderedDict",
+        b"torch\nSize",
+        b"torch.distributed.checkpoint.metadata\nStorageMeta",
+    )
+)
+LONG = b"]q\x00(" + b"K\x01" * 101 + b"e0"
+MANY = b"}q\x00(" + b"".join(b"K%cK\x01" % number for number in range(101)) + b"u0"
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (ORDERED + b")" + b"2\x86" * 45 + b"N\x86\x85\x85R.", "OrderedDict is made with arguments"),
+        (LONG + SIZE + b"h\x00\x85R.", "size is too large"),
+        (LONG + SIZE + b"h\x00\x85\x81.", "size is too large"),
+        (LONG + RECORD + b"h\x00R.", "arguments of a call"),
+        (LONG + RECORD + b"(" + b"K\x01" * 101 + b"t\x81.", "arguments of a call"),
+        (MANY + RECORD + b")Rh\x00b.", "attributes of a StorageMeta are too many"),
+        (MANY + b"]h\x00b.", "attributes of a value that has none"),
+    ],
+    ids=[
+        "hashed",
+        "size",
+        "new size",
+        "list of arguments",
+        "arguments",
+        "attributes",
+        "attributes of a list",
+    ],
+)
+def test_a_call_that_hashes_or_copies_much_is_refused(pickled: bytes, message: str) -> None:
+    with pytest.raises(CorruptError, match=message):
+        safe_loads(b"\x80\x02" + pickled, "here")
+
+
+def test_an_ordered_dict_and_a_size_are_read() -> None:
+    state = torch.nn.Linear(1, 1).state_dict()
+    state.clear()
+    state["weight"] = torch.Size([3, 4])
+    # with the attribute that torch gives it
+    assert state._metadata
+    read = safe_loads(pickle.dumps(state), "here")
+    assert read == {"weight": (3, 4)} and not vars(read)
+
+
 def test_dcp_metadata_are_measured_before_they_are_read(tmp_path: Path) -> None:
     with (tmp_path / ".metadata").open("wb") as file:
         file.truncate(1 << 40)

@@ -22,6 +22,8 @@ from meshwright_checkpoint.errors import CorruptError
 MAX_NBYTES = 1 << 30
 MAX_KEY, MAX_DEPTH = 100, 100
 """Values in a key of a dict, and containers in each other."""
+MAX_FIELDS = 100
+"""Arguments, attributes or dimensions of one object: they are copied, and a few bytes can ask for the copy again."""
 MAX_SHARED = 64
 """Values for each byte of a pickle, with those that it refers to written out at each place."""
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, EOFError, MemoryError, OverflowError)
@@ -66,7 +68,8 @@ class Record:
         self.state: dict[str, Any] = getattr(self, "state", {})
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state if isinstance(state, dict) else {"": state}
+        # a copy, which does not grow once this is a key
+        self.state = dict(state) if isinstance(state, dict) else {"": state}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Record) and (self.kind, _key(self)) == (other.kind, _key(other))
@@ -134,6 +137,40 @@ def _checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
     return checked
 
 
+def _check_call(unpickler: Any) -> None:
+    """Raise ValueError for a call whose arguments are not a few, or that would hash or copy what is in them."""
+    called, arguments = unpickler.stack[-2:]
+    if type(arguments) is not tuple or len(arguments) > MAX_FIELDS:
+        raise ValueError("the arguments of a call are too many, or no tuple")
+    if called is OrderedDict and arguments:
+        # pickle gives its items later, and their keys are checked
+        raise ValueError("an OrderedDict is made with arguments")
+    if called is tuple and any(len(sizes) > MAX_FIELDS for sizes in arguments):
+        raise ValueError("a size is too large")
+
+
+def _reduce(unpickler: Any) -> None:
+    _check_call(unpickler)
+    unpickler.load_reduce()
+
+
+def _newobj(unpickler: Any) -> None:
+    _check_call(unpickler)
+    unpickler.load_newobj()
+
+
+def _build(unpickler: Any) -> None:
+    state = unpickler.stack.pop()
+    made = unpickler.stack[-1]
+    if isinstance(made, Record):
+        if isinstance(state, dict) and len(state) > MAX_FIELDS:
+            raise ValueError(f"the attributes of a {made.kind} are too many")
+        made.__setstate__(state)
+    elif type(made) is not OrderedDict:
+        # the attributes of a dict, as those that torch sets, are left out
+        raise ValueError("it sets attributes of a value that has none")
+
+
 class _RestrictedUnpickler(pickle._Unpickler):
     # the one in Python: opcodes that hash values check them first
     dispatch: ClassVar[dict[int, Any]] = pickle._Unpickler.dispatch | {
@@ -147,6 +184,7 @@ class _RestrictedUnpickler(pickle._Unpickler):
             (pickle.FROZENSET, slice(None)),
         )
     }
+    dispatch |= {pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _newobj, pickle.BUILD[0]: _build}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
