@@ -113,6 +113,21 @@ def test_a_signal_on_one_rank_ends_all_after_the_step(rank_pool: RankPool, tmp_p
     assert rest == pytest.approx({step: whole[step] for step in range(5, STEPS)}, rel=1e-5)
 
 
+def test_a_checkpoint_that_is_lost_after_a_break_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = mw.elastic(tmp_path, model=nn.Linear(1, 1), interval=1)
+
+    def lost(for_silent: bool) -> None:
+        raise CheckpointError("rank 1 does not answer")
+
+    monkeypatch.setattr(run._states, "wait", lost)
+    for step in run.steps(3):
+        if step == 1:
+            break
+    assert caplog.messages == ["the last checkpoint is lost: rank 1 does not answer"]
+
+
 def test_other_random_numbers_would_be_seen(rank_pool: RankPool, tmp_path: Path) -> None:
     ((whole, _),) = rank_pool.run(1, trained, str(tmp_path / "whole"))
     ((other, _),) = rank_pool.run(1, unrestored, str(tmp_path / "other"))

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.02
 START_DELAY = 0.005
 """Seconds that a background save waits before it starts, so that the caller continues at once."""
 GRACE_SECONDS = 3.0
-"""How long the caller waits for a save, before it asks whether the other ranks are there."""
+"""How long the caller waits for a save, before it asks whether the other ranks are there, and before it asks again."""
 NOT_COMMITTED = "rank 0 gave it up, or died; nothing was committed"
 
 
@@ -68,7 +68,8 @@ class Job:
     def patience(self) -> float | None:
         """For how many seconds a rank may be silent; None while nobody waits for the save."""
         if self.leaves.is_set() or not threading.main_thread().is_alive():
-            return 0.0
+            # so that it has to miss two questions one after the other: a busy host may answer one of them late
+            return GRACE_SECONDS
         return timeout_of_world() if self.waits.is_set() else None
 
 
@@ -118,9 +119,12 @@ class SaveHandle:
         """
         if self._job is not None:
             self._job.waits.set()
-        done = self._done.wait(timeout)
-        if self._job is not None:
-            self._job.waits.clear()
+        try:
+            done = self._done.wait(timeout)
+        finally:
+            # also after Ctrl-C, when nobody waits any more
+            if self._job is not None:
+                self._job.waits.clear()
         if not done:
             raise CheckpointError(f"saving {self.path} still runs after timeout={timeout:g} s; wait longer")
         if self._error is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -163,7 +162,8 @@ class ElasticLoop:
         """The numbers of the steps that are left of `total`, counted from 0.
 
         A checkpoint is written after each `interval` of steps, after the last, and when a rank has received SIGTERM or SIGINT:
-        the loop then ends after the step, and `received` says so. What follows the loop runs when it is written.
+        the loop then ends after the step, and `received` says so. What follows the loop runs when it is written. After a
+        `break`, or an error in the loop, a checkpoint that could not be written is a warning in the log.
 
         Raises:
             UsageError: another loop of this object runs.
@@ -197,8 +197,11 @@ class ElasticLoop:
             if self.watch is not None:
                 self.watch.pause()
             # after a `break`, or an error in the loop
-            with suppress(CheckpointError):
+            try:
                 self._states.wait(for_silent=False)
+            except CheckpointError as error:
+                # the error of the loop, if there is one, is raised
+                _log.warning("the last checkpoint is lost: %s", error)
 
     def batches(self, loader: Iterable[Any], total: int) -> Iterator[tuple[int, Any]]:
         """The steps that are left of `total`, with the batch of each: what a run that never ended would see.
