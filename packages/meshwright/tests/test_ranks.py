@@ -131,19 +131,41 @@ def test_an_error_of_the_first_rank_is_one_of_all(
     assert rank_pool.run(2, on_first, error) == told
 
 
-def wait_for_ever(ready: Any) -> None:
+def put_blocked(given: Any) -> None:
+    given.put(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+@pytest.mark.parametrize(("waits", "blocked"), [(True, {signal.SIGINT, signal.SIGTERM}), (False, set())])
+def test_signals_are_blocked_only_where_they_can_be_waited_for(
+    monkeypatch: pytest.MonkeyPatch, waits: bool, blocked: set[signal.Signals]
+) -> None:
+    if not waits:
+        # as on macOS
+        monkeypatch.delattr(signal, "sigwaitinfo")
+    context = multiprocessing.get_context("fork")
+    given = context.SimpleQueue()
+    with ranks.signals():
+        worker = context.Process(target=put_blocked, args=(given,))
+        worker.start()
+        assert given.get() == blocked
+        worker.join(30)
+
+
+def wait_for_ever(ready: Any, ignores: bool) -> None:
     # as the worker of a loader does
     torch.utils.data._utils.signal_handling._set_worker_signal_handlers()
+    if ignores:
+        ranks.ignore_signals(0)
     ready.set()
     time.sleep(1000)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_forked_process_ends_at_signals_of_its_rank_alone(inside: bool) -> None:
+@pytest.mark.parametrize(("inside", "ignores"), [(True, False), (True, True), (False, False)])
+def test_a_forked_process_ends_at_signals_of_its_rank_alone(inside: bool, ignores: bool) -> None:
     with ranks.signals() if inside else nullcontext():
         context = multiprocessing.get_context("fork")
         ready = context.Event()
-        worker = context.Process(target=wait_for_ever, args=(ready,), daemon=True)
+        worker = context.Process(target=wait_for_ever, args=(ready, ignores), daemon=True)
         worker.start()
         assert ready.wait(30)
         for name in ("INT", "TERM"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,18 @@ def test_loading_draws_nothing_from_the_models_random_numbers() -> None:
     before = torch.get_rng_state()
     next(iter(loader_of(rows, Order(len(rows), 2, 0))))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_workers_outlast_signals_with_any_start_method(method: str) -> None:
+    rows: Any = [{"x": torch.tensor(number)} for number in range(20)]
+    loader = loader_of(rows, [[number] for number in range(20)], workers=1)
+    loader.multiprocessing_context = method
+    batches: Any = iter(loader)
+    first = next(batches)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(batches._workers[0].pid, number)
+    assert [batch["x"].item() for batch in (first, *batches)] == list(range(20))
 
 
 def identity_of(*words: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from meshwright_dtensor.utils.names import count_of
 T = TypeVar("T")
 
 MAX_LOCAL_RANKS = 64
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def is_rank() -> bool:
@@ -113,14 +114,17 @@ def signals() -> Iterator[Callable[[], int]]:
     """Inside, SIGINT (Ctrl-C) and SIGTERM do nothing but set what the function returns: the signal, or 0.
 
     A rank whose launcher was killed, and which nobody would end, has SIGTERM too. Processes that are forked inside, such as the
-    workers of a loader, outlast both signals: torchrun, terminals and Slurm send them to all processes of a rank.
+    workers of a loader, outlast both signals on Linux: torchrun, terminals and Slurm send them to all processes of a rank. Others
+    call `ignore_signals`.
     """
     arrived: list[int] = []
-    watched, launcher = (signal.SIGINT, signal.SIGTERM), os.getppid()
+    watched, launcher = _ENDING, os.getppid()
     before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in watched]
     # multiprocessing forgets the function with this object
     inside = _Inside()
-    register_after_fork(inside, _outlast_signals)
+    # not on macOS
+    if hasattr(signal, "sigwaitinfo"):
+        register_after_fork(inside, _outlast_signals)
 
     def received() -> int:
         alone = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher
@@ -134,6 +138,13 @@ def signals() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
+def ignore_signals(worker: int) -> None:
+    """As `worker_init_fn` of a loader: its worker outlasts what `signals` keeps, with any start method."""
+    # in a forked worker they are blocked, and what comes still reaches its thread
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class _Inside:
     """Exists inside of `signals`."""
 
@@ -143,7 +154,7 @@ def _outlast_signals(_: object) -> None:
 
     The signals are blocked, since a loader's worker sets handlers of its own, which die of them.
     """
-    parent, watched = os.getppid(), (signal.SIGINT, signal.SIGTERM)
+    parent, watched = os.getppid(), _ENDING
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
 
     def wait() -> None:

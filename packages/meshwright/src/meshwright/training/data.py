@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from meshwright.ranks import ignore_signals
 from meshwright.recipes.rules import TOKEN_FILES, expand
 from meshwright.recipes.schema import Recipe, Source
 from meshwright.sources import call_with
@@ -117,8 +118,16 @@ def in_order(rows: int, batch: int, most: int | None) -> list[list[int]]:
 
 
 def loader_of(rows: Dataset[Any], batches: Iterable[list[int]], workers: int = 0) -> DataLoader[Any]:
-    """Loads these batches. The generator is given so that the model's random numbers stay as they are."""
-    options: Any = {"batch_sampler": batches, "num_workers": workers}
+    """Loads these batches. The generator is given so that the model's random numbers stay as they are.
+
+    Workers outlast SIGINT and SIGTERM, which torchrun, terminals and Slurm send to all processes of a rank, also where they are not
+    forked (see `ranks.signals`): they end with the loader, or with the rank.
+    """
+    options: Any = {
+        "batch_sampler": batches,
+        "num_workers": workers,
+        "worker_init_fn": ignore_signals if workers else None,
+    }
     return DataLoader(rows, generator=torch.Generator().manual_seed(0), **options)
 
 
