@@ -208,3 +208,6 @@ def test_ranks_are_blamed_only_by_a_majority() -> None:
     assert _who([[0, 1, 3], [2]]) == "rank 2 from ranks 0, 1, 3"
     assert _who([[2, 3], [0, 1]]) == "ranks 0, 1 and ranks 2, 3 have different ones"
     assert _who([[1], [0]]) == "rank 0 and rank 1 have different ones"
+    # the largest group, and not more than half
+    assert _who([[4], [0, 1], [2], [3]]) == "ranks 0, 1 and rank 2 and rank 3 and rank 4 have different ones"
+    assert _who([[4], [0, 1], [2, 3]]) == "ranks 0, 1 and ranks 2, 3 and rank 4 have different ones"

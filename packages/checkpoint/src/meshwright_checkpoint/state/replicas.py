@@ -177,9 +177,9 @@ def _told(parts: Sequence[Part], differing: dict[int, dict[int, list[int]]], ran
 
 
 def _who(held: Sequence[Sequence[int]]) -> str:
-    """Which ranks differ from which: those of the largest group are taken to be right."""
+    """Which ranks differ from which: where more than half of them agree, those are taken to be right."""
     *few, most = sorted(held, key=len)
-    if len(most) == len(few[-1]):
+    if len(most) <= sum(map(len, few)):
         # no majority says which ones are right
         return " and ".join(map(_ranks, sorted(map(list, held)))) + " have different ones"
     odd = sorted(itertools.chain(*few))
