@@ -101,6 +101,39 @@ def test_other_settings_of_torch_are_refused(rank_pool: RankPool) -> None:
     assert rank_pool.run(3, settings_differ, True) == ["agreed"] * 3
 
 
+def precision(rank: int, world_size: int, way: str) -> str:
+    """What ranks are told where a precision of float32 is set, here or on rank 1 alone, or cannot be read on rank 1."""
+    import torch
+
+    from meshwright_dtensor.plugins import rank_check
+
+    of_products, read = torch.backends.cuda.matmul, rank_check._settings
+    before = of_products.fp32_precision
+    if way == "alike" or (way == "rank 1" and rank == 1):
+        of_products.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+    if way == "exact" and rank == 1:
+        torch.set_float32_matmul_precision("highest")
+    if way == "unreadable" and rank == 1:
+        rank_check._settings = lambda: 1 / 0  # type: ignore[assignment]
+    try:
+        return outcome(lambda: compare_across_ranks(host(("a", "acme", "1"))))
+    except UsageError as error:
+        return str(error)
+    finally:
+        of_products.fp32_precision, rank_check._settings = before, read
+
+
+def test_a_precision_of_float32_is_compared(rank_pool: RankPool) -> None:
+    name = "torch.backends.cuda.matmul.fp32_precision"
+    told = f"ranks run different settings of torch: {name}=ieee on rank 0, {name}=tf32 on rank 1; set the same on every rank"
+    assert rank_pool.run(2, precision, "alike") == rank_pool.run(2, precision, "exact") == ["agreed"] * 2
+    assert rank_pool.run(2, precision, "rank 1") == [told] * 2
+    told = "settings of torch cannot be read: ZeroDivisionError: division by zero, on rank 1"
+    assert rank_pool.run(2, precision, "unreadable") == [told] * 2
+
+
 def groups_differ(rank: int, world_size: int) -> tuple[str, str]:
     """Ranks agree within each half, and differ between the halves."""
     import torch.distributed as dist

@@ -18,6 +18,16 @@ from meshwright_dtensor.utils.names import listing
 # kind, name, distribution, version
 Records = set[tuple[str, str, str, str]]
 
+_PRECISIONS = (
+    ("cuda", "matmul"),
+    ("cudnn", "conv"),
+    ("cudnn", "rnn"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+"""Backend and operation of torch's precisions of float32; each reads what is set for all where it is not set itself."""
+
 
 def compare_across_ranks(host: PluginHost, group: Any = None) -> None:
     """Raise PluginError on every rank of `group` unless all ranks hold the same records, UsageError for another torch, Python or
@@ -58,17 +68,22 @@ def _compare(host: PluginHost | None, failure: str | None, group: Any) -> None:
         problems = [str(problem) for problem in host.problems]
     python = platform.python_version_tuple()
     versions = [f"torch {torch.__version__}", f"Python {python[0]}.{python[1]}"]
-    settings = [f"{name}={value}" for name, value in _settings().items()]
+    settings: list[str] = []
+    try:
+        settings = [f"{name}={value}" for name, value in _settings().items()]
+    except Exception as error:
+        # a rank that raised here alone would leave the others in the collective
+        failure = failure or f"settings of torch cannot be read: {type(error).__name__}: {error}"
     # the records of all ranks are compared only where any differ: there are as many as ranks
     if _alike((sorted(held), problems, failure, versions, settings), group) and failure is None:
         return
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (held, problems, failure, versions, settings), group=group)
     _check_each("versions", "install the same on every rank", [of_rank[3] for of_rank in gathered])
-    _check_each("settings of torch", "set the same on every rank", [of_rank[4] for of_rank in gathered])
     failures = _by_value([[text] if text else [] for _, _, text, *_ in gathered])
     if failures:
         raise PluginError("; ".join(f"{text}, on {_ranks(ranks)}" for text, ranks in failures.items()))
+    _check_each("settings of torch", "set the same on every rank", [of_rank[4] for of_rank in gathered])
     message = difference([held for held, *_ in gathered], [broken for _, broken, *_ in gathered])
     if message:
         raise PluginError(message)
@@ -78,12 +93,19 @@ def _settings() -> dict[str, object]:
     """The settings of torch by which the same operations give other numbers."""
     import torch
 
+    # the older getters (torch.get_float32_matmul_precision, allow_tf32) raise where a user has set one of these
+    precisions = {
+        f"torch.backends.{backend}.{operation}.fp32_precision": getattr(
+            getattr(torch.backends, backend), operation
+        ).fp32_precision
+        for backend, operation in _PRECISIONS
+    }
     return {
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.backends.cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+        # "none", which nobody has set, computes as "ieee"
+        **{name: "ieee" if value == "none" else value for name, value in precisions.items()},
     }
 
 
