@@ -102,6 +102,35 @@ def test_context_attention_equals_one_device(form: str, rank_pool: RankPool) -> 
         assert worst < 1e-5, name
 
 
+def modified(rank: int, world_size: int) -> list[float]:
+    """Largest error of gradients where the result of attention is scaled in place, for each form."""
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("cp",))
+    torch.manual_seed(3)
+    inputs = same()
+
+    def gradients(shared: bool) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        torch.manual_seed(5)
+        given = [distribute(x, mesh, [2]) for x in leaves] if shared else leaves
+        out = F.scaled_dot_product_attention(*given, is_causal=True, dropout_p=0.4)
+        out.mul_(2)
+        by_token = out.transpose(1, 2).reshape(B, S, -1)
+        by_token *= 3
+        (by_token * by_token).sum().backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    exact, worst = gradients(False), []
+    for form in FORMS:
+        share_attention(mesh, "cp", form)
+        worst.append(max(float((a - b).abs().max()) for a, b in zip(gradients(True), exact, strict=True)))
+    assert float(exact[0].abs().max()) > 1
+    return worst
+
+
+def test_the_result_may_be_modified_in_place(rank_pool: RankPool) -> None:
+    assert max(rank_pool.run(2, modified)[0]) < 1e-3
+
+
 def halved(rank: int, world_size: int, form: str) -> tuple[float, float]:
     """Error of bfloat16 attention against float64, shared and on one device: the larger of output and gradients."""
     mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("cp",))

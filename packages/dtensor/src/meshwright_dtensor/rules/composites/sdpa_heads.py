@@ -16,6 +16,7 @@ import torch
 from meshwright_dtensor.comm import group_calls
 from meshwright_dtensor.comm.log import CommLog, Site, record
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.sharding.boxes import dense_strides
 from meshwright_dtensor.sharding.intervals import Intervals
 
 Tensor = torch.Tensor
@@ -49,7 +50,10 @@ class HeadExchange:
     def run(
         self, tensors: Sequence[Tensor], held: Sequence[Held], to_heads: bool, site: Site, phase: str
     ) -> tuple[Tensor, ...]:
-        """Exchange once, without autograd. In memory tokens are outside of heads, as torch's kernels have them."""
+        """Exchange once, without autograd. In memory tokens are outside of heads, as torch's kernels have them.
+
+        The results are no views: those of a custom Function cannot be modified in place.
+        """
         n, name = self.context.sizes[self.axis], self.context.axes[self.axis]
         total = sum(t.numel() for t in tensors)
         self.context.calls.follow(f"all_to_all over {name}, heads of attention")
@@ -63,10 +67,11 @@ class HeadExchange:
             sent.copy_(piece)
         counts = [total // n] * n
         arrived = group_calls.all_to_all(message, counts, counts, self.context.group(self.axis))
-        results = [_empty(t, n, to_heads) for t in swapped]
-        for piece, received in self._in_message(results, held, not to_heads, arrived):
+        results = tuple(_empty(t, n, to_heads) for t in tensors)
+        swapped = [t.transpose(-3, -2) for t in results]
+        for piece, received in self._in_message(swapped, held, not to_heads, arrived):
             piece.copy_(received)
-        return tuple(t.transpose(-3, -2) for t in results)
+        return results
 
     def _in_message(
         self, tensors: Sequence[Tensor], held: Sequence[Held], by_heads: bool, message: Tensor
@@ -82,10 +87,12 @@ class HeadExchange:
 
 
 def _empty(t: Tensor, n: int, to_heads: bool) -> Tensor:
-    """For the result of [..., tokens, heads, features]."""
-    *batch, tokens, heads, features = t.shape
-    changed = (tokens * n, heads // n) if to_heads else (tokens // n, heads * n)
-    return t.new_empty((*batch, *changed, features))
+    """For the result of [..., heads, tokens, features]."""
+    *batch, heads, tokens, features = t.shape
+    changed = (heads // n, tokens * n) if to_heads else (heads * n, tokens // n)
+    shape = (*batch, *changed, features)
+    *outer, of_heads, of_tokens, last = range(len(shape))
+    return t.new_empty_strided(shape, dense_strides(shape, (*outer, of_tokens, of_heads, last)))
 
 
 def _by_heads(t: Tensor, mine: Intervals, n: int) -> Iterator[list[Tensor]]:

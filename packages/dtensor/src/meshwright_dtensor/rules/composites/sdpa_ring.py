@@ -82,7 +82,9 @@ class SharedAttention(torch.autograd.Function):
             keys, values = kv.split([k.shape[-1], v.shape[-1]], -1)
             attend(q, keys, values, blocks(ranks.queries, positions, ranks.causal), terms, merged)
         out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, mask, noise, out, merged.lse)
+        # with dropout one device lets its result be modified in place; the noise is larger than this copy
+        kept = out if noise is None else out.clone()
+        ctx.save_for_backward(q, k, v, mask, noise, kept, merged.lse)
         ctx.scale, ctx.ranks, ctx.site = scale, ranks, site
         return out
 
