@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_muon import PLANS, WIDTH, Net, distances
 from torch import Tensor, optim
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
@@ -129,3 +130,35 @@ def refused(rank: int, size: int) -> None:
 
 def test_steps_of_other_forms_are_refused(rank_pool: RankPool) -> None:
     rank_pool.run(2, refused)
+
+
+def elementwise(rank: int, size: int, marked: int) -> dict[str, float]:
+    """Distances to one device where AdamW, marked before that step, steps local tensors, and then states laid out otherwise."""
+    results = []
+    for world in (1, size):
+        torch.manual_seed(0)
+        model: Any = Net().double()
+        if world > 1:
+            parallelize(model, ParallelPlan(world_size=size, **PLANS["zero3"]))
+        optimizer: Any = optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            if step == marked:
+                step_whole_matrices(optimizer)
+            model(
+                torch.randn(4, WIDTH, generator=seeded(step), dtype=torch.float64)
+            ).square().sum().backward()
+            optimizer.step()
+            assert "_meshwright_stepped" not in optimizer.__dict__
+            if world > 1 and step == 1:
+                for entries in optimizer.state.values():
+                    there: Any = entries["exp_avg"]
+                    everywhere = [Replicate()] * there.device_mesh.ndim
+                    entries["exp_avg"] = distribute_tensor(there.full_tensor(), there.device_mesh, everywhere)
+        results.append({n: p.full_tensor() if world > 1 else p.detach() for n, p in model.named_parameters()})
+    return distances(results[1], results[0])
+
+
+@pytest.mark.parametrize("marked", [0, 2])
+def test_elementwise_optimizers_keep_nothing_of_a_step(rank_pool: RankPool, marked: int) -> None:
+    assert max(rank_pool.run(2, elementwise, marked)[0].values()) < 1e-8

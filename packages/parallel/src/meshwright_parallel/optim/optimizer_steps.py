@@ -128,12 +128,14 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         model.end_step()
         states_changed(optimizer, model)
     if replaced:
+        # of this step alone: an optimizer that keeps the changes of its copy would keep local tensors and old states alive
+        stepped = args[0].__dict__.pop(_STEPPED, None)
         keep_changes(optimizer, args[0])
         with nullcontext() if model is None else model.entered():
             if isinstance(args[0].param_groups, BlockGroups):
                 args[0].param_groups.keep()
-            elif type(optimizer) in ELEMENTWISE:
-                copy_states_back(optimizer, args[0])
+            elif stepped is not None:
+                copy_states_back(optimizer, args[0], stepped)
 
 
 def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
@@ -253,9 +255,11 @@ def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any]
     return local_entries
 
 
-def copy_states_back(optimizer: torch.optim.Optimizer, local_copy: torch.optim.Optimizer) -> None:
+def copy_states_back(
+    optimizer: torch.optim.Optimizer, local_copy: torch.optim.Optimizer, parameters: list[_Stepped]
+) -> None:
     """Put the states of the local copy into the user's optimizer after a step."""
-    for stepped in local_copy.__dict__[_STEPPED]:
+    for stepped in parameters:
         parameter, local, parts = stepped.parameter, stepped.local, stepped.parts
         mine = isinstance(parameter, MeshParameter)
         if mine and parameter._copy is not None and local.grad is not None:
