@@ -11,10 +11,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch.core import entered_mesh
 from meshwright_dtensor._torch.groups import new_mesh
-from meshwright_dtensor._torch.modes import has_tangent
+from meshwright_dtensor.comm.collectives import refuse_tangent
 from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.dispatch.install import install
-from meshwright_dtensor.dispatch.tensor_methods import FORWARD_MODE
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of, replicated_layout, states_of
@@ -51,9 +50,8 @@ def distribute(
     mesh, placements = resolve_mesh(mesh, placements, current)
     if isinstance(tensor, GlobalTensor):
         return tensor.redistribute(placements)
-    if has_tangent(tensor):
-        # it would be that of this rank's operations, without those of other ranks
-        raise UnsupportedError(FORWARD_MODE)
+    # it would be that of this rank's operations, without those of other ranks
+    refuse_tangent(tensor)
     context = MeshContext.of(mesh)
     states = states_of(placements, tensor.shape, context)
     check_shardable(context, tensor.shape, states)

@@ -53,8 +53,11 @@ def has_tangent(x: torch.Tensor) -> bool:
     """Whether a forward-mode derivative is computed of a plain tensor (functorch's jvp, or torch.autograd.forward_ad)."""
     if _forward_ad._current_level < 0:
         return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return bool(torch._C._functorch.is_gradtrackingtensor(x))
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        # of nested transforms, any of which may be a jvp
+        if torch._C._functorch.is_gradtrackingtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
     return _forward_ad.unpack_dual(x).tangent is not None
 
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
+from meshwright_dtensor._torch.modes import has_tangent
 from meshwright_dtensor.comm import group_calls
 from meshwright_dtensor.comm.log import CommLog, Site, record
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.sharding.intervals import Intervals, IntervalShard, chunk_intervals, intervals_of
 from meshwright_dtensor.sharding.states import State, format_state
 
@@ -30,6 +32,10 @@ _SENT = frozenset(
     getattr(torch, name) for name in "float32 float64 float16 bfloat16 int8 uint8 int32 int64 bool".split()
 )
 """Dtypes that collectives of gloo and NCCL take as they are."""
+FORWARD_MODE = (
+    "forward-mode derivatives (functorch's jvp, torch.autograd.forward_ad) of a global tensor are not supported; use "
+    "reverse mode, or x.full_tensor(), the whole value"
+)
 RankIntervals: TypeAlias = tuple[Intervals, ...]
 
 
@@ -117,6 +123,12 @@ class Step:
             return lambda t: group_calls.all_reduce(t, group)
         # a Partial of a replicated value
         return (lambda t: t) if rank == 0 else _zeros_in_memory_of
+
+
+def refuse_tangent(t: Tensor) -> None:
+    """Raise UnsupportedError for a tensor with a forward-mode derivative: a collective sends values alone."""
+    if has_tangent(t):
+        raise UnsupportedError(FORWARD_MODE)
 
 
 def _in_other_dtype(run: Move, t: Tensor, sums: bool) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from meshwright_dtensor._torch.core import bind_apply
-from meshwright_dtensor.comm.collectives import Step
+from meshwright_dtensor.comm.collectives import Step, refuse_tangent
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.memory_order import ordered_steps
 from meshwright_dtensor.mesh.context import MeshContext
@@ -142,10 +142,13 @@ class Conversion:
         return conversion
 
     def apply(self, t: Tensor, site: Site = NOWHERE) -> Tensor:
-        """The converted local value; autograd records it if it records ``t``."""
-        if t.requires_grad and torch.is_grad_enabled():
-            return t if not self._forward and not self._backward else _apply(t, self, site)
-        return self.forward(t.detach() if self._forward else t, site)
+        """The converted local value; autograd records it if it records ``t``. Raises UnsupportedError: ``t`` has a tangent."""
+        records = t.requires_grad and torch.is_grad_enabled()
+        if not self._forward and not (records and self._backward):
+            return t
+        # it would be lost where t is detached
+        refuse_tangent(t)
+        return _apply(t, self, site) if records else self.forward(t.detach(), site)
 
 
 def conversion_between(

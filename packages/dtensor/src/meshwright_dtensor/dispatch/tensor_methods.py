@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import dtensor_like, dtensor_local, pytree, stock_call
+from meshwright_dtensor.comm.collectives import FORWARD_MODE
 from meshwright_dtensor.dispatch.gathered_views import source, whole
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import Layout, layout_of, replicated_layout
@@ -22,11 +23,6 @@ from meshwright_dtensor.tensor.compute_copy import is_of_copy, mark_as_copy
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs, differentiated
-
-FORWARD_MODE = (
-    "forward-mode derivatives (functorch's jvp, torch.autograd.forward_ad) of a global tensor are not supported; use "
-    "reverse mode, or x.full_tensor(), the whole value"
-)
 
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

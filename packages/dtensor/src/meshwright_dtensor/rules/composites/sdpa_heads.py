@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor.comm import group_calls
+from meshwright_dtensor.comm.collectives import refuse_tangent
 from meshwright_dtensor.comm.log import CommLog, Site, record
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.sharding.boxes import dense_strides
@@ -41,6 +42,8 @@ class HeadExchange:
         if len({t.dtype for t in tensors}) > 1:
             pairs = zip(tensors, held, strict=True)
             return tuple(self.whole_sequences((t,), (positions,), site)[0] for t, positions in pairs)
+        for t in tensors:
+            refuse_tangent(t)
         return _Exchange.apply(self, True, tuple(held), site, *tensors)  # type: ignore[no-any-return]
 
     def parts(self, tensors: Sequence[Tensor], held: Sequence[Held], site: Site) -> tuple[Tensor, ...]:
