@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing.device_option import _begins
 from meshwright_dtensor.testing.on_device import (
     backend_for,
     device_type,
@@ -66,6 +67,23 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_ranks_share_a_gpu_over_gloo() -> None:
     assert backend_for("cpu") == backend_for("cuda") == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("line", "skipped"),
+    [
+        ("t/x.py::test_a", True),
+        ("t/x.py::test_a[one-", True),
+        ("t/x.py::test_a[one-two]", True),
+        ("t/x.py", True),
+        ("t", True),
+        ("t/x.py::test", False),
+        ("t/x", False),
+        ("t/x.py::test_a[two", False),
+    ],
+)
+def test_a_line_of_what_a_device_lacks_is_of_whole_names(line: str, skipped: bool) -> None:
+    assert _begins("t/x.py::test_a[one-two]", line) is skipped
 
 
 TESTS = """

@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device-lacks",
         metavar="FILE",
         default=None,
-        help="tests to skip on the device, with reasons: lines of the beginning of a test's id, a colon, and the reason",
+        help="tests to skip on the device, with reasons: lines of a test's id, or its beginning, a colon, and the reason",
     )
     group.addoption(
         "--where-available",
@@ -71,10 +71,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in item.iter_markers("host"):
             item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {mark.args[0]}"))
         for start, reason in lacks.items():
-            if item.nodeid.startswith(start):
+            if _begins(item.nodeid, start):
                 item.add_marker(pytest.mark.skip(reason=f"{kind} lacks: {reason}"))
         if absent and item.get_closest_marker("host") is None:
             item.add_marker(pytest.mark.skip(reason=f"needs a {absent}"))
+
+
+def _begins(test: str, start: str) -> bool:
+    """Whether a line is of a test: its id, or the id of its folder, file, class or function, or ends in the brackets."""
+    if not test.startswith(start):
+        return False
+    rest = test[len(start) :]
+    return not rest or rest.startswith(("[", "::", "/")) or "[" in start
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
