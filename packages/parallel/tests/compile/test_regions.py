@@ -30,6 +30,7 @@ from meshwright_parallel.compile.install import regions_of
 from meshwright_parallel.compile.region import MAX_PROGRAMS
 from meshwright_parallel.compile.report import regions
 
+pytestmark = pytest.mark.host("regions run as they are under a default device")
 LAYOUTS = {"tp2": {"dp": 1, "tp": 2}, "dp2": {"dp": 2, "tp": 1}, "zero3": {"zero": 2}}
 WIDTH = 8
 FACTOR = 2.0
@@ -434,6 +435,27 @@ def _enclosed(rank: int, size: int) -> int:
 
 def test_a_variable_of_an_enclosing_function_is_watched(rank_pool: RankPool) -> None:
     assert min(rank_pool.run(2, _enclosed)) >= 7
+
+
+def _default_device(rank: int, size: int) -> tuple[Any, Any]:
+    torch.set_default_device("cpu")
+    try:
+        model = trained(plain, "tp2")
+        (row,) = [row for row in regions(model).rows if row.module == "blocks.0"]
+        under = row.compiled, row.reasons
+    finally:
+        torch.set_default_device(None)
+    x = torch.randn(4, 6)
+    for _ in range(3):
+        model(x)
+    (row,) = [row for row in regions(model).rows if row.module == "blocks.0"]
+    return under, row.compiled
+
+
+def test_a_default_device_is_a_reason(rank_pool: RankPool) -> None:
+    for (compiled, reasons), after in rank_pool.run(2, _default_device):
+        assert compiled == 0 and after > 0
+        assert [reason for reason, _ in reasons] == [region.FUNCTION_MODE]
 
 
 def _lengths(rank: int, size: int) -> tuple[int, int, Any]:

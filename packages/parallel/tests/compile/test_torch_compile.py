@@ -16,6 +16,8 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.compile.report import regions
 
+pytestmark = pytest.mark.host("regions run as they are under a default device")
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:

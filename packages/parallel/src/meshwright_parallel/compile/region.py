@@ -25,7 +25,7 @@ from meshwright_dtensor._torch.modes import functorch_active
 from meshwright_dtensor.comm.log import CommLog
 from meshwright_dtensor.devices import autocast_types
 from meshwright_parallel._torch.checkpoint import notes_of_checkpoint
-from meshwright_parallel._torch.compiler import Backend, global_hooks, modes_are_on
+from meshwright_parallel._torch.compiler import Backend, function_mode_is_on, global_hooks, modes_are_on
 from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts, storage_key
 from meshwright_parallel.compile.cache_arguments import EARLIER, contents, filled, go_on
 from meshwright_parallel.compile.call_values import CannotKey, key_of, local_parts
@@ -44,6 +44,7 @@ from meshwright_parallel.compile.watches import CannotWatch, Watches
 MAX_PROGRAMS = 8
 """Compilations of a kind of region: further shapes run as they are."""
 TOO_MANY = f"calls of more forms than {MAX_PROGRAMS} compilations are for; pad the batches to fewer shapes"
+FUNCTION_MODE = "a default device is set by torch.set_default_device, or another function mode is on"
 MAX_FOLLOWED = 64
 """Calls of a kind of region, or of one region with caches, that are followed: further ones run as they are."""
 SLOW_SECONDS = 60.0
@@ -222,7 +223,11 @@ class Region:
             # every length would be a call of another form
             return self._in_parts(EARLIER, args, kwargs), _IN_PARTS
         if key is None:
-            self.kind.others += 1
+            if function_mode_is_on():
+                # of all calls of a loop, perhaps
+                self.kind.refuse(FUNCTION_MODE)
+            else:
+                self.kind.others += 1
             return self.inner(*args, **kwargs), _IN_PARTS
         entry = self._entry(key)
         if entry is None:
