@@ -261,8 +261,7 @@ def copy_states_back(
     """Put the states of the local copy into the user's optimizer after a step."""
     for stepped in parameters:
         parameter, local, parts = stepped.parameter, stepped.local, stepped.parts
-        mine = isinstance(parameter, MeshParameter)
-        if mine and parameter._copy is not None and local.grad is not None:
+        if isinstance(parameter, MeshParameter) and parameter._copy is not None and local.grad is not None:
             # fused kernels do not increase version counters
             touch(parameter)
         if parts is None:
@@ -273,7 +272,7 @@ def copy_states_back(
             # written in place
             continue
         entries = optimizer.state[parameter] if stepped.entries is None else stepped.entries
-        if not mine:
+        if not isinstance(parameter, MeshParameter):
             entries.update(parts)
             continue
         for key, value in parts.items():
