@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import pytest
 from plugin_distributions import install
@@ -107,7 +108,7 @@ def precision(rank: int, world_size: int, way: str) -> str:
 
     from meshwright_dtensor.plugins import rank_check
 
-    of_products, read = torch.backends.cuda.matmul, rank_check._settings
+    of_products, read = attrgetter("cuda.matmul")(torch.backends), rank_check._settings
     before = of_products.fp32_precision
     if way == "alike" or (way == "rank 1" and rank == 1):
         of_products.fp32_precision = "tf32"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any
 
 from meshwright_dtensor.errors import PluginError, UsageError
@@ -18,15 +19,11 @@ from meshwright_dtensor.utils.names import listing
 # kind, name, distribution, version
 Records = set[tuple[str, str, str, str]]
 
-_PRECISIONS = (
-    ("cuda", "matmul"),
-    ("cudnn", "conv"),
-    ("cudnn", "rnn"),
-    ("mkldnn", "matmul"),
-    ("mkldnn", "conv"),
-    ("mkldnn", "rnn"),
+_PRECISIONS = tuple(
+    f"{operation}.fp32_precision"
+    for operation in "cuda.matmul cudnn.conv cudnn.rnn mkldnn.matmul mkldnn.conv mkldnn.rnn".split()
 )
-"""Backend and operation of torch's precisions of float32; each reads what is set for all where it is not set itself."""
+"""Torch's precisions of float32, by backend and operation; each reads what is set for all where it is not set itself."""
 
 
 def compare_across_ranks(host: PluginHost, group: Any = None) -> None:
@@ -94,12 +91,7 @@ def _settings() -> dict[str, object]:
     import torch
 
     # the older getters (torch.get_float32_matmul_precision, allow_tf32) raise where a user has set one of these
-    precisions = {
-        f"torch.backends.{backend}.{operation}.fp32_precision": getattr(
-            getattr(torch.backends, backend), operation
-        ).fp32_precision
-        for backend, operation in _PRECISIONS
-    }
+    precisions = {f"torch.backends.{name}": attrgetter(name)(torch.backends) for name in _PRECISIONS}
     return {
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
         "torch.get_default_dtype()": torch.get_default_dtype(),
