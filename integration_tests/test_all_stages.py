@@ -419,7 +419,7 @@ def test_hooks_and_checkpoints_of_torch_see_a_stage(rank_pool: RankPool, tmp_pat
 
 def reset(rank: int, size: int) -> bool:
     """`zero_grad()` exchanges nothing, whether ranks know of the gradients of other stages or not."""
-    models = build({"pp": 2})
+    models = build(planned({"pp": 2}))
     whole, told = whole_model_of(models[1]), list[str]()
     assert whole is not None
     ask = whole.check_same_call

@@ -145,7 +145,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         mw.init("shadows")
 
 
-def tests(*files: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_on_device(*files: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Tests of the packages with their tensors, models and process groups on the device."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "shadow"]
     env = {name: value for name, value in os.environ.items() if name != ENABLED} | environment
@@ -156,7 +156,7 @@ def tests(*files: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_tests_of_the_packages_run_on_it() -> None:
-    done = tests(*IN_CI, **{ENABLED: "8"})
+    done = run_on_device(*IN_CI, **{ENABLED: "8"})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 50
@@ -165,5 +165,5 @@ def test_tests_of_the_packages_run_on_it() -> None:
 
 
 def test_without_it_they_do_not() -> None:
-    done = tests(*IN_CI)
+    done = run_on_device(*IN_CI)
     assert done.returncode == 4 and "--device: device 'shadow': there is none here" in done.stderr
