@@ -171,16 +171,16 @@ def without_functions() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
-def take_off(mode: TorchFunctionMode) -> bool:
-    """Take a function mode off, if it is the innermost of those that are on; returns whether it was. See `put_on`."""
+def pop_function_mode(mode: TorchFunctionMode) -> bool:
+    """Turn a function mode off, if it is the innermost of those that are on; returns whether it was."""
     if overrides._get_current_function_mode() is not mode:
         return False
     overrides._pop_mode()
     return True
 
 
-def put_on(mode: TorchFunctionMode) -> None:
-    """Put a function mode on again."""
+def push_function_mode(mode: TorchFunctionMode) -> None:
+    """Turn a function mode on again that `pop_function_mode` has turned off."""
     overrides._push_mode(mode)
 
 

@@ -18,7 +18,7 @@ from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import NAMES, ForwardsFirst, Shape
 from meshwright_dtensor.schedule.timetable import DURATION, Timetable
 from meshwright_pipeline.install.division import call_of, checked_timetable
-from meshwright_pipeline.runtime.executor import Span
+from meshwright_pipeline.runtime.actions.executor import Span
 
 
 def planned(plan: ParallelPlan) -> Timetable:

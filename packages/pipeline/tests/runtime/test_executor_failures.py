@@ -21,8 +21,8 @@ from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_pipeline import Action, Shape, pipeline, timetable
+from meshwright_pipeline.runtime.actions.executor import RankStages, StepRun
 from meshwright_pipeline.runtime.agreement import Agreement, Vote
-from meshwright_pipeline.runtime.executor import RankStages, StepRun
 from meshwright_pipeline.runtime.p2p.messages import Transport, packets
 from meshwright_pipeline.runtime.p2p.step import Peers
 

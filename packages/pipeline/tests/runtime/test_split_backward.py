@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright_pipeline.runtime.split_backward import SplitBackward
+from meshwright_pipeline.runtime.actions.split_backward import SplitBackward
 
 
 class Layer(nn.Module):

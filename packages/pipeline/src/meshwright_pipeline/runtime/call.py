@@ -29,8 +29,8 @@ from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis import loss_additivity
 from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import leaves_of
+from meshwright_pipeline.runtime.actions.executor import StepOutcome, StepRun
 from meshwright_pipeline.runtime.agreement import RankContext, RankLost, StageRanks
-from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
 from meshwright_pipeline.runtime.grad_handover import Sink, Sinks, connected, not_differentiable
 from meshwright_pipeline.runtime.input_grads import InputGradients
 from meshwright_pipeline.runtime.p2p.step import Failure
@@ -39,9 +39,9 @@ from meshwright_pipeline.runtime.results.left_tensors import LeftTensors
 from meshwright_pipeline.runtime.results.step_output import with_loss
 from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.settings import Settings
-from meshwright_pipeline.runtime.step.end import StepEnd
-from meshwright_pipeline.runtime.step.execution import StepExecution
-from meshwright_pipeline.runtime.step.plan import StepPlan, StepResult
+from meshwright_pipeline.runtime.step_end import StepEnd
+from meshwright_pipeline.runtime.step_execution import StepExecution
+from meshwright_pipeline.runtime.step_plan import StepPlan, StepResult
 from meshwright_pipeline.runtime.tied_grads import TiedFlags, TiedSum
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.microbatch import Call, microbatches, padded

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
-from meshwright_pipeline.runtime.executor import writable
+from meshwright_pipeline.runtime.actions.executor import writable
 from meshwright_pipeline.runtime.tied_grads import Tie, TiedSum
 from meshwright_pipeline.trace.microbatch import Call, microbatches
 

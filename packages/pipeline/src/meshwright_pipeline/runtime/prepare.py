@@ -17,14 +17,14 @@ from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.boundaries import Cut, cut
 from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import full_value, leaves_of
+from meshwright_pipeline.runtime.actions.executor import RankStages
+from meshwright_pipeline.runtime.actions.full_batch_tail import Tail, row_dims
+from meshwright_pipeline.runtime.actions.stage import Stage
 from meshwright_pipeline.runtime.agreement import RankContext
-from meshwright_pipeline.runtime.executor import RankStages
-from meshwright_pipeline.runtime.full_batch_tail import Tail, row_dims
 from meshwright_pipeline.runtime.p2p.channels import tensor_groups
 from meshwright_pipeline.runtime.p2p.messages import Transport
 from meshwright_pipeline.runtime.p2p.step import Peers
 from meshwright_pipeline.runtime.settings import Settings
-from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.forward_hooks import UnitCalls
 from meshwright_pipeline.trace.loss import LossPaths, loss_of
 from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators

@@ -99,9 +99,6 @@ class UnitCalls:
         outer = self._handler, self._counts, self._inside
         self._handler, self._counts, self._inside = handler, {}, False
         try:
-            if self._replaced:
-                yield
-                return
             with self.replaced(model):
                 yield
         finally:

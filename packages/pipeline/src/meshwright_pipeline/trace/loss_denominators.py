@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
-from meshwright_pipeline._torch import put_on, take_off
+from meshwright_pipeline._torch import pop_function_mode, push_function_mode
 from meshwright_pipeline.pytrees import full_value
 
 Tensor = torch.Tensor
@@ -82,12 +82,12 @@ class GlueMode(TorchFunctionMode):
         """Inside, a unit runs."""
         self._paused += 1
         # every function that a unit calls would cost a call of this mode
-        off = take_off(self)
+        off = pop_function_mode(self)
         try:
             yield
         finally:
             if off:
-                put_on(self)
+                push_function_mode(self)
             self._paused -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

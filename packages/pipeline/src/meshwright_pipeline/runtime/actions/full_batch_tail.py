@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline.pytrees import differing_dims
-from meshwright_pipeline.runtime.executor import StepOutcome, writable
-from meshwright_pipeline.runtime.stage import Stage
+from meshwright_pipeline.runtime.actions.executor import StepOutcome, writable
+from meshwright_pipeline.runtime.actions.stage import Stage
 from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Label, Profile
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from meshwright_pipeline.analysis import loss_additivity
-from meshwright_pipeline.runtime.executor import StepRun
-from meshwright_pipeline.runtime.full_batch_tail import TailLeaves
+from meshwright_pipeline.runtime.actions.executor import StepRun
+from meshwright_pipeline.runtime.actions.full_batch_tail import TailLeaves
 from meshwright_pipeline.runtime.input_grads import InputGradients
 from meshwright_pipeline.runtime.p2p.step import Failure
 from meshwright_pipeline.runtime.prepare import Prepared

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_pipeline.runtime.actions.split_backward import SplitBackward
+from meshwright_pipeline.runtime.actions.stage import Stage
 from meshwright_pipeline.runtime.p2p.messages import Specs, TensorSpec
 from meshwright_pipeline.runtime.p2p.step import Failure, Peers, StepMessages, Tensors
-from meshwright_pipeline.runtime.split_backward import SplitBackward
-from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss_denominators import BatchDenominatorMode, Denominators
 from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Label

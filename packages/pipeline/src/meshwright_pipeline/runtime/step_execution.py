@@ -21,15 +21,15 @@ from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline.analysis import loss_additivity
 from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import full_value, leaves_of
+from meshwright_pipeline.runtime.actions.executor import StepOutcome, StepRun
+from meshwright_pipeline.runtime.actions.full_batch_tail import tail_backward
 from meshwright_pipeline.runtime.agreement import RankContext
-from meshwright_pipeline.runtime.executor import StepOutcome, StepRun
-from meshwright_pipeline.runtime.full_batch_tail import tail_backward
 from meshwright_pipeline.runtime.grad_handover import Sinks
 from meshwright_pipeline.runtime.p2p.step import Failure, StepMessages
 from meshwright_pipeline.runtime.prepare import Preparation
 from meshwright_pipeline.runtime.results.hooked_activations import HookedActivations
 from meshwright_pipeline.runtime.results.left_tensors import LeftTensors
-from meshwright_pipeline.runtime.step.plan import StepPlan, StepResult
+from meshwright_pipeline.runtime.step_plan import StepPlan, StepResult
 from meshwright_pipeline.trace.loss import check_loss_path, need_loss
 from meshwright_pipeline.trace.rng_replay import RngReplay, StepDraws
 
