@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.ranks import signals
-from meshwright.runs.loss_guard import LossGuard
-from meshwright.runs.run_states import RunStates
+from meshwright.runs.loss_guard import LossGuard, fault_on_all
+from meshwright.runs.run_states import LastState, RunStates
 from meshwright.runs.stragglers import StragglerWatch, watch_stragglers
 from meshwright_checkpoint import CheckpointError
 from meshwright_checkpoint.format.json_values import encode
@@ -155,7 +155,7 @@ class ElasticLoop:
         self._batches: _Batches | None = None
         self._place: dict[str, Any] | None = None
         self._runs = False
-        self._load()
+        self._load(self._states.last())
         states.check_room(model, optimizer)
 
     def steps(self, total: int) -> Iterator[int]:
@@ -242,13 +242,9 @@ class ElasticLoop:
             raise UsageError("rewind(loss) is called outside of the loop over steps() or batches()")
         reason = self._guard.fault_of(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
         # equal on all ranks where the loss is that of the whole batch; a loss of one rank counts for all
-        faulty = bool(reason)
-        if self._ranks.size > 1:
-            ((_, most),) = extremes([int(faulty)], None)
-            faulty = bool(most)
-        if not faulty:
+        reason = fault_on_all(reason)
+        if not reason:
             return False
-        reason = reason or "the loss of another rank is none to train on"
         self._guard.count(f"step {self.step}: {reason}")
         _log.warning("step %d: %s; going back to the last checkpoint", self.step, reason)
         self._goes_back = True
@@ -260,22 +256,17 @@ class ElasticLoop:
         if self.watch is not None:
             # reading a checkpoint is no part of a step
             self.watch.pause()
-        self._states.wait()
         # a step that was not taken has left them
         self._model.zero_grad()
-        if self._states.copies is not None:
-            # they may have the state that gave this loss
-            self._states.copies.forget()
-        if not self._load(in_memory=False):
+        if not self._load(self._states.committed()):
             raise FloatingPointError(
                 f"step {self.step}: there is no checkpoint yet to go back to; begin with a smaller learning rate, or save "
                 "more often (interval=)"
             )
         self.left_out = left - self.step
 
-    def _load(self, in_memory: bool = True) -> bool:
-        """Load the last state. Whether there is one."""
-        state = self._states.last(in_memory)
+    def _load(self, state: LastState | None) -> bool:
+        """Load a state of the run. Whether there is one."""
         if state is None:
             return False
         path, extra = state.where, state.load(self._model, self._optimizer)

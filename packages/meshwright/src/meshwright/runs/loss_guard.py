@@ -7,7 +7,10 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
+import torch.distributed as dist
+
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.mesh import extremes
 from meshwright_dtensor.utils.names import count_of
 
 WINDOW, FEWEST = 50, 10
@@ -65,3 +68,11 @@ class LossGuard:
     def forgive(self) -> None:
         """A new checkpoint is reached."""
         self._faults = 0
+
+
+def fault_on_all(fault: str) -> str:
+    """The fault of this rank, or else that another one has one; "" if no rank has (a collective call of all ranks)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return fault
+    ((_, most),) = extremes([int(bool(fault))], None)
+    return fault or ("the loss of another rank is none to train on" if most else "")

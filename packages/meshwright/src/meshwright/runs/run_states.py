@@ -91,6 +91,14 @@ class RunStates:
             )
         return state
 
+    def committed(self) -> LastState | None:
+        """The last checkpoint, to go back to, once it is written (a collective call). Raises as `wait`."""
+        self.wait()
+        if self.copies is not None:
+            # they may have the state from which the run goes back
+            self.copies.forget()
+        return self.last(in_memory=False)
+
     def check_room(self, model: nn.Module, optimizer: Any) -> None:
         """Raises CheckpointError, on all ranks: a host has no room for the copies in memory (a collective call)."""
         if self.copies is not None:

@@ -23,7 +23,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.ranks import first_rank_first, signals
 from meshwright.recipes.schema import Recipe
-from meshwright.runs.loss_guard import LossGuard
+from meshwright.runs.loss_guard import LossGuard, fault_on_all
 from meshwright.runs.run_states import LastState, RunStates
 from meshwright.runs.stragglers import StragglerWatch
 from meshwright.sources import loss_of
@@ -88,7 +88,7 @@ def train(recipe: Recipe, log: Log) -> int:
             batches = [on(run.device, batch) for batch in islice(run.batches, recipe.accumulate)]
             loss, norm = train_step(run, batches)
             done["rows_seen"] += recipe.batch_size
-            if recipe.rewinds and (fault := fault_on_all(guard, loss, norm)):
+            if recipe.rewinds and (fault := fault_of_step(guard, loss, norm)):
                 fault = f"step {done['step'] + 1}: {fault}"
                 go_back(run, guard, fault)
                 log.went_back(done["step"], fault)
@@ -178,11 +178,11 @@ def load_into(state: LastState, model: nn.Module, optimizer: torch.optim.Optimiz
         group.update(optimizer.defaults)
 
 
-def fault_on_all(guard: LossGuard, loss: float, norm: float) -> str:
+def fault_of_step(guard: LossGuard, loss: float, norm: float) -> str:
     """Why a step is none to go on from, on any rank; "" if it is one (a collective call)."""
-    fault = guard.fault_of(loss) or ("" if math.isfinite(norm) else f"the gradient's norm is {norm}")
-    ((_, most),) = extremes([int(bool(fault))], None)
-    return fault or ("the loss of another rank is none to train on" if most else "")
+    return fault_on_all(
+        guard.fault_of(loss) or ("" if math.isfinite(norm) else f"the gradient's norm is {norm}")
+    )
 
 
 def go_back(run: Run, guard: LossGuard, fault: str) -> None:
@@ -194,11 +194,7 @@ def go_back(run: Run, guard: LossGuard, fault: str) -> None:
         raise UsageError(str(error)) from error
     if run.watch is not None:
         run.watch.pause()
-    run.states.wait()
-    if run.states.copies is not None:
-        # they may have the state that gave this loss
-        run.states.copies.forget()
-    state = run.states.last(in_memory=False)
+    state = run.states.committed()
     if state is None:
         raise UsageError(f"{fault}, and there is no checkpoint to go back to yet; {fix}")
     load_into(state, run.model, run.optimizer)
