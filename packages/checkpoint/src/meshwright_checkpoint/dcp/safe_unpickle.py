@@ -127,14 +127,20 @@ def _extent(value: Any, extents: dict[int, tuple[int, int]], depth: int = 0) -> 
     return extents[id(value)]
 
 
-def _checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """A step of the unpickler that checks the keys that it takes from these places of the stack."""
+def _checked(opcode: bytes, check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The step of the unpickler for an opcode, after a check of the unpickler."""
+    load = pickle._Unpickler.dispatch[opcode[0]]
 
     def checked(unpickler: Any) -> None:
-        _check_keys(unpickler.stack[keys])
+        check(unpickler)
         load(unpickler)
 
     return checked
+
+
+def _keys_at(places: slice) -> Callable[[Any], None]:
+    """The check of keys at these places of the stack."""
+    return lambda unpickler: _check_keys(unpickler.stack[places])
 
 
 def _check_call(unpickler: Any) -> None:
@@ -147,16 +153,6 @@ def _check_call(unpickler: Any) -> None:
         raise ValueError("an OrderedDict is made with arguments")
     if called is tuple and any(len(sizes) > MAX_FIELDS for sizes in arguments):
         raise ValueError("a size is too large")
-
-
-def _reduce(unpickler: Any) -> None:
-    _check_call(unpickler)
-    unpickler.load_reduce()
-
-
-def _newobj(unpickler: Any) -> None:
-    _check_call(unpickler)
-    unpickler.load_newobj()
 
 
 def _build(unpickler: Any) -> None:
@@ -174,17 +170,19 @@ def _build(unpickler: Any) -> None:
 class _RestrictedUnpickler(pickle._Unpickler):
     # the one in Python: opcodes that hash values check them first
     dispatch: ClassVar[dict[int, Any]] = pickle._Unpickler.dispatch | {
-        opcode[0]: _checked(pickle._Unpickler.dispatch[opcode[0]], keys)
-        for opcode, keys in (
-            (pickle.SETITEM, slice(-2, -1)),
+        opcode[0]: _checked(opcode, check)
+        for opcode, check in (
+            (pickle.SETITEM, _keys_at(slice(-2, -1))),
             # what came after the mark
-            (pickle.SETITEMS, slice(0, None, 2)),
-            (pickle.DICT, slice(0, None, 2)),
-            (pickle.ADDITEMS, slice(None)),
-            (pickle.FROZENSET, slice(None)),
+            (pickle.SETITEMS, _keys_at(slice(0, None, 2))),
+            (pickle.DICT, _keys_at(slice(0, None, 2))),
+            (pickle.ADDITEMS, _keys_at(slice(None))),
+            (pickle.FROZENSET, _keys_at(slice(None))),
+            (pickle.REDUCE, _check_call),
+            (pickle.NEWOBJ, _check_call),
         )
     }
-    dispatch |= {pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _newobj, pickle.BUILD[0]: _build}
+    dispatch[pickle.BUILD[0]] = _build
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:

@@ -33,7 +33,7 @@ class OptimizerSet:
             )
         seen: dict[int, int] = {}
         for number, optimizer in enumerate(self.optimizers):
-            for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            for parameter in stages.parameters_of(optimizer):
                 first = seen.setdefault(id(parameter), number)
                 if first != number:
                     raise UsageError(
@@ -95,8 +95,7 @@ class _States(MutableMapping[torch.Tensor, Any]):
             self._owners = {
                 id(mine): (mine, optimizer)
                 for optimizer in self._optimizers
-                for group in optimizer.param_groups
-                for mine in group["params"]
+                for mine in stages.parameters_of(optimizer)
             }
         _, optimizer = self._owners[id(parameter)]
         return optimizer.state

@@ -109,7 +109,7 @@ def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
     return dtensor_from(local, spec)
 
 
-def local_parts(
+def local_states(
     values: Mapping[str, Any], like: DTensor, kind: type[DTensor], numbers: Collection[str]
 ) -> dict[str, Any] | None:
     """``values`` with the local tensors of their DTensors, if all of these are of exactly this class and placed as ``like``.

@@ -68,8 +68,7 @@ def report_to_torchrun() -> None:
         text = _record(error, trace, causes) if isinstance(error, Exception) else ""
         if not text:
             before(kind, error, trace)
-            for text in causes:
-                _say(text)
+            _say("\n".join(causes))
             for process in silent:
                 kill_here(process)
             return

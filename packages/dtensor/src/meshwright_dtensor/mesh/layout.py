@@ -188,11 +188,13 @@ def states_of(placements: Sequence[Placement | State], shape: Sequence[int], con
         else state_of(placement_of(p) if isinstance(p, int) else p, ndim)  # type: ignore[arg-type]
         for p in placements
     )
-    given = tuple(
-        IntervalShard(s, p.intervals) if isinstance(p, RunShard) and isinstance(s, int) and n > 1 else s
-        for p, s, n in zip(placements, states, context.sizes, strict=True)
-    )
-    if any(type(was) is not type(s) for was, s in zip(given, states, strict=True)):
+    chunks = {
+        axis: IntervalShard(state, p.intervals)
+        for axis, (p, state) in enumerate(zip(placements, states, strict=True))
+        if isinstance(p, RunShard) and type(state) is int and context.sizes[axis] > 1
+    }
+    if chunks:
         # intervals that are plain chunks became their dim, which fits any size
+        given = [chunks.get(axis, state) for axis, state in enumerate(states)]
         region_of(tuple(shape), context.sizes, context.coords, given)
     return states

@@ -200,11 +200,8 @@ def extremes(values: Sequence[int], group: dist.ProcessGroup | None) -> list[tup
 
 def timeout_of_world() -> float:
     """Seconds that a collective waits for other ranks: the longest of the backends; without a process group forever."""
-    return (
-        max((each.total_seconds() for each in timeouts()), default=math.inf)
-        if dist.is_initialized()
-        else math.inf
-    )
+    waits = timeouts() if dist.is_initialized() else ()
+    return max((each.total_seconds() for each in waits), default=math.inf)
 
 
 def control_group() -> dist.ProcessGroup:

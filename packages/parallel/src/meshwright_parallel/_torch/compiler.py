@@ -235,13 +235,17 @@ def modes_are_on() -> bool:
     """Whether a mode of the caller has to see torch functions or operations."""
     core: Any = torch._C
     modes = [core._get_dispatch_stack_at(i) for i in range(core._len_torch_dispatch_stack())]
-    return function_mode_is_on() or not all(getattr(mode, "over_compiled_regions", False) for mode in modes)
+    return function_mode_is_on() or _has_to_see(modes)
 
 
 def function_mode_is_on() -> bool:
     """Whether a mode of the caller has to see torch functions, such as that of a default device."""
     core: Any = torch._C
-    modes = [core._get_function_stack_at(i) for i in range(core._len_torch_function_stack())]
+    return _has_to_see([core._get_function_stack_at(i) for i in range(core._len_torch_function_stack())])
+
+
+def _has_to_see(modes: Sequence[Any]) -> bool:
+    """Whether one of these modes has to see what a compiled region computes."""
     return not all(getattr(mode, "over_compiled_regions", False) for mode in modes)
 
 

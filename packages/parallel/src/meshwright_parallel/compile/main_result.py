@@ -7,6 +7,7 @@ result needs every parameter, nothing is wrong as long as the loss uses that res
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class MainResults(torch.autograd.Function):
                 "parameters without a gradient would get zeros; leave this module out of compile="
             )
         return (None, None, *gradients)
+
+
+def once_differentiable(name: str, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The gradients of a compiled region, of a module of class `name`, which raise where they are differentiated."""
+    return OnceOnly.apply(name, *gradients)  # type: ignore[no-any-return]
 
 
 class OnceOnly(torch.autograd.Function):

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from meshwright_parallel.compile.call_values import (
     with_values,
 )
 from meshwright_parallel.compile.compiled_graphs import CompiledGraphs
-from meshwright_parallel.compile.main_result import MainResults, OnceOnly, main_results
+from meshwright_parallel.compile.main_result import MainResults, main_results, once_differentiable
 from meshwright_parallel.compile.plain_draws import PlainDraws
 
 Tensor = torch.Tensor
@@ -214,7 +215,7 @@ def compile_call(
 
     examples = [*local_parts(tensors), *map(_local_value, weights), *fixed, *(value for _, value in draws)]
     checks, name = GraphChecks(len(examples)), type(modules[0]).__name__
-    once = lambda gradients: OnceOnly.apply(name, *gradients)  # noqa: E731
+    once = partial(once_differentiable, name)
     function = AotFunction(local, backend, checks.check, checks.check_joint, graphs.take, once)
     try:
         # a pipeline's mode replays random numbers, and none is drawn here

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright_dtensor._torch.core import local_parts
+from meshwright_dtensor._torch.core import local_states
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import follow_call
 from meshwright_dtensor.parameter import MeshParameter, state_like
@@ -223,7 +223,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer, as_left: bool = False) -> 
                 continue
             parts = None
             if isinstance(parameter, MeshParameter):
-                parts = local_parts(entries, parameter, _state_class(parameter), NUMBERS)
+                parts = local_states(entries, parameter, _state_class(parameter), NUMBERS)
             before = () if parts is None else tuple(parts.values())
             if parts is None and not (mine and as_left):
                 parts = _local_entries(parameter, entries)

@@ -111,7 +111,8 @@ class Merged:
     def add(self, rows: Interval, out: Tensor, lse: Tensor) -> None:
         """Merge the result of the queries `rows` over more keys."""
         old, target, lse = self.lse.narrow(-1, *rows), self.out.narrow(-2, *rows), lse.to(self.lse.dtype)
-        first = all(rows[0] >= sum(seen) or seen[0] >= sum(rows) for seen in self._seen)
+        start, count = rows
+        first = all(start >= at + seen or at >= start + count for at, seen in self._seen)
         self._seen.append(rows)
         if first:
             target.copy_(out)
