@@ -116,7 +116,7 @@ def race(
         # what a loop that logs its loss does, and ours has done
         total = torch.stack(losses).mean() if losses else torch.zeros(())
         dist.broadcast(total, src=size - 1)
-        return float(total)
+        return total.item()
 
     apart = max(abs(one() - other()) for _ in range(WARM_UP))
     timed = timed_pairs((one, other), rounds)
