@@ -122,3 +122,17 @@ def test_a_process_of_this_host_alone_is_killed() -> None:
         kill_here((socket.gethostname(), process.pid))
         assert process.wait(10) == -9
     kill_here((socket.gethostname(), process.pid))
+
+
+def test_a_note_that_never_arrives_hides_no_later_one() -> None:
+    zero, first, second, third = ranks_of(4)
+    first.say_ended("ValueError: a mistake")
+    # rank 3 was killed between its number and its note
+    zero.store.add("meshwright/endings", 1)
+    second.say_ended("OSError: no space")
+    assert zero.ended() == {1: "ValueError: a mistake", 2: "OSError: no space"}
+    assert zero.ended(0.0) == {1: "ValueError: a mistake", 2: "OSError: no space"}
+    # or it was late
+    zero.store.set("meshwright/ended/3", "KeyError: 'x'")
+    zero.store.set("meshwright/endings/2", "3")
+    assert zero.ended(0.0)[3] == "KeyError: 'x'" and third.rank == 3

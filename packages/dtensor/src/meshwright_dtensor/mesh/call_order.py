@@ -24,6 +24,7 @@ from meshwright_dtensor._torch.groups import default_store
 from meshwright_dtensor._torch.modes import in_backward
 from meshwright_dtensor.devices.waits import waiting
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.error_report import RANK_ENDED, RANK_LATE
 from meshwright_dtensor.mesh.mesh import timeout_of_world
 from meshwright_dtensor.mesh.users_line import users_line
 
@@ -99,10 +100,8 @@ class CallOrder:
             over = time.monotonic() > end
             # a rank that has ended may have answered before
             if (over or (pause >= longest and self._lost())) and not self._store.check([key]):
-                why = "makes no call in the time limit of the process group" if over else "has ended"
-                raise UsageError(
-                    f"another rank {why}, and {call} needs every rank: make this call on all of them"
-                )
+                why = RANK_LATE if over else RANK_ENDED
+                raise UsageError(f"{why}, and {call} needs every rank: make this call on all of them")
             time.sleep(pause)
             pause = min(2 * pause, longest)
 

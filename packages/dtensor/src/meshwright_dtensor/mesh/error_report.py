@@ -30,18 +30,23 @@ from meshwright_dtensor.mesh.bounded_store import SilentStoreError
 from meshwright_dtensor.mesh.lost_ranks import LostRanks, in_words, kill_here
 from meshwright_dtensor.mesh.users_line import is_users
 
+RANK_ENDED, RANK_LATE = (
+    "another rank has ended",
+    "another rank makes no call in the time limit of the process group",
+)
+"""What `call_order` says on the ranks that another one has left, and on those that have waited for it."""
 LEFT_ALONE = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
-    "another rank has ended, and ",
+    RANK_ENDED,
 )
 """What gloo and `call_order` say on the ranks that another one has left."""
 WAITED = (
     "Timed out waiting",
     "wait timeout",
     "Watchdog caught collective operation timeout",
-    "another rank makes no call in the time limit",
+    RANK_LATE,
 )
 """What gloo, NCCL and `call_order` say on the ranks that have waited for another one."""
 MAX_FRAMES = 7

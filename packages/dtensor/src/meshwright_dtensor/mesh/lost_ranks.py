@@ -51,7 +51,8 @@ class LostRanks:
         self._answered = 0
         # rank -> its note, of those that have ended, as far as they were read
         self._notes: dict[int, str] = {}
-        self._read = 0
+        # how many notes there were when they were read last, and the numbers of those that had not arrived
+        self._read, self._awaited = 0, set[int]()
         self.places: dict[int, str] = {}
 
     @staticmethod
@@ -135,13 +136,15 @@ class LostRanks:
 
     def _read_notes(self) -> None:
         """Read the notes that have come since the last time."""
-        for number in range(self._read + 1, self.store.add(_ENDINGS, 0) + 1):
+        there = self.store.add(_ENDINGS, 0)
+        self._awaited.update(range(self._read + 1, there + 1))
+        self._read = there
+        for number in sorted(self._awaited):
             rank = self._text(f"{_ENDINGS}/{number}")
-            if rank is None:
-                # it is being written
-                return
-            self._notes[int(rank)] = self._text(f"{_ENDED}{rank}") or ""
-            self._read = number
+            # else it is being written, or its rank was killed meanwhile, which must not hide those that follow
+            if rank is not None:
+                self._notes[int(rank)] = self._text(f"{_ENDED}{rank}") or ""
+                self._awaited.remove(number)
 
     def _texts(self, keys: list[str]) -> list[str]:
         """The values of keys, "" for one that is not there."""
