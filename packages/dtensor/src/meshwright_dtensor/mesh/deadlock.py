@@ -4,8 +4,9 @@ A call that needs every rank, made by one rank alone (in `if rank == 0:`), waits
 that rank. gloo says so after half an hour, or aborts. Here a thread of each rank sees that the rank waits: for some seconds its
 main thread has used no CPU and is in a function of torch.distributed or of this framework, and the process has sent nothing. It
 then tells the other ranks, through the store of the process group, in which line of the user's code. Once all ranks wait, and
-not all in the same line, none of them can go on. The same thread answers the questions of `lost_ranks`, and says once which
-ranks do not answer where this one waits for them.
+not all in the same line, none of them can go on. A rank that waits for storage or for data (`storage_waits`) waits for no
+other one. The same thread answers the questions of `lost_ranks`, and says once which ranks do not answer where this one waits for
+them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright_dtensor.devices.storage_waits import StorageWaits
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.bounded_store import SilentStoreError
 from meshwright_dtensor.mesh.error_report import record_error
 from meshwright_dtensor.mesh.lost_ranks import ANSWER_SECONDS, LISTEN_SECONDS, LostRanks, in_words
-from meshwright_dtensor.mesh.users_line import is_ours, outwards, users_line
+from meshwright_dtensor.mesh.users_line import is_ours, is_pythons, is_users, outwards, users_line
 
 WAITING_SECONDS = 10.0
 """A rank that has done nothing for so long waits."""
@@ -41,7 +43,10 @@ IDLE_SECONDS, IDLE_BYTES = 5e-3, 1 << 14
 """CPU time of the main thread, and bytes that the process writes, between two polls of a rank that waits."""
 
 _IO = Path("/proc/self/io")
-_DISTRIBUTED = str(Path(torch.__file__).parent / "distributed") + os.sep
+_TORCH = Path(torch.__file__).parent
+_DISTRIBUTED = str(_TORCH / "distributed") + os.sep
+_STORAGE = tuple(str(_TORCH / folder) + os.sep for folder in ("utils/data", "distributed/checkpoint"))
+"""Code of torch that waits for storage, except where it calls a collective."""
 _INNERMOST = 4
 """Frames among which a function of torch.distributed or of this framework is looked for."""
 _KEY, _COUNT, _NAME = "meshwright/waits/", "meshwright/waiting", "meshwright deadlocks"
@@ -90,7 +95,7 @@ def _watch_store(lost: LostRanks, seconds: float, over: threading.Event) -> None
     lost.announce()
     clock = time.pthread_getcpuclockid(main)
     used, sent, since, polls, has_looked = 0.0, 0, time.monotonic(), 0, False
-    heard = 0.0
+    heard, for_storage = 0.0, False
     while not over.wait(POLL_SECONDS):
         if time.monotonic() - heard > LISTEN_SECONDS:
             heard = time.monotonic()
@@ -98,13 +103,22 @@ def _watch_store(lost: LostRanks, seconds: float, over: threading.Event) -> None
         before, used, sent = (used, sent), time.clock_gettime(clock), _bytes_written()
         works = used - before[0] > IDLE_SECONDS or sent - before[1] > IDLE_BYTES
         frame = sys._current_frames().get(main)
-        if works or frame is None or not _communicates(frame):
-            if polls:
-                store.delete_key(_KEY + str(lost.rank))
-                store.add(_COUNT, -1)
-            since, polls, has_looked = time.monotonic(), 0, False
+        # others may wait for it meanwhile, but it waits for none of them
+        was_for_storage, for_storage = for_storage, StorageWaits.depth > 0
+        idle = not works and frame is not None and (for_storage or _waits_for_ranks(frame))
+        if polls and (for_storage or not idle):
+            store.delete_key(_KEY + str(lost.rank))
+            store.add(_COUNT, -1)
+            polls = 0
+        if not idle or for_storage != was_for_storage:
+            since, has_looked = time.monotonic(), False
+        if frame is None or time.monotonic() - since < seconds:
             continue
-        if time.monotonic() - since < seconds:
+        if for_storage:
+            if not has_looked:
+                # ranks of one host read for each other
+                has_looked = True
+                _say_who_is_silent(lost, users_line(frame))
             continue
         polls += 1
         if polls == 1:
@@ -133,10 +147,20 @@ def _bytes_written() -> int:
     return int(fields["wchar"])
 
 
-def _communicates(frame: FrameType) -> bool:
-    """Whether a thread at this frame is in a function of torch.distributed or of this framework."""
-    frames = [f for f, _ in zip(outwards(frame), range(_INNERMOST), strict=False)]
-    return any(is_ours(f) or f.f_code.co_filename.startswith(_DISTRIBUTED) for f in frames)
+def _waits_for_ranks(frame: FrameType) -> bool:
+    """Whether a thread at this frame may wait for another rank: in a function of torch.distributed or of this framework.
+
+    Not where such a function has called code of the user, or a loader of data, which may wait for anything.
+    """
+    for f, _ in zip(outwards(frame), range(_INNERMOST), strict=False):
+        file = f.f_code.co_filename
+        if file.startswith(_STORAGE):
+            return False
+        if is_ours(f) or file.startswith(_DISTRIBUTED):
+            return True
+        if is_users(f) and not is_pythons(f):
+            return False
+    return False
 
 
 def _all_waits(store: Any, world: int) -> list[tuple[int, str, str]]:

@@ -12,6 +12,7 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -31,6 +32,12 @@ def is_ours(frame: FrameType) -> bool:
 def is_users(frame: FrameType) -> bool:
     """Whether a frame runs code that is neither torch's nor ours."""
     return not (is_ours(frame) or frame.f_code.co_filename.startswith((_TORCH, "<")))
+
+
+def is_pythons(frame: FrameType) -> bool:
+    """Whether a frame runs code of the library of Python itself."""
+    file = frame.f_code.co_filename
+    return file.startswith(_PYTHON) and "-packages" not in file
 
 
 def users_line(frame: FrameType | None) -> tuple[str, str]:

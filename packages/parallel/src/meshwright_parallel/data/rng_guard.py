@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_parallel.data.same_rows import RowsAndText, SharedRow, row_text
 
@@ -47,6 +48,7 @@ class WatchedDataset(Dataset[Any]):
         _check(before, f"dataset {type(self.dataset).__name__}")
         return RowsAndText(rows, text)
 
+    @waiting_for_storage()
     def _rows(self, indices: Sequence[Any]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
         return many(indices) if callable(many) else [self.dataset[index] for index in indices]
