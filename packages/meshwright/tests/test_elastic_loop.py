@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import meshwright as mw
-from meshwright_checkpoint import CheckpointError
+from meshwright_checkpoint import CheckpointError, CorruptError
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -111,6 +113,88 @@ def test_a_signal_on_one_rank_ends_all_after_the_step(rank_pool: RankPool, tmp_p
     assert Path(str(mw.latest(tmp_path / "run"))).name == "step-5"
     rest = rank_pool.run(2, trained, str(tmp_path / "run"))[0][0]
     assert rest == pytest.approx({step: whole[step] for step in range(5, STEPS)}, rel=1e-5)
+
+
+def resumed(rank: int, size: int, folder: str) -> tuple[dict[int, float], dict[str, str], str]:
+    """`trained`, what was found damaged, and the log."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, elastic, runs = Lines(), mw.elastic, []
+
+    def kept(*args: Any, **options: Any) -> Any:
+        runs.append(elastic(*args, **options))
+        return runs[-1]
+
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mw, "elastic", kept)
+            losses, _ = trained(rank, size, folder)
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)
+    return losses, runs[-1].damaged, "\n".join(lines)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 16
+    path.write_bytes(data)
+
+
+def ended(rank: int, size: int, folder: str) -> str:
+    with pytest.raises(CorruptError) as error:
+        trained(rank, size, folder)
+    return str(error.value)
+
+
+def test_a_damaged_checkpoint_is_left_out_by_all_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    ((whole, _),) = rank_pool.run(1, trained, str(tmp_path / "whole"))
+    folder = tmp_path / "run"
+    rank_pool.run(2, trained, str(folder), "shuffled", 7)
+    assert {path.name for path in folder.glob("step-*")} == {"step-3", "step-6"}
+    # the file of rank 1
+    flip(file := folder / "step-6" / "data-00001.safetensors")
+    before = file.read_bytes()
+    told = rank_pool.run(2, resumed, str(folder))
+    for losses, damaged, _ in told:
+        assert losses == pytest.approx({step: whole[step] for step in range(3, STEPS)}, rel=1e-5)
+        ((path, what),) = damaged.items()
+        assert path == str(folder / "step-6") and "data-00001.safetensors: the stored values of" in what
+    assert told[0][1] == told[1][1] and told[1][2] == ""
+    assert "is left out, for it is damaged: " in told[0][2]
+    assert f"2 ranks: going on from step 3, of {folder / 'step-3'}" in told[0][2]
+    # nothing was removed, and it does not count as one that stays
+    assert file.read_bytes() == before
+    assert {path.name for path in folder.iterdir()} == {"step-6", "step-9", "step-11"}
+    for step in (9, 11):
+        flip(folder / f"step-{step}" / "data-00000.safetensors")
+    for text in rank_pool.run(2, ended, str(folder)):
+        assert "none to go on from" in text and all(f"step-{step}: " in text for step in (6, 9, 11))
+    assert {path.name for path in folder.iterdir()} == {"step-6", "step-9", "step-11"}
+
+
+def test_a_step_is_saved_again_next_to_its_damaged_checkpoint(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for _ in mw.elastic(tmp_path, model=model, interval=2).steps(4):
+        pass
+    flip(tmp_path / "step-4" / "data-00000.safetensors")
+    for _ in range(2):
+        run = mw.elastic(tmp_path, model=model, interval=2)
+        assert run.step == 2 and list(run.damaged) == [str(tmp_path / "step-4")]
+        assert list(run.steps(4)) == [2, 3]
+        assert Path(str(mw.latest(tmp_path))).name == "step-4-again-4"
+        shutil.rmtree(tmp_path / "step-4-again-4")
+    for step in run.steps(4):
+        raise AssertionError(step)
+    with pytest.raises(UsageError, match=r"was not written by mw\.elastic"):
+        mw.save(tmp_path / "step-9", model=model).wait()
+        mw.elastic(tmp_path, model=model)
+    with pytest.raises(CheckpointError, match="step-9 does not fit"):
+        mw.elastic(tmp_path, model=nn.Linear(2, 3))
 
 
 def test_a_checkpoint_that_is_lost_after_a_break_is_told(

@@ -133,6 +133,27 @@ def test_a_bad_step_goes_back_and_leaves_its_rows_out(
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    constant = "schedule.name=constant"
+    whole = trained(monkeypatch, {}, constant, "out=whole")
+    trained(monkeypatch, {}, constant, "steps=6")
+    file = tmp_path / "run/checkpoints/step-6/data-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 16
+    file.write_bytes(data)
+    records = trained(monkeypatch, {}, constant)
+    ((told, record),) = [(r["damaged_checkpoints"], r) for r in records if "damaged_checkpoints" in r]
+    assert record["step"] == 3 and [each["path"] for each in told] == [str(file.parent)]
+    assert f"{file}: the stored values of" in told[0]["damage"] and file.read_bytes() == bytes(data)
+    # the rows and losses of a run that never ended
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    assert losses == pytest.approx({record["step"]: record["loss"] for record in whole})
+    extra = Manifest.from_bytes(Path("run/checkpoints/step-12", NAME).read_bytes(), "here").extra
+    assert (extra["step"], extra["rows_seen"]) == (12, 24)
+
+
+@pytest.mark.slow
 def test_a_run_that_stays_bad_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
@@ -165,7 +186,7 @@ def test_a_run_ends_with_the_checkpoint_that_is_being_written(
     monkeypatch.setattr(loop, "set_up", lambda recipe: run)
     monkeypatch.setattr(loop, "train_step", lambda run, batches: (next(losses), 1.0))
     monkeypatch.setattr(loop, "extremes", lambda values, group: [(value, value) for value in values])
-    monkeypatch.setattr(run_states, "save", lambda *args, **keywords: handle)
+    monkeypatch.setattr(run_states, "save_and_keep", lambda *args, **keywords: handle)
     with pytest.raises(UsageError, match="step 2: the loss is nan"):
         train(recipe.model_copy(update={"checkpoints": often}), MagicMock())
     handle.wait.assert_called_once_with()

@@ -31,6 +31,7 @@ from meshwright_checkpoint.state.saved_streams import streams_of, warn_of_stream
 from meshwright_checkpoint.storage.backend import ForeignStorage, any_storage_of, local_path
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.devices import HOST
+from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import slice_of, whole_box
 from meshwright_dtensor.tensor.compute_copy import touch
@@ -164,6 +165,7 @@ def _open_on_all(
     """
     stores: list[Store] = []
 
+    @waiting_for_storage()
     def open_here() -> dict[str, Any]:
         stores.append(_open(path, model, backend))
         opened.callback(stores[0].close)

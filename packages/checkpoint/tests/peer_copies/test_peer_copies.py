@@ -48,7 +48,7 @@ def put(copies: PeerCopies, *steps: int, saved: int | None = None) -> None:
 
 def loaded(copies: PeerCopies, saved: int | None = None) -> tuple[int | None, list[str]]:
     """The step that is loaded, and why newer copies are not used."""
-    held, reasons = copies.newest(saved)
+    held, reasons = copies.newest(saved, saved)
     if held is None:
         return None, reasons
     model = Block()
@@ -70,7 +70,7 @@ def test_the_newest_copy_is_loaded_and_no_more_than_two_are_held(tmp_path: Path)
     assert not files(tmp_path, 1) and files(tmp_path, 2) and files(tmp_path, 3)
     assert loaded(begin(tmp_path)) == (3, [])
     # a checkpoint of a later step is newer
-    assert begin(tmp_path).newest(4) == (None, [])
+    assert begin(tmp_path).newest(4, 4) == (None, [])
     copies.forget()
     last = begin(tmp_path)
     assert loaded(last) == (None, [])
@@ -261,7 +261,7 @@ def damaged(rank: int, size: int, folder: str, step: int) -> Any:
         if step:
             put(copies, step)
             return None
-        held, reasons = copies.newest(None)
+        held, reasons = copies.newest(None, None)
         if held is None:
             return reasons
         model: Any = build("fsdp", seed=3)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright_checkpoint import full_state_dict as full_state_dict
     from meshwright_checkpoint import latest as latest
     from meshwright_checkpoint import load as load
+    from meshwright_checkpoint import load_latest as load_latest
     from meshwright_checkpoint import prepare_save as prepare_save
     from meshwright_checkpoint import save as save
     from meshwright_checkpoint import watch_replicas as watch_replicas
@@ -55,7 +56,8 @@ __all__, __getattr__, __dir__ = load_on_first_use(
         ".resharding": "reshard",
         ".runs.elastic_loop": "elastic",
         ".runs.stragglers": "watch_stragglers",
-        "meshwright_checkpoint": "check_replicas, export, full_state_dict, latest, load, prepare_save, save, watch_replicas",
+        "meshwright_checkpoint": "check_replicas, export, full_state_dict, latest, load, load_latest, prepare_save, "
+        "save, watch_replicas",
         "meshwright_dtensor.api": "distribute",
         "meshwright_dtensor.deferred.materialize": "deferred_init",
         "meshwright_dtensor.errors": "",

@@ -26,6 +26,7 @@ from meshwright_checkpoint.state.collect import MODEL, check_call
 from meshwright_checkpoint.storage.backend import StrPath, complete_file, storage_of
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_checkpoint.storage.filesystem import DirectoryStorage, staged_directory
+from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import whole_box
 
@@ -90,6 +91,7 @@ def convert(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
     sources = {name: checkpoint.tensors[MODEL + name] for name in names}
     files = _files(names, sources)
 
+    @waiting_for_storage()
     def write() -> None:
         for file, members in files[ranks.rank :: ranks.size]:
             _write(checkpoint, staging / file, members, sources)

@@ -240,12 +240,16 @@ class PeerCopies:
 
     # --- going on ---------------------------------------------------------------------------------------------------------
 
-    def newest(self, saved: int | None) -> tuple[HeldCheckpoint | None, list[str]]:
+    def newest(self, saved: int | None, last: int | None) -> tuple[HeldCheckpoint | None, list[str]]:
         """The newest copy that is whole and not older than the checkpoint of step `saved`; why newer ones are not used.
 
-        A collective call, before the first `put`. `saved`: None without a checkpoint.
+        A collective call, before the first `put`.
+
+        Args:
+            saved: the step of the last checkpoint that is whole, None without one.
+            last: the same of those that are there, whole or damaged.
         """
-        return restore.newest(self._folder, self._local, self._ranks, saved)
+        return restore.newest(self._folder, self._local, self._ranks, saved, last)
 
     def load(self, held: HeldCheckpoint, model: nn.Module, optimizer: AnyOptimizer) -> Any:
         """Load a copy that `newest` has found, in any layout (a collective call); what was given to `put` as `extra`.

@@ -42,14 +42,15 @@ class _InMemory:
 
 
 def newest(
-    folder: HostFolder, local: Sequence[int], ranks: Ranks, saved: int | None
+    folder: HostFolder, local: Sequence[int], ranks: Ranks, saved: int | None, last: int | None
 ) -> tuple[HeldCheckpoint | None, list[str]]:
     """The newest copy that is whole, and why newer ones are not used (a collective call; equal on all ranks but for the files).
 
     Args:
         local: the ranks of this host.
-        saved: the step of the last checkpoint of the run, None without one. Older copies are not used, and no copies that were
-            made when the run had a later checkpoint: somebody has removed that to go back.
+        saved: the step of the last checkpoint of the run that is whole, None without one. Older copies are not used.
+        last: the same of those that are there, whole or damaged. No copies are used that were made when the run had a later
+            checkpoint: somebody has removed that to go back.
     """
     names = folder.files()
     present: dict[Generation, set[int]] = {}
@@ -72,7 +73,7 @@ def newest(
             continue
         try:
             before, manifest = notes[0]["saved"], _manifest(generation, notes)
-            gone = before is not None and (saved is None or before > saved)
+            gone = before is not None and (last is None or before > last)
         # of another release, say; the notes are the same on all ranks, so all of them are here
         except (CheckpointError, LookupError, TypeError, ValueError, AttributeError) as error:
             reasons.append(f"{what} is damaged, or of another version: {type(error).__name__}: {error}")

@@ -28,6 +28,7 @@ from meshwright_checkpoint.read.node_peers import NodePeers, PeerSocket
 from meshwright_checkpoint.read.read_plan import ReadChunk, StoredRange, plan_reads, wanted_ranges
 from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.devices import HOST
+from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.sharding.boxes import whole_box
 from meshwright_dtensor.utils.process import usable_cores
@@ -68,6 +69,7 @@ def reader_threads(ranks: int) -> int:
     return max(3, min(4, usable_cores() // ranks))
 
 
+@waiting_for_storage()
 def read(store: Store, wanted: Sequence[Wanted], peers: NodePeers | None = None) -> None:
     """Fill every target. With `peers` all ranks of this machine call it at the same time, and one reads shared bytes.
 

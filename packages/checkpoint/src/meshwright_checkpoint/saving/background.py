@@ -26,6 +26,7 @@ from meshwright_checkpoint.format.safetensors_file import FileLayout
 from meshwright_checkpoint.io.worker import Worker, yield_to_training
 from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_file
 from meshwright_checkpoint.storage.retention import Retention
+from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.mesh.lost_ranks import JobNotes
 from meshwright_dtensor.mesh.mesh import timeout_of_world
@@ -120,7 +121,8 @@ class SaveHandle:
         if self._job is not None:
             self._job.waits.set()
         try:
-            done = self._done.wait(timeout)
+            with waiting_for_storage():
+                done = self._done.wait(timeout)
         finally:
             # also after Ctrl-C, when nobody waits any more
             if self._job is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,10 @@ from meshwright_checkpoint.shards.write_shares import Piece, TensorLayout, plan_
 from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.state.optimizer_set import AnyOptimizer, OptimizerSet, as_one, own_state
 from meshwright_checkpoint.storage.backend import CheckpointStorage, ForeignStorage, any_storage_of
+from meshwright_checkpoint.storage.listing import step_of
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.devices import on_host
+from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Box
 from meshwright_dtensor.utils.names import listing
@@ -71,7 +72,31 @@ def save(
         CheckpointError: the path exists, another job saves there, or an earlier asynchronous save failed.
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
-    retention, optimizers = Retention(keep_last, keep_every), as_one(optimizer)
+    return save_and_keep(
+        path,
+        Retention(keep_last, keep_every),
+        model=model,
+        optimizer=optimizer,
+        extra=extra,
+        asynchronous=asynchronous,
+        step=step,
+        backend=backend,
+    )
+
+
+def save_and_keep(
+    path: str | os.PathLike[str],
+    retention: Retention,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    extra: Any,
+    asynchronous: bool = True,
+    step: int | None = None,
+    backend: str = DEFAULT,
+) -> SaveHandle:
+    """`save`. retention: which other checkpoints stay."""
+    optimizers = as_one(optimizer)
     collect.check_call("save", model)
     if step is not None and (type(step) is not int or step < 0):
         raise UsageError(f"step={step!r} is not a training step; pass an int of at least 0")
@@ -81,7 +106,7 @@ def save(
             raise UsageError(
                 f"backend {backend!r} stores one optimizer, and optimizer= is a list; leave out backend="
             )
-        if keep_last is not None or keep_every is not None:
+        if retention != Retention():
             text = f"backend {backend!r} removes no older checkpoints; leave out keep_last and keep_every"
             raise UsageError(text)
         if step is not None:
@@ -93,8 +118,7 @@ def save(
             storage.write(model, optimizers, extra, ranks)
         return SaveHandle(storage.where, None)
     if step is None:
-        match = re.search(r"(\d{1,18})$", storage.name)
-        step = int(match[1]) if match else None
+        step = step_of(storage.name)
     with own_state(unwrapped(model), optimizers):
         handle = _saver().save(storage, model, optimizers, extra, step, retention, asynchronous)
     if not asynchronous:
@@ -196,13 +220,14 @@ class Saver:
         about = collected.metadata
         job = Job(storage, save_id, ranks.rank, ranks.size, step, retention, about, types, body, asynchronous)
 
+        @waiting_for_storage()
         def snapshot() -> None:
             storage.claim(save_id, ranks.rank)
             copied = any(not on_host(part.local.device) for part in collected.shards.values())
             bytes_of = self.buffer.take if asynchronous or copied else tensor_bytes
             job.data = bytes_of(body, collected.shards)
 
-        ranks.run_on_first(lambda: storage.begin(save_id))
+        ranks.run_on_first(waiting_for_storage()(lambda: storage.begin(save_id)))
         try:
             ranks.run_checked(snapshot)
         except BaseException:

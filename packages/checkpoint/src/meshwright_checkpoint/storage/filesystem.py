@@ -27,15 +27,18 @@ from meshwright_checkpoint.format.manifest import MAX_BYTES, NAME, Manifest
 from meshwright_checkpoint.io.direct_read import ALIGN, DirectReader
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.utils.names import did_you_mean
 
+DATA = "data-*.safetensors"
+"""Files of a checkpoint with values."""
 # pattern of a file name -> what a directory with such a file is
 _FOREIGN = MappingProxyType(
     {
         ".metadata": 'it is in the format of torch.distributed.checkpoint: mw.load(..., backend="dcp") reads it',
         "model.safetensors*": "it is a from_pretrained directory: mw.load reads it for a model, without an optimizer",
         "pytorch_model*.bin": "its weights are pickles, which are never read: write them again with save_pretrained",
-        "data-*.safetensors": "it has files of a checkpoint without their manifest, so they cannot be read",
+        DATA: "it has files of a checkpoint without their manifest, so they cannot be read",
     }
 )
 PARTIAL, DELETED, LOCK = ".partial-", ".deleted-", ".lock"
@@ -103,6 +106,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+@waiting_for_storage()
 def publish_directory(staging: Path, path: Path) -> None:
     """Make a staging directory durable and rename it to `path`."""
     sync_directory(staging)
@@ -330,11 +334,20 @@ class DirectoryStorage:
 
     def children(self) -> list[DirectoryStorage]:
         """The checkpoints directly inside this directory."""
+        return [DirectoryStorage(p) for p in self._visible() if (p / NAME).is_file()]
+
+    def without_manifest(self) -> list[DirectoryStorage]:
+        """Directories directly inside this one with files of a checkpoint that has lost its manifest."""
+        return [DirectoryStorage(p) for p in self._visible() if not (p / NAME).exists() and any(p.glob(DATA))]
+
+    def _visible(self) -> list[Path]:
+        """What is directly inside. Raises CheckpointError: it cannot be listed, which is not the same as empty."""
         try:
-            paths = sorted(self.path.iterdir())
-        except OSError:
+            return sorted(path for path in self.path.iterdir() if not path.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return [DirectoryStorage(p) for p in paths if not p.name.startswith(".") and (p / NAME).is_file()]
+        except OSError as error:
+            raise CheckpointError(f"{self.where} cannot be listed: {error.strerror}") from error
 
     def parent(self) -> DirectoryStorage:
         """The directory that contains this one."""

@@ -228,8 +228,10 @@ class ObjectStorage:
     def children(self) -> Sequence[ObjectStorage]:
         try:
             paths = sorted(self._fs.ls(self._path, detail=False))
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise CheckpointError(f"{self.where} cannot be listed: {error}") from error
         storages = [ObjectStorage(path, self._fs) for path in paths]
         return [storage for storage in storages if self._fs.exists(f"{storage._path}/{NAME}")]
 

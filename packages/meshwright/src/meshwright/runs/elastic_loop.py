@@ -52,7 +52,8 @@ def elastic(
         for step, batch in run.batches(loader, 1000):
             ...
 
-    What `folder` has of an earlier start is loaded now: parameters, buffers, optimizer, random streams, `state`.
+    What `folder` has of an earlier start is loaded now: parameters, buffers, optimizer, random streams, `state`. A damaged
+    checkpoint is left out: the log and `run.damaged` name it, and the newest whole one is loaded.
 
     Args:
         folder: of checkpoints, a path or a URL of fsspec that every rank sees; "step-N" in it is written after step N.
@@ -72,7 +73,9 @@ def elastic(
 
     Raises:
         UsageError: an argument is wrong, or another one on another rank, or the folder is that of another loop.
-        CheckpointError: a checkpoint cannot be read (see `mw.load`), or the memory of a host has no room for the copies.
+        CheckpointError: a checkpoint cannot be read for another reason than damage, or does not fit (see `mw.load`), or the memory
+            of a host has no room for the copies.
+        CorruptError: all checkpoints are damaged.
     """
     guard = LossGuard(spike, rewinds)
     _check_ranks_agree(
@@ -155,8 +158,13 @@ class ElasticLoop:
         self._batches: _Batches | None = None
         self._place: dict[str, Any] | None = None
         self._runs = False
-        self._load(self._states.last())
+        self._load(states.last())
         states.check_room(model, optimizer)
+
+    @property
+    def damaged(self) -> dict[str, str]:
+        """Checkpoints that were found damaged, so that the run went on from an older state: path -> what is wrong."""
+        return dict(self._states.damaged)
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of `total`, counted from 0.
@@ -258,18 +266,19 @@ class ElasticLoop:
             self.watch.pause()
         # a step that was not taken has left them
         self._model.zero_grad()
-        if not self._load(self._states.committed()):
+        if not self._load(self._states.committed(), in_memory=False):
             raise FloatingPointError(
                 f"step {self.step}: there is no checkpoint yet to go back to; begin with a smaller learning rate, or save "
                 "more often (interval=)"
             )
         self.left_out = left - self.step
 
-    def _load(self, state: LastState | None) -> bool:
-        """Load a state of the run. Whether there is one."""
+    def _load(self, state: LastState | None, in_memory: bool = True) -> bool:
+        """Load a state of the run, or an older one where it is damaged. Whether there is one."""
         if state is None:
             return False
-        path, extra = state.where, state.load(self._model, self._optimizer)
+        state, extra = self._states.load(state, self._model, self._optimizer, in_memory)
+        path = state.where
         if not isinstance(extra, dict) or not _KEYS <= extra.keys() <= _KEYS | _NEW_KEYS:
             raise UsageError(f"{path} was not written by mw.elastic; give another folder, or use mw.load")
         missing = sorted(extra["state"].keys() ^ self._state.keys())

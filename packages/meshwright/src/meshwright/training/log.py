@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +38,7 @@ class Log:
         self.board: Any = None
         self.utilisation = Utilisation()
         self.slow: list[int] = []
+        self.told: set[str] = set()
 
     def begin(self, model: nn.Module, step: int, flops: float | None = None) -> None:
         """Show the plan, and take up the files of the run after `step` steps. flops: operations of the model in a step."""
@@ -72,6 +73,14 @@ class Log:
         if self.active:
             self._keep(step)
             self.write(step, f"{fault}; going on from here with the next rows", {"went_back": fault})
+
+    def damaged(self, step: int, damaged: Mapping[str, str]) -> None:
+        """The run goes on after `step` steps, and not from newer checkpoints that are damaged: path -> what is wrong; told once."""
+        new = [{"path": path, "damage": damage} for path, damage in damaged.items() if path not in self.told]
+        self.told.update(damaged)
+        if new:
+            text = "; ".join(f"{each['path']} is damaged ({each['damage']})" for each in new)
+            self.write(step, f"going on from here, since {text}", {"damaged_checkpoints": new})
 
     def step(
         self, step: int, loss: float, norm: float, rate: float, batches: list[Any], seconds: float, used: int

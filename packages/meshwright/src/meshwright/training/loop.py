@@ -81,6 +81,7 @@ def train(recipe: Recipe, log: Log) -> int:
         return {**done, "losses": guard.last}
 
     log.begin(run.model, done["step"], run.flops)
+    log.damaged(done["step"], run.states.damaged)
     with signals() as arrived:
         while done["step"] < recipe.steps and not received:
             start = time.perf_counter()
@@ -92,6 +93,7 @@ def train(recipe: Recipe, log: Log) -> int:
                 fault = f"step {done['step'] + 1}: {fault}"
                 go_back(run, guard, fault)
                 log.went_back(done["step"], fault)
+                log.damaged(done["step"], run.states.damaged)
                 continue
             done["step"] += 1
             step, last = done["step"], done["step"] == recipe.steps
@@ -134,16 +136,13 @@ def set_up(recipe: Recipe) -> Run:
         model = make_model(recipe, tokenizer)
     done: dict[str, Any] = {"step": 0, "rows_seen": 0, "losses": []}
     same = identity(rows, recipe, tokenizer)
+    fixed = same | settings_of(config_of(model))
     kept = recipe.checkpoints
     retention = Retention(kept.keep_last, kept.keep_every)
     states = RunStates(Path(recipe.out) / "checkpoints", retention, kept.peer_copies)
     state = states.last()
     if state is not None:
-        saved = state.manifest
-        check_same(
-            saved.extra | settings_of(saved.model.config), same | settings_of(config_of(model)), recipe.out
-        )
-        done = {name: saved.extra.get(name, first) for name, first in done.items()}
+        check_goes_on(state, fixed, recipe)
     flops = model_flops(model, example, recipe.precision) if dist.get_rank() == 0 else None
     if recipe.plan.file:
         model = mw.parallelize(model, mw.ParallelPlan.load(recipe.plan.file), batch=example)
@@ -159,7 +158,10 @@ def set_up(recipe: Recipe) -> Run:
         return mw.shard_loader(loader_of(rows, order, workers), model=model)
 
     if state is not None:
-        load_into(state, model, optimizer)
+        # it may be an older one
+        state = load_into(states, state, model, optimizer)
+        check_goes_on(state, fixed, recipe)
+        done = {name: state.manifest.extra.get(name, first) for name, first in done.items()}
     elif isinstance(recipe.model, str) and Path(recipe.model).is_dir():
         mw.load(recipe.model, model=model, cast=True)
     states.check_room(model, optimizer)
@@ -170,12 +172,25 @@ def set_up(recipe: Recipe) -> Run:
     return Run(recipe, device, model, optimizer, states, endless, evaluated, {**done, **same}, flops, watch)
 
 
-def load_into(state: LastState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load a state of the run (a collective call)."""
-    state.load(model, optimizer)
+def check_goes_on(state: LastState, now: dict[str, Any], recipe: Recipe) -> None:
+    """Check that a run goes on from a state with what must be equal. Raises UsageError."""
+    saved = state.manifest
+    check_same(saved.extra | settings_of(saved.model.config), now, recipe.out)
+
+
+def load_into(
+    states: RunStates,
+    state: LastState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    in_memory: bool = True,
+) -> LastState:
+    """Load a state of the run, or an older one where it is damaged (a collective call). Returns the one that was loaded."""
+    loaded, _ = states.load(state, model, optimizer, in_memory)
     for group in optimizer.param_groups:
         # the recipe's settings, not those that were saved
         group.update(optimizer.defaults)
+    return loaded
 
 
 def fault_of_step(guard: LossGuard, loss: float, norm: float) -> str:
@@ -197,7 +212,7 @@ def go_back(run: Run, guard: LossGuard, fault: str) -> None:
     state = run.states.committed()
     if state is None:
         raise UsageError(f"{fault}, and there is no checkpoint to go back to yet; {fix}")
-    load_into(state, run.model, run.optimizer)
+    state = load_into(run.states, state, run.model, run.optimizer, in_memory=False)
     run.done["step"], guard.last = state.manifest.extra["step"], state.manifest.extra.get("losses", [])
 
 

@@ -1,0 +1,161 @@
+"""`load_latest` and `latest` where checkpoints are damaged: only damage leads to an older one, and it is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright_checkpoint import (
+    CheckpointError,
+    CorruptError,
+    MismatchError,
+    latest,
+    load_latest,
+    save,
+)
+from meshwright_checkpoint.format.manifest import NAME, Manifest
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.resuming import FolderCheckpoints
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+DATA = "data-00000.safetensors"
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 16
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+KINDS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "flipped value": (flip, DATA, "the stored values of"),
+    "truncated file": (cut, DATA, "bytes, and"),
+    "missing file": (Path.unlink, DATA, "is missing"),
+    "flipped manifest": (flip, NAME, "its checksum does not match"),
+    "truncated manifest": (cut, NAME, "its checksum does not match"),
+    "empty manifest": (lambda path: path.write_bytes(b""), NAME, "its first line is not a checksum"),
+    "missing manifest": (Path.unlink, NAME, "is missing"),
+}
+
+
+def linear(value: float, size: int = 3) -> nn.Linear:
+    model = nn.Linear(size, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1, 2 and 3, whose values are their steps."""
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", model=linear(step), extra=step).wait()
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_older_one_is_loaded_and_the_damage_is_told(
+    folder: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, file, text = KINDS[kind]
+    damage(folder / "step-3" / file)
+    before = files(folder)
+    model = linear(0)
+    loaded = load_latest(folder, model=model)
+    assert loaded is not None and Path(loaded.path).name == "step-2" and loaded.extra == 2
+    assert all(torch.equal(value, torch.full_like(value, 2)) for value in model.state_dict().values())
+    ((path, what),) = loaded.damaged.items()
+    assert path == str(folder / "step-3") and text in what and file in what
+    assert f"checkpoint {path} is left out, for it is damaged: {what}" in caplog.text
+    assert files(folder) == before
+    caplog.clear()
+    if kind == "flipped value":
+        # which nobody sees without reading it
+        assert latest(folder) == path and not caplog.messages
+    else:
+        assert latest(folder) == str(folder / "step-2") and what in caplog.text
+
+
+def test_a_whole_one_is_loaded_without_a_word(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flip(folder / "step-2" / DATA)
+    loaded = load_latest(folder, model=linear(0))
+    assert loaded is not None and loaded.extra == 3 and not loaded.damaged and not caplog.messages
+    assert load_latest(folder / "nowhere", model=linear(0)) is None
+
+
+def test_where_none_is_whole_it_raises(folder: Path) -> None:
+    for step, kind in ((1, "flipped value"), (2, "missing file"), (3, "truncated manifest")):
+        damage, file, _ = KINDS[kind]
+        damage(folder / f"step-{step}" / file)
+    with pytest.raises(CorruptError, match="is whole, so there is none to go on from") as error:
+        load_latest(folder, model=linear(0))
+    assert all(f"step-{step}" in str(error.value) for step in (1, 2, 3))
+    shutil.rmtree(folder / "step-1")
+    # None would begin anew without notice
+    with pytest.raises(CorruptError, match="Restore one of them, or begin anew in another folder"):
+        latest(folder)
+
+
+def test_what_is_not_damage_raises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(folder / "step-4", model=linear(4, size=5)).wait()
+    with pytest.raises(MismatchError, match="step-4 does not fit"):
+        load_latest(folder, model=linear(0))
+    flip(folder / "step-4" / DATA)
+    with pytest.raises(MismatchError, match="step-4 does not fit"):
+        load_latest(folder, model=linear(0))
+    shutil.rmtree(folder / "step-4")
+
+    def newer(data: bytes, where: str) -> Manifest:
+        return whole({**json.loads(data), "version": 3} if "step-3" in where else json.loads(data), where)
+
+    whole = Manifest.checked
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "from_bytes", newer)
+        for call in (latest, lambda folder: load_latest(folder, model=linear(0))):
+            with pytest.raises(CheckpointError, match="has version 3"):
+                call(folder)
+
+    def no_list(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", no_list)
+    with pytest.raises(CheckpointError, match="cannot be listed: Permission denied"):
+        latest(folder)
+
+
+def agreed(rank: int, size: int, other: str) -> tuple[str, str]:
+    """What ranks make of an error of rank 1, which is damage or another one."""
+    there = FolderCheckpoints("unused", Ranks())
+
+    def work() -> int:
+        if rank == 1:
+            raise CorruptError("file 7 is damaged") if other == "damage" else CheckpointError("no route")
+        if other == "both":
+            raise CorruptError("file 6 is damaged")
+        return 5
+
+    try:
+        return str(there.unless_damaged(work)), ""
+    except CheckpointError as error:
+        return "raised", str(error)
+
+
+def test_ranks_agree_on_damage(rank_pool: RankPool) -> None:
+    told = rank_pool.run(3, agreed, "damage")
+    assert told == [(str((None, "file 7 is damaged (seen by rank 1)")), "")] * 3
+    assert [what for what, _ in rank_pool.run(3, agreed, "network")] == ["raised"] * 3
+    assert [what for what, _ in rank_pool.run(3, agreed, "both")] == ["raised"] * 3
