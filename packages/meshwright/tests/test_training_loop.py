@@ -26,7 +26,7 @@ from meshwright.training.loop import Run, evaluate, train
 from meshwright_checkpoint.format.manifest import NAME, Manifest
 from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.storage.retention import Retention
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import InfeasibleError, UsageError
 
 MODEL = """
 import torch
@@ -151,6 +151,31 @@ def test_a_damaged_checkpoint_is_left_out_and_told(tmp_path: Path, monkeypatch: 
     assert losses == pytest.approx({record["step"]: record["loss"] for record in whole})
     extra = Manifest.from_bytes(Path("run/checkpoints/step-12", NAME).read_bytes(), "here").extra
     assert (extra["step"], extra["rows_seen"]) == (12, 24)
+
+
+@pytest.mark.slow
+def test_passes_of_a_step_may_change_between_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # whose losses are equal for any number of passes
+    monkeypatch.setattr("test_training_loop.MODEL", MODEL.replace("0.1", "0.0"))
+    words = ["schedule.name=constant", "batch_size=4"]
+    whole = trained(monkeypatch, {}, *words, "out=whole")
+    trained(monkeypatch, {}, *words, "steps=6", "accumulate=2")
+    records = trained(monkeypatch, {}, *words, "accumulate=4")
+    losses = {record["step"]: record["loss"] for record in records}
+    assert losses == pytest.approx({record["step"]: record["loss"] for record in whole}, rel=1e-5)
+
+
+def test_where_no_plan_fits_more_passes_are_named(recipe: Recipe) -> None:
+    halves = recipe.model_copy(update={"accumulate": 2})
+    with pytest.raises(InfeasibleError) as error, loop.passes_explained(halves):
+        raise InfeasibleError("no plan for 2 ranks fits", listed=True)
+    assert str(error.value).startswith(
+        "no plan for 2 ranks fits\nWith accumulate = 4 (now 2) a pass has 2 rows instead of 4."
+    )
+    whole = recipe.model_copy(update={"accumulate": 8})
+    with pytest.raises(InfeasibleError, match=r"^no plan$"), loop.passes_explained(whole):
+        raise InfeasibleError("no plan")
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ class FolderCheckpoints:
         """What this rank sees: the path of the newest, the damaged ones that are newer, and the last step."""
         all_found = found_in(folder_of(self.folder))
         newest, damaged = newest_of(all_found, self.damaged)
-        steps = [found.step for found in all_found if found.step is not None]
+        steps = [each.step for each in all_found if each.step is not None]
         return [
             None if newest is None else newest.storage.where,
             [[each.storage.where, str(each.problem)] for each in damaged],
@@ -147,7 +147,7 @@ class FolderCheckpoints:
         texts = self.ranks.gather([told, error is not None and error.rank is not None])
         if worst == 2:
             raise error or CheckpointError(next(text for text, _ in texts if text))
-        # what the rank says that has seen it, not what it has told the others
+        # the text of the rank that has seen it, not of those that it has told
         rank, text = next(
             ((rank, text) for rank, (text, is_told) in enumerate(texts) if text and not is_told),
             next((rank, text) for rank, (text, _) in enumerate(texts) if text),

@@ -36,7 +36,7 @@ class Found:
 
 def checkpoints(path: str | os.PathLike[str]) -> list[str]:
     """Complete checkpoints in the directory `path`, oldest first: by step, then by time of creation."""
-    return [found.storage.where for found in found_in(storage_of_path(path)) if found.problem is None]
+    return [each.storage.where for each in found_in(storage_of_path(path)) if each.problem is None]
 
 
 def latest(path: str | os.PathLike[str]) -> str | None:
@@ -76,14 +76,14 @@ def newest_of(all_found: Sequence[Found], left_out: Collection[str] = ()) -> tup
     Raises the error of one that is newer and cannot be read for another reason than damage.
     """
     damaged: list[Found] = []
-    for found in reversed(all_found):
-        if found.storage.where in left_out:
+    for each in reversed(all_found):
+        if each.storage.where in left_out:
             continue
-        if found.problem is None:
-            return found, damaged
-        if not isinstance(found.problem, CorruptError):
-            raise found.problem
-        damaged.append(found)
+        if each.problem is None:
+            return each, damaged
+        if not isinstance(each.problem, CorruptError):
+            raise each.problem
+        damaged.append(each)
     return None, damaged
 
 
@@ -105,10 +105,10 @@ def none_whole(folder: str, damaged: dict[str, str]) -> CorruptError:
 def found_in(parent: CheckpointStorage) -> list[Found]:
     """All checkpoints in a directory, oldest first: by step, then by time of creation."""
     all_found = [_look(storage) for storage in parent.children()]
-    if any(found.problem is not None for found in all_found):
+    if any(each.problem is not None for each in all_found):
         # not those that were removed while they were read
         there = {storage.name for storage in parent.children()}
-        all_found = [found for found in all_found if found.problem is None or found.storage.name in there]
+        all_found = [each for each in all_found if each.problem is None or each.storage.name in there]
     if isinstance(parent, DirectoryStorage):
         for storage in parent.without_manifest():
             problem = CorruptError(f"{storage.where}/{NAME} is missing")

@@ -82,6 +82,7 @@ def _dry_run(recipe: Recipe, world_size: int, host: PluginHost, as_json: bool) -
     """Do all up to the first step, without ranks, and print the plan. Raises what training would raise."""
     import meshwright as mw
     from meshwright.training.data import Order, loader_of
+    from meshwright.training.loop import passes_explained
     from meshwright.training.model_and_optimizer import make_model
     from meshwright_parallel.validation.checks import check_fit
 
@@ -95,7 +96,8 @@ def _dry_run(recipe: Recipe, world_size: int, host: PluginHost, as_json: bool) -
         plan = mw.ParallelPlan.load(recipe.plan.file)
         check_fit(model, plan, example, host, world_size)
     else:
-        plan = mw.plan(model, example, world_size=world_size, **recipe.keywords())
+        with passes_explained(recipe):
+            plan = mw.plan(model, example, world_size=world_size, **recipe.keywords())
     if as_json:
         click.echo(plan.to_json(), nl=False)
         return

@@ -10,6 +10,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -44,7 +45,7 @@ from meshwright.training.utilisation import model_flops
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.state.collect import config_of
 from meshwright_checkpoint.storage.retention import Retention
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.mesh.mesh import extremes
 
 Batch = dict[str, torch.Tensor]
@@ -147,7 +148,8 @@ def set_up(recipe: Recipe) -> Run:
     if recipe.plan.file:
         model = mw.parallelize(model, mw.ParallelPlan.load(recipe.plan.file), batch=example)
     else:
-        model = mw.auto_parallelize(model, example, **recipe.keywords())
+        with passes_explained(recipe):
+            model = mw.auto_parallelize(model, example, **recipe.keywords())
     optimizer = make_optimizer(recipe, model)
     if recipe.check_replicas:
         mw.watch_replicas(model, optimizer, recipe.check_replicas)
@@ -170,6 +172,23 @@ def set_up(recipe: Recipe) -> Run:
     evaluated = batches(held_out, watching, watched.data.workers if watched else 0)
     flops = None if flops is None else flops * recipe.accumulate
     return Run(recipe, device, model, optimizer, states, endless, evaluated, {**done, **same}, flops, watch)
+
+
+@contextmanager
+def passes_explained(recipe: Recipe) -> Iterator[None]:
+    """Where no plan fits, say how a pass has fewer rows, while a step keeps its own. Raises InfeasibleError."""
+    try:
+        yield
+    except InfeasibleError as error:
+        rows, now = recipe.batch_size, recipe.accumulate
+        more = next((n for n in range(now + 1, rows + 1) if rows % n == 0), None)
+        if more is None:
+            raise
+        text = (
+            f"With accumulate = {more} (now {now}) a pass has {rows // more} rows instead of {rows // now}.\n"
+            f"A step keeps its {rows} rows and its loss, with the dropout of that many passes; a run may go on with it."
+        )
+        raise InfeasibleError(f"{error}\n{text}", listed=True) from None
 
 
 def check_goes_on(state: LastState, now: dict[str, Any], recipe: Recipe) -> None:
