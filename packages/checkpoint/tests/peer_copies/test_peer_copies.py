@@ -161,6 +161,9 @@ def test_a_removed_checkpoint_takes_its_copies_with_it(tmp_path: Path) -> None:
     assert step is None and "with a checkpoint of step 5, which is not there" in reasons[0]
     assert loaded(begin(tmp_path), saved=None)[0] is None
     assert loaded(begin(tmp_path), saved=6) == (7, [])
+    # the checkpoint of step 5 is there, and damaged
+    held, reasons = begin(tmp_path).newest(2, 5)
+    assert held is not None and held.generation.step == 7 and reasons == []
 
 
 def test_a_later_start_is_newer_than_a_later_step(tmp_path: Path) -> None:
