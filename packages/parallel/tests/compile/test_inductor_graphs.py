@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from meshwright_parallel._torch.compiler import AotFunction
+from meshwright_parallel.compile.compiled_graphs import CompiledGraphs
 
 ROWS, COLUMNS = 8, 16
 
@@ -23,7 +24,14 @@ def shifted(scores: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
     return [by_distance.tanh()]
 
 
-def inductor_function(function: Callable[..., Any]) -> tuple[AotFunction, list[fx.GraphModule]]:
+def always_compiled(graph: Any, examples: Any, backward: bool, compiler: Callable[[], Any]) -> Any:
+    """No graph is there already."""
+    return compiler()
+
+
+def inductor_function(
+    function: Callable[..., Any], take: Callable[..., Any] = always_compiled
+) -> tuple[AotFunction, list[fx.GraphModule]]:
     """The function, to be compiled, and the graphs of its passes."""
     graphs: list[fx.GraphModule] = []
     compiled = AotFunction(
@@ -31,7 +39,7 @@ def inductor_function(function: Callable[..., Any]) -> tuple[AotFunction, list[f
         "inductor",
         graphs.append,
         lambda graph: None,
-        lambda graph, backward, compiler: compiler(),
+        take,
         lambda gradients: gradients,
     )
     return compiled, graphs
@@ -74,3 +82,34 @@ def test_fused_operations_round_as_they_do_uncompiled() -> None:
     differing = [float((value != eager).float().mean()) for value in (ours, default)]
     # the negative control: torch's own default keeps more digits between fused operations
     assert 2 * differing[0] < differing[1], differing
+
+
+def convolutions(
+    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor
+) -> list[torch.Tensor]:
+    """A block of a ResNet. Its convolutions run, and save their results, with the channels last."""
+    h = F.batch_norm(F.conv2d(x, first, padding=1), None, None, scale, None, True)
+    return [F.conv2d(h.relu(), second, padding=1).relu() + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_backward_passes_take_what_is_saved_with_other_strides() -> None:
+    torch.manual_seed(0)
+    graphs = CompiledGraphs(8, AssertionError)
+    shapes = ((4, 8, 6, 6), (16, 8, 3, 3), (16, 16, 3, 3), (16,))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    (expected,) = convolutions(*inputs)
+    for _ in range(2):
+        # the second finds the graphs of the first
+        compiled, recorded = inductor_function(convolutions, graphs.take)
+        compiled.compile(inputs)
+        (result,) = compiled(inputs)
+        torch.testing.assert_close(result, expected)
+        assert result.stride() == expected.stride()
+        ours, theirs = (
+            torch.autograd.grad(r.square().sum(), inputs, retain_graph=True) for r in (result, expected)
+        )
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+    assert graphs.count == 1 and len(graphs.graphs) == len(recorded) == 2

@@ -31,7 +31,8 @@ class AotFunction:
         function: takes and returns tensors of fixed shapes, strides, dtypes and requires_grad.
         check: called with the graph of each pass, the forward first.
         check_joint: called with the graph of both passes together, if there is a backward pass.
-        take: gets a graph, whether it is that of a backward pass, and a function that compiles it; gives the compiled graph.
+        take: gets a graph, tensors as its inputs are, whether it is that of a backward pass, and a function that compiles it; gives
+            the compiled graph.
         differentiable: called with the gradients of a backward pass that autograd records (create_graph=True).
     """
 
@@ -41,7 +42,7 @@ class AotFunction:
         backend: Backend,
         check: Callable[[fx.GraphModule], None],
         check_joint: Callable[[fx.GraphModule], None],
-        take: Callable[[fx.GraphModule, bool, Callable[[], Compiled]], Compiled],
+        take: Callable[[fx.GraphModule, Sequence[Any], bool, Callable[[], Compiled]], Compiled],
         differentiable: Callable[[Sequence[Any]], Sequence[Any]],
     ) -> None:
         from torch._functorch import aot_autograd
@@ -52,11 +53,13 @@ class AotFunction:
 
         def forward(graph: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
             check(graph)
-            return self._boxed(take(graph, False, lambda: compiler(graph, examples, False)))
+            run = take(graph, examples, False, lambda: compiler(graph, examples, False))
+            _tell_strides(run, examples)
+            return self._boxed(run)
 
         def backward(graph: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
             check(graph)
-            return take(graph, True, lambda: compiler(graph, examples, True))
+            return take(graph, examples, True, lambda: compiler(graph, examples, True))
 
         def partition(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
             check_joint(graph)
@@ -93,6 +96,7 @@ class AotFunction:
         with (
             # operations round to their dtype as they do uncompiled, also where they are fused
             inductor.patch(fallback_random=True, emulate_precision_casts=True),
+            _strides_told(),
             _nothing_donated(),
             _collectives_apart(),
             _recorded_gradients(self._differentiable),
@@ -114,10 +118,38 @@ def _decompositions() -> dict[Any, Any]:
 
 
 def _inductor(graph: fx.GraphModule, examples: Sequence[Any], backward: bool) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
 
     _write_out_scattered(graph)
+    record_original_output_strides(graph)
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    # results and gradients keep the strides that they were recorded with; what is saved for the backward pass may have others
+    kept = range(len(output.args[0])) if backward else _places_of_results()  # type: ignore[arg-type]
+    output.meta["user_visible_output_idxs"] = [n for n in kept if isinstance(output.args[0][n], fx.Node)]  # type: ignore[index]
     return compile_fx_inner(graph, examples, is_backward=backward)  # type: ignore[arg-type, return-value]
+
+
+def _places_of_results() -> range:
+    """Where a forward graph being compiled has the results of its function, among what it saves."""
+    metadata: Any = torch._guards.TracingContext.get().fw_metadata
+    first = metadata.num_mutated_inp_runtime_indices
+    return range(first, first + metadata.num_outputs)
+
+
+@contextmanager
+def _strides_told() -> Iterator[None]:
+    """Inside, the backward pass is compiled for the strides that the compiled forward pass gives to what it saves."""
+    with torch._guards.tracing(torch._guards.TracingContext(None)):
+        yield
+
+
+def _tell_strides(run: Any, examples: Sequence[Any]) -> None:
+    """Tell the strides of a compiled graph's results, which inductor does when it compiles one, for one that was there."""
+    from torch._inductor.utils import set_tracing_context_output_strides
+
+    told = torch._guards.TracingContext.get().output_strides
+    if told is not None and not told and hasattr(run, "output_strides"):
+        set_tracing_context_output_strides(examples, run)
 
 
 def _write_out_scattered(graph: fx.GraphModule) -> None:

@@ -26,9 +26,14 @@ class CompiledGraphs:
     count: int = 0
     graphs: dict[Any, Compiled] = field(default_factory=dict)
 
-    def take(self, graph: fx.GraphModule, backward: bool, compiler: Callable[[], Compiled]) -> Compiled:
-        """The compiled form of a graph without constants of its own; `compiler` makes it if there is none."""
-        key = (backward, graph.code, _forms(graph))
+    def take(
+        self, graph: fx.GraphModule, examples: Sequence[Any], backward: bool, compiler: Callable[[], Compiled]
+    ) -> Compiled:
+        """The compiled form of a graph without constants of its own; `compiler` makes it if there is none.
+
+        `examples`: tensors as its inputs are. What a forward pass saves may have other strides than it was recorded with.
+        """
+        key = (backward, graph.code, _forms(examples))
         if key not in self.graphs:
             if not backward and self.count >= self.most:
                 raise self.full()
@@ -37,7 +42,6 @@ class CompiledGraphs:
         return self.graphs[key]
 
 
-def _forms(graph: fx.GraphModule) -> Sequence[Any]:
+def _forms(values: Sequence[Any]) -> Sequence[Any]:
     """Shape, strides, dtype and device of each input."""
-    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
     return tuple([(tuple(v.shape), v.stride(), v.dtype, v.device, v.requires_grad) for v in values])
