@@ -113,3 +113,23 @@ def test_backward_passes_take_what_is_saved_with_other_strides() -> None:
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
     assert graphs.count == 1 and len(graphs.graphs) == len(recorded) == 2
+
+
+def masked_sums(x: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of what a mask has and has not, as attention over two types of tokens makes them."""
+    zero = x.new_zeros(())
+    return [torch.stack([torch.where(mask, a, b).sum(-1) for a, b in ((x, zero), (zero, x))], -1)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("heads", [2, 17])
+def test_reductions_over_a_dim_that_is_not_contiguous(heads: int) -> None:
+    """torch's own code for it writes beyond the result, which ends the process (see `_reductions_in_one_dim`)."""
+    torch.manual_seed(0)
+    mask = torch.rand(4, 8, 8, heads).permute(0, 3, 1, 2) > 0.5
+    x = torch.randn(4, heads, 8, 8)
+    compiled, _ = inductor_function(masked_sums)
+    compiled.compile([x, mask])
+    (result,), (expected,) = compiled([x, mask]), masked_sums(x, mask)
+    torch.testing.assert_close(result, expected)

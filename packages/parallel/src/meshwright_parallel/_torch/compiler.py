@@ -20,6 +20,10 @@ _COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor",
 """Those of torch in functional form that a graph may have."""
 
 
+_CACHE_TAG = " meshwright 1"
+"""Of inductor's caches on disk: another one whenever code is generated otherwise than by torch."""
+
+
 class _NotRun(Exception):
     """A compiled graph is called for the first time, while it is being compiled."""
 
@@ -92,10 +96,13 @@ class AotFunction:
     def compile(self, examples: Sequence[Tensor]) -> None:
         """Record and compile, and do not run."""
         from torch._inductor import config as inductor
+        from torch.compiler import config as caches
 
         with (
             # operations round to their dtype as they do uncompiled, also where they are fused
             inductor.patch(fallback_random=True, emulate_precision_casts=True),
+            caches.patch(cache_key_tag=caches.cache_key_tag + _CACHE_TAG),  # type: ignore[attr-defined]
+            _reductions_in_one_dim(),
             _strides_told(),
             _nothing_donated(),
             _collectives_apart(),
@@ -130,7 +137,7 @@ def _inductor(graph: fx.GraphModule, examples: Sequence[Any], backward: bool) ->
 
 
 def _places_of_results() -> range:
-    """Where a forward graph being compiled has the results of its function, among what it saves."""
+    """Where a forward graph being compiled has the results of its function, among the tensors that are saved."""
     metadata: Any = torch._guards.TracingContext.get().fw_metadata
     first = metadata.num_mutated_inp_runtime_indices
     return range(first, first + metadata.num_outputs)
@@ -138,7 +145,7 @@ def _places_of_results() -> range:
 
 @contextmanager
 def _strides_told() -> Iterator[None]:
-    """Inside, the backward pass is compiled for the strides that the compiled forward pass gives to what it saves."""
+    """Inside, the backward pass is compiled for the strides that the compiled forward pass gives to saved tensors."""
     with torch._guards.tracing(torch._guards.TracingContext(None)):
         yield
 
@@ -195,6 +202,27 @@ def _backward_at_once() -> Iterator[None]:
 
     config: Any = aot_autograd.AOTConfig  # type: ignore[attr-defined]
     with _replaced(aot_autograd, "AOTConfig", partial(config, force_non_lazy_backward_lowering=True)):
+        yield
+
+
+@contextmanager
+def _reductions_in_one_dim() -> Iterator[None]:
+    """Inside, loops over CPU memory that reduce are vectorized in one dim.
+
+    In two, torch 2.13 writes beyond the result where the dims are smaller than a vector, and sums what does not belong together:
+    `where(mask, x, 0).sum(-1)` of a mask whose last dim is not the contiguous one ends the process, or is wrong.
+    """
+    from torch._inductor.codegen import cpp
+
+    select = cpp.TilingSelect.select_tiling
+
+    def select_tiling(self: Any, functions: Any, sizes: Any) -> Any:
+        factors, dims, stats = select(self, functions, sizes)
+        if len(dims) > 1 and any(reduced for _, reduced in sizes):
+            factors, dims = factors[-1:], dims[-1:]
+        return factors, dims, stats
+
+    with _replaced(cpp.TilingSelect, "select_tiling", select_tiling):
         yield
 
 
