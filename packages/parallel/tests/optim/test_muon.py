@@ -21,10 +21,17 @@ from meshwright_parallel import parallelize
 
 WIDTH, ODD, ODDER = 64, 65, 67
 STEPS = 5
+OWNERS = {
+    f"layers.{layer}.{name}.weight": (layer + place) % 2
+    for layer in range(2)
+    for place, name in enumerate(("up", "down", "odd", "back", "small"))
+}
 PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"degrees": {"dp": 2}},
     **{f"zero{stage}": {"degrees": {"zero": 2}, "zero": {"stage": stage}} for stage in (1, 2, 3)},
     "dp2-zero2": {"degrees": {"dp": 2, "zero": 2}, "zero": {"stage": 2}},
+    "owners3": {"degrees": {"zero": 2}, "zero": {"stage": 3, "owners": OWNERS}},
+    "owners-dp2-1": {"degrees": {"dp": 2, "zero": 2}, "zero": {"stage": 1, "owners": OWNERS}},
     "tp2-zero2": {
         "degrees": {"zero": 2, "tp": 2},
         "zero": {"stage": 2},
@@ -34,6 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
         ),
     },
 }
+PLANS["owners-tp2-2"] = {**PLANS["tp2-zero2"], "zero": {"stage": 2, "owners": OWNERS}}
 
 
 class Layer(nn.Module):
@@ -125,7 +133,8 @@ def against_one_device(rank: int, size: int, layout: str, kind: Any = optim.Muon
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=pytest.mark.slow) if n != "tp2-zero2" else n for n in PLANS]
+    "layout",
+    [n if n in ("tp2-zero2", "owners-tp2-2") else pytest.param(n, marks=pytest.mark.slow) for n in PLANS],
 )
 def test_each_matrix_is_computed_on_one_rank_as_on_one_device(rank_pool: RankPool, layout: str) -> None:
     """In double precision, so that gradients round to the same bfloat16 numbers."""
@@ -179,10 +188,10 @@ def test_bfloat16_parameters_are_bit_equal(rank_pool: RankPool, layout: str) -> 
         assert len(same) == 36 and all(same)
 
 
-def sent(rank: int, size: int) -> Any:
+def sent(rank: int, size: int, layout: str) -> Any:
     """Bytes that this rank gets, against those of all parameters in bfloat16."""
     torch.manual_seed(0)
-    model: Any = parallelize(Net(), ParallelPlan(world_size=size, **PLANS["zero2"]))
+    model: Any = parallelize(Net(), ParallelPlan(world_size=size, **PLANS[layout]))
     matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
     optimizer = optim.Muon(matrices)
     for p in matrices:
@@ -193,8 +202,12 @@ def sent(rank: int, size: int) -> Any:
 
 
 def test_a_step_has_two_collectives_along_an_axis(rank_pool: RankPool) -> None:
-    results = rank_pool.run(2, sent)
+    results = rank_pool.run(2, sent, "zero2")
     assert all(nbytes.keys() == {("zero", "optimizer", "all_to_all")} for nbytes, _ in results)
     # to the owners and back, each time half of a matrix, in all; small matrices come back whole
     received = sum(sum(nbytes.values()) for nbytes, _ in results)
     assert received <= 1.02 * 2 * results[0][1] / 2
+
+
+def test_a_step_of_matrices_with_owners_has_none(rank_pool: RankPool) -> None:
+    assert all(not nbytes for nbytes, _ in rank_pool.run(2, sent, "owners3"))

@@ -99,7 +99,7 @@ def _plan_boxes(checkpoint: Checkpoint, plan: ParallelPlan) -> dict[str, tuple[t
             parameter = checkpoint.tensors.get(MODEL + name)
             if parameter is not None and parameter.shape != shape:
                 continue
-        ruled = next((n for n in names.get(name, ()) if plan.parameter_rule(n)), name)
+        ruled = next((n for n in names.get(name, ()) if plan.names(n)), name)
         if strategies:
             states = parameter_states(ruled, shape, plan, strategies)
         else:

@@ -77,10 +77,13 @@ class ZeroRule(Model):
     unit: what no border of shards cuts. A number: a block of so many elements of a parameter, in their order, as optimizers
         quantize their states in; "row": what one index of its first dim names; "tensor": all of a parameter. None: shards are
         the equal chunks of one dim.
+    owners: name of a parameter -> the rank along `zero` that has all of it, whatever the unit; for optimizers that compute
+        with whole matrices. The planner writes them.
     """
 
     stage: Literal[1, 2, 3]
     unit: ShardUnit = None
+    owners: Annotated[dict[Word, Count], Frozen] = Field(default_factory=FrozenDict)
 
 
 class PrecisionRule(Model):
@@ -339,6 +342,10 @@ class PlanFields(Model):
     def degree(self, axis: str) -> int:
         """The number of ranks along `axis`: 1 for an axis that the plan does not have."""
         return int(self.degrees.get(axis, 1))
+
+    def names(self, fqn: str) -> bool:
+        """Whether the plan says how this parameter is sharded: by a rule, or by an owner."""
+        return self.parameter_rule(fqn) is not None or (self.zero is not None and fqn in self.zero.owners)
 
     def parameter_rule(self, fqn: str) -> ParameterRule | None:
         """The rule that places this parameter: the first that matches, or None."""

@@ -46,10 +46,15 @@ Part = Iterator[str | Table]
 
 def _unit(plan: PlanFields) -> str:
     """What shards along zero do not cut, in words, with a comma before them; nothing for equal chunks."""
-    unit = None if plan.zero is None else plan.zero.unit
-    if unit is None:
+    if plan.zero is None:
         return ""
-    return f", in whole {f'blocks of {unit} elements' if isinstance(unit, int) else f'{unit}s'}"
+    unit, owned = plan.zero.unit, len(plan.zero.owners)
+    words = (
+        ""
+        if unit is None
+        else f", in whole {f'blocks of {unit} elements' if isinstance(unit, int) else f'{unit}s'}"
+    )
+    return f"{words}, {count_of(owned, 'parameter')} whole on one rank each" if owned else words
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Part:

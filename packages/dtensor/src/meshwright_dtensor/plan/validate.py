@@ -24,6 +24,7 @@ def check(plan: PlanFields, world_size: int | None, axes: tuple[str, ...] | None
         rule = f"the run has {count_of(world_size, 'rank')}; launch {count_of(plan.world_size, 'rank')} or plan for {world_size}"
         raise PlanError("world_size", plan.world_size, rule, f"{world_size} with {near}")
     _check_parameters(plan)
+    _check_owners(plan)
     _check_activations(plan)
     if plan.context is not None and "cp" not in plan.degrees:
         rule = f"it needs the axis 'cp', and the axes of the plan are {listing(plan.degrees)}"
@@ -71,6 +72,17 @@ def _check_parameters(plan: PlanFields) -> None:
         _refuse_repeated(seen, rule.pattern, index, "parameters", ".pattern")
         for axis in rule.placement:
             _known_axis(plan, f"parameters[{index}].placement.{axis}", axis)
+
+
+def _check_owners(plan: PlanFields) -> None:
+    for name, owner in ({} if plan.zero is None else plan.zero.owners).items():
+        if owner >= plan.degree("zero"):
+            rule = f"zero has {count_of(plan.degree('zero'), 'rank')}, and the first is 0"
+            raise PlanError(f"zero.owners.{name}", owner, rule, str(plan.degree("zero") - 1))
+        ruled = plan.parameter_rule(name)
+        if ruled is not None and "zero" in ruled.placement:
+            rule = f"the rule {ruled.pattern!r} places this parameter along zero too; remove one of them"
+            raise PlanError(f"zero.owners.{name}", owner, rule)
 
 
 def _check_activations(plan: PlanFields) -> None:

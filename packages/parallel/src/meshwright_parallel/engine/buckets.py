@@ -7,7 +7,7 @@ Gradients of sharded parameters form one row per rank of the shard axis. A reduc
 which is then all-reduced over the axes of replicas.
 
 A large gradient is reduced in place by a collective of its own (`Single`), without a copy. Its flag is in a bucket of the same
-kind.
+kind. If one rank owns the parameter, the sum goes to that rank alone (`Owned`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.devices.waits import wait_for
 from meshwright_dtensor.mesh.mesh import group_over, message_device
 from meshwright_parallel._torch.core import is_only_user, is_only_user_after_accumulation, local_of
-from meshwright_parallel.engine.flat_shards import Shards, single_bytes
+from meshwright_parallel.engine.flat_shards import Shards, row_starts, single_bytes
 
 Axes = tuple[str, ...]
 _Kind = TypeVar("_Kind", bound="Bucket")
@@ -47,6 +47,7 @@ class Slot:
         group: parameter group; sharded gradients of one group and dtype make one bucket.
         index: its place among the slots of the engine.
         bucket, position, offset: number of its bucket, its place there, its first element there.
+        starts: of a sharded one, the first element of each rank's part in its row.
     """
 
     name: str
@@ -60,11 +61,12 @@ class Slot:
     bucket: int = -1
     position: int = 0
     offset: int = 0
+    starts: tuple[int, ...] = ()
 
     @cached_property
     def numel(self) -> int:
-        """Elements in a row of the buffer."""
-        return local_of(self.leaf).numel() if self.shards is None else self.shards.size
+        """Elements that this rank has of the sum."""
+        return local_of(self.stored).numel()
 
     @cached_property
     def shape(self) -> torch.Size:
@@ -145,10 +147,19 @@ class Bucket:
         return self.numel + self.expected
 
     def add(self, slot: Slot) -> None:
-        """Add a slot at the end."""
+        """Add a slot at the end; where the parts of sharded ones are is known once all are there (`close`)."""
         slot.position, slot.offset = len(self.slots), self.numel
         self.slots.append(slot)
-        self.numel += slot.numel
+        if slot.shards is None:
+            self.numel += slot.numel
+
+    def close(self) -> None:
+        """All slots are there."""
+        sharded = [(slot, slot.shards) for slot in self.slots if slot.shards is not None]
+        starts, width = row_starts([shards for _, shards in sharded])
+        for (slot, _), at in zip(sharded, starts, strict=True):
+            slot.starts = at
+        self.numel += width
 
     def buffer(self) -> torch.Tensor:
         """The buffer [count, width] of this pass; nobody else uses its memory, since gradients become views of it."""
@@ -162,7 +173,7 @@ class Bucket:
         """The view of the buffer for a slot's summed gradient, with the strides of a new gradient."""
         if slot.shards is not None:
             row = self.buffer()[0] if self.result is None else self.result
-            return slot.shards.in_row(row[slot.offset :])
+            return slot.shards.in_row(row[slot.starts[slot.shards.rank] :])
         view = self.views.get(slot.position)
         if view is None:
             rows = self.buffer()
@@ -180,8 +191,7 @@ class Bucket:
         if slot.shards is None:
             self.view(slot).copy_(gradient)
         else:
-            rows = self.buffer()[:, slot.offset : slot.offset + slot.numel]
-            for row, part in slot.shards.pairs(rows, gradient):
+            for row, part in slot.shards.pairs(self.buffer(), slot.starts, gradient):
                 row.copy_(part)
         self.arrived.add(slot.position)
 
@@ -238,7 +248,11 @@ class Bucket:
             return rows
         for slot in self.slots:
             if slot.position not in self.arrived:
-                rows[:, slot.offset : slot.offset + slot.numel].zero_()
+                if slot.shards is None:
+                    rows[:, slot.offset : slot.offset + slot.numel].zero_()
+                else:
+                    for start, size, row in zip(slot.starts, slot.shards.sizes, rows, strict=True):
+                        row[start : start + size].zero_()
                 flags[:, slot.position] = 0
         for place in self.flag_slots.values():
             if place not in self.arrived:
@@ -246,7 +260,8 @@ class Bucket:
         return rows
 
     def _sum(self, row: torch.Tensor, mesh: DeviceMesh) -> dist.Work | None:
-        if not self.axes:
+        # the other ranks of a gradient with one owner have nothing
+        if not self.axes or not row.numel():
             return None
         record("all_reduce", "+".join(self.axes), row.nbytes, "backward", function="data", why="X->I")
         return dist.all_reduce(row, group=group_over(mesh, self.axes), async_op=True)
@@ -261,12 +276,13 @@ class Single(Bucket):
     def put(self, slot: Slot, gradient: torch.Tensor) -> None:
         assert self.flag_bucket is not None
         count = gradient.numel()
-        if gradient.stride() == slot.strides and is_only_user_after_accumulation(gradient):
+        there = gradient.stride() == slot.strides and gradient.dtype == self.dtype
+        if there and is_only_user_after_accumulation(gradient):
             flat = gradient.as_strided((count,), (1,), gradient.storage_offset())
         else:
             flat = torch.empty(count, dtype=self.dtype, device=self.device)
             flat.as_strided(gradient.shape, slot.strides).copy_(gradient)
-        self.rows = flat.view(self.count, -1)
+        self.rows = flat.view(self._rows_shape)
         self.arrived.add(0)
         self.flag_bucket.arrived.add(self.flag_bucket.flag_slots[slot.index])
 
@@ -280,8 +296,29 @@ class Single(Bucket):
 
     def _filled(self) -> torch.Tensor:
         if self.rows is None:
-            self.rows = torch.zeros(self.count, self.numel, dtype=self.dtype, device=self.device)
+            self.rows = torch.zeros(self._rows_shape, dtype=self.dtype, device=self.device)
         return self.rows
+
+    @property
+    def _rows_shape(self) -> tuple[int, int]:
+        return self.count, self.numel
+
+
+@dataclass
+class Owned(Single):
+    """One large gradient whose sum goes to the rank that owns the parameter, where it stays in autograd's memory."""
+
+    def launch(self, mesh: DeviceMesh) -> None:
+        shards, row = self.slots[0].shards, self._filled()[0]
+        assert shards is not None and shards.owner is not None
+        record("reduce", self.shard_axis, row.nbytes, "backward", function="zero", why="X->S")
+        group = mesh.get_group(self.shard_axis)
+        self.work = dist.reduce(row, group_dst=shards.owner, group=group, async_op=True)
+        self.result = row if shards.rank == shards.owner else row.new_empty(0)
+
+    @property
+    def _rows_shape(self) -> tuple[int, int]:
+        return 1, self.numel
 
 
 @dataclass(frozen=True)
@@ -298,8 +335,14 @@ class BucketSizes:
     single: int | None = None
     reuse: bool = False
 
+    def kind(self, slot: Slot) -> type[Single] | None:
+        """How a slot is reduced if it is reduced alone."""
+        if slot.shards is not None and slot.shards.is_owned_alone(slot.stored.dtype):
+            return Owned
+        return Single if self.is_single(slot) else None
+
     def is_single(self, slot: Slot) -> bool:
-        """Whether a slot is reduced alone."""
+        """Whether a slot is reduced alone, in parts of all ranks."""
         sharded = bool(slot.shard_axis)
         least = single_bytes(slot.stored.device, sharded) if self.single is None else self.single
         return slot.in_rows and slot.numel * slot.stored.dtype.itemsize >= least
@@ -318,9 +361,10 @@ def make_buckets(slots: Sequence[Slot], sizes: BucketSizes) -> list[Bucket]:
     for slot in slots:
         key = _key(slot)
         left[key] -= 1
-        if sizes.is_single(slot):
+        alone = sizes.kind(slot)
+        if alone is not None:
             # its memory is autograd's, so there is none to reuse
-            single = _bucket(Single, slot, replace(sizes, reuse=False))
+            single = _bucket(alone, slot, replace(sizes, reuse=False))
             single.add(slot)
             closed.append(single)
             singles.setdefault(key, []).append(single)
@@ -342,6 +386,7 @@ def make_buckets(slots: Sequence[Slot], sizes: BucketSizes) -> list[Bucket]:
             closed.append(bucket)
             opened.pop(key, None)
     for number, bucket in enumerate(closed):
+        bucket.close()
         for slot in bucket.slots:
             slot.bucket = number
     return closed

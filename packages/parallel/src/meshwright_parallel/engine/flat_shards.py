@@ -1,13 +1,15 @@
-"""Geometry of a parameter that is sharded along one dim into the rows of a flat buffer, one row per rank.
+"""Geometry of parameters that are sharded along one dim into the rows of a flat buffer, one row per rank.
 
-    whole [.., L, ..]  <->  rows [n, size]      size = elements of the largest shard
+    whole [.., L, ..]  <->  rows [n, width]      a row has a rank's shards of several parameters, one after the other
 
-Copies follow the parameter's own memory order, so a transposed parameter is copied as fast.
+So `width` is the most elements that a rank has of all of them, whatever parts of each it has. Copies follow the parameter's own
+memory order, so a transposed parameter is copied as fast.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,15 +61,30 @@ class Shards:
         """Length of the sharded dim in the largest shard."""
         return max(length for _, length in self.spans)
 
-    @property
-    def size(self) -> int:
-        """Elements of a row: those of the largest shard."""
-        return math.prod(self.shape) // self.shape[self.dim] * self.chunk
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each rank's shard."""
+        return tuple(math.prod(self.shard_shape(rank)) for rank in range(self.count))
 
     @cached_property
     def even(self) -> bool:
         """Whether all shards are equal, in the order of the ranks."""
         return all(span == (rank * self.chunk, self.chunk) for rank, span in enumerate(self.spans))
+
+    @cached_property
+    def owner(self) -> int | None:
+        """The rank that has the whole, where one has."""
+        whole = (0, self.shape[self.dim])
+        return self.spans.index(whole) if whole in self.spans and self.count > 1 else None
+
+    def is_owned_alone(self, dtype: torch.dtype) -> bool:
+        """Whether one rank has the whole, and it is so large that it is sent by itself, to or from that rank.
+
+        In rows of equal width the others would send as many bytes.
+        """
+        # torch reduces no complex tensor to one rank
+        large = math.prod(self.shape) * dtype.itemsize >= SINGLE_BYTES and not dtype.is_complex
+        return large and self.owner is not None
 
     @property
     def in_rows(self) -> bool:
@@ -87,12 +104,31 @@ class Shards:
         shape = self.shard_shape(self.rank if rank is None else rank)
         return row.as_strided(shape, dense_strides(shape, self.order), row.storage_offset())
 
-    def pairs(self, rows: torch.Tensor, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of views (of `rows` [n, size], of `whole`) of the same elements, for copies between them."""
-        if not self.even:
-            return [(self.in_row(rows[r], r), self.part(whole, r)) for r in range(self.count)]
+    def pairs(
+        self, rows: torch.Tensor, starts: Sequence[int], whole: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of views (of `rows` [n, width], of `whole`) of the same elements, for copies between them.
+
+        `starts`: where the shard of each rank begins in its row.
+        """
+        if not self.even or len(set(starts)) > 1:
+            ranks = (rank for rank in range(self.count) if self.sizes[rank])
+            return [(self.in_row(rows[rank, starts[rank] :], rank), self.part(whole, rank)) for rank in ranks]
         shape = self.shard_shape(0)
         strides = (rows.stride(0), *dense_strides(shape, self.order))
-        cut = rows.as_strided((self.count, *shape), strides, rows.storage_offset())
+        cut = rows.as_strided((self.count, *shape), strides, rows.storage_offset() + starts[0])
         parts = whole.unflatten(self.dim, (self.count, self.chunk)).movedim(self.dim, 0)
         return [(cut, parts)]
+
+
+def row_starts(shards: Sequence[Shards]) -> tuple[list[tuple[int, ...]], int]:
+    """Per item where the shard of each rank begins in its row, and the width of the rows.
+
+    Equal shards are first, so that one copy moves those of all ranks.
+    """
+    starts: list[tuple[int, ...]] = [()] * len(shards)
+    ends = [0] * (shards[0].count if shards else 0)
+    for place in sorted(range(len(shards)), key=lambda place: not shards[place].even):
+        starts[place] = tuple(ends)
+        ends = [end + size for end, size in zip(ends, shards[place].sizes, strict=True)]
+    return starts, max(ends, default=0)

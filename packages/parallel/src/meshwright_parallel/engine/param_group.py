@@ -6,7 +6,7 @@ dtype. The unsharded form of each parameter is a leaf tensor that is a view of t
     stored parts --cast--> row [width] --all-gather--> rows [n, width] --copy--> buffer, of which the leaves are views
 
 A large parameter that needs no cast, and whose shards are contiguous in the whole, is gathered straight into the buffer by
-a collective of its own.
+a collective of its own. So is one that a single rank owns: it is broadcast.
 
 Resharding drops the buffer and never resizes it: whoever still holds a view of it reads the old values.
 """
@@ -32,7 +32,7 @@ from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy, mark_as_copy
 from meshwright_parallel._torch.checkpoint import selective_checkpointing, without_modes
 from meshwright_parallel._torch.core import copy_all, count_write, local_of, storage_key, versions
-from meshwright_parallel.engine.flat_shards import Shards, single_bytes
+from meshwright_parallel.engine.flat_shards import Shards, row_starts, single_bytes
 
 
 class UnshardState(Enum):
@@ -89,11 +89,10 @@ class UnshardedParameter(ComputeCopy):
         self.offset = self.version = 0
         self.gathered_writes: int | None = None
         stored = local_of(parameter)
-        self.gathered_alone = (
-            shards is not None
-            and shards.in_rows
-            and stored.dtype == layout.dtype
-            and stored.nbytes >= single_bytes(stored.device)
+        self.gathered_alone = shards is not None and (
+            # a part of each rank, or all of one rank
+            (shards.in_rows and stored.dtype == layout.dtype and stored.nbytes >= single_bytes(stored.device))
+            or shards.is_owned_alone(layout.dtype)
         )
         # while resharded: the right shape, no memory, and values that nobody takes for real ones; integers have none
         fill = math.nan if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
@@ -195,15 +194,14 @@ class ParamGroup:
         self.state = UnshardState.STALE
         self.consumed_gradients = 0
         self.buffer: torch.Tensor | None = None
-        self.width = self.numel = 0
-        # where each parameter's part begins in a row
-        self._row_offsets: list[int] = []
+        self.numel = 0
         for parameter in self.parameters:
             parameter.group, parameter.offset = self, self.numel
             self.numel += math.prod(parameter.layout.local_shape)
-            self._row_offsets.append(self.width)
-            if parameter.shards is not None and not parameter.gathered_alone:
-                self.width += parameter.shards.size
+        in_rows = [(p, p.shards) for p in self.parameters if p.shards is not None and not p.gathered_alone]
+        starts, self.width = row_starts([shards for _, shards in in_rows])
+        # the parameters of a row: where the part of each rank begins
+        self._in_rows = [(p, shards, at) for (p, shards), at in zip(in_rows, starts, strict=True)]
         first = self.parameters[0]
         self.dtype, self.device = first.layout.dtype, first.leaf().device
         sharded = [parameter for parameter in self.parameters if parameter.shards is not None]
@@ -231,20 +229,33 @@ class ParamGroup:
             for unsharded in self.parameters:
                 if unsharded.gathered_alone:
                     self._allocate()
-                    whole, strides = unsharded.leaf().data, unsharded.strides
-                    self._all_gather(_flat(whole, strides), _flat(local_of(unsharded.parameter), strides))
+                    self._gather_alone(unsharded)
             if self.width:
                 row = torch.empty(self.width, dtype=self.dtype, device=self.device)
-                pairs = [
-                    (unsharded.shards.in_row(row[start:]), local_of(unsharded.parameter))
-                    for unsharded, start in zip(self.parameters, self._row_offsets, strict=True)
-                    if unsharded.shards is not None and not unsharded.gathered_alone
-                ]
-                copy_all(pairs)
+                copy_all(
+                    [
+                        (shards.in_row(row[starts[shards.rank] :]), local_of(unsharded.parameter))
+                        for unsharded, shards, starts in self._in_rows
+                    ]
+                )
                 self._rows = torch.empty(self.count, self.width, dtype=self.dtype, device=self.device)
                 self._all_gather(self._rows.view(-1), row)
             count_write([unsharded.leaf() for unsharded in self._changed if unsharded.gathered_alone])
         self.state = UnshardState.IN_FLIGHT
+
+    def _gather_alone(self, unsharded: UnshardedParameter) -> None:
+        """Gather one parameter straight into the buffer; one of a single rank is broadcast from there."""
+        assert unsharded.shards is not None
+        whole, strides, owner = unsharded.leaf().data, unsharded.strides, unsharded.shards.owner
+        if owner is None:
+            self._all_gather(_flat(whole, strides), _flat(local_of(unsharded.parameter), strides))
+            return
+        if owner == unsharded.shards.rank:
+            whole.copy_(local_of(unsharded.parameter))
+        follow_call(self.engine.mesh, "unshard")
+        record("broadcast", self.axis, whole.nbytes, self.engine.phase, self.name, "zero", "S->X")
+        group = self.engine.mesh.get_group(self.axis)
+        self._works.append(dist.broadcast(_flat(whole, strides), group=group, group_src=owner, async_op=True))
 
     def _all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
         follow_call(self.engine.mesh, "unshard")
@@ -271,18 +282,12 @@ class ParamGroup:
         rows = self._wait()
         with torch.inference_mode(False), torch.no_grad():
             self._allocate()
-            pairs = []
-            for unsharded, start in zip(self.parameters, self._row_offsets, strict=True):
-                if unsharded.gathered_alone:
-                    continue
-                # .data has its own version count: only real changes are counted
-                whole = unsharded.leaf().data
-                if unsharded.shards is None:
-                    pairs.append((whole, local_of(unsharded.parameter)))
-                else:
-                    assert rows is not None
-                    part = rows[:, start : start + unsharded.shards.size]
-                    pairs += [(out, value) for value, out in unsharded.shards.pairs(part, whole)]
+            # .data has its own version count: only real changes are counted
+            pairs = [(u.leaf().data, local_of(u.parameter)) for u in self.parameters if u.shards is None]
+            for unsharded, shards, starts in self._in_rows:
+                assert rows is not None
+                parts = shards.pairs(rows, starts, unsharded.leaf().data)
+                pairs += [(out, value) for value, out in parts]
             copy_all(pairs)
             count_write([unsharded.leaf() for unsharded in self._changed if not unsharded.gathered_alone])
         self.state = UnshardState.READY

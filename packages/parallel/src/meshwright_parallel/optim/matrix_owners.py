@@ -3,12 +3,12 @@
 An owner has one coordinate on each mesh axis. Parts go to it axis by axis, the innermost axis first, in one all-to-all over each
 axis along which a matrix is sharded: after an axis, the parts of a matrix are on ranks with the owner's coordinate there. Along
 axes on which a matrix is replicated, only ranks with the owner's coordinate send. Results go the same way back, and along
-replicated axes to every rank. So groups of single axes are enough, and a rank sends about as much as it holds.
+replicated axes to every rank. So groups of single axes are enough, and a rank sends about as much as it holds. Nothing is sent
+along an axis on which one coordinate has all of a matrix: its owner is there.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ from meshwright_dtensor.comm import group_calls
 from meshwright_dtensor.comm.log import CommLog, record
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.sharding.balance import least_loaded
 from meshwright_dtensor.sharding.boxes import (
     dense_strides,
     read_region,
@@ -28,23 +29,38 @@ from meshwright_dtensor.sharding.boxes import (
     region_shape,
     write_region,
 )
+from meshwright_dtensor.sharding.intervals import IntervalShard
 
 Tensor = torch.Tensor
 Item: TypeAlias = tuple[int, tuple[int, ...]]
-"""A part of a matrix: the number of the matrix, and the part's coordinate on each axis that shards it (0 on others)."""
+"""A part of a matrix: the number of the matrix, and the part's coordinate on each axis that shards it (on others, one for all)."""
 
 
-def balanced_owners(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """The rank that computes each item: the costliest first, each to the rank with the least so far (of equal ones the first).
+def balanced_owners(
+    context: MeshContext, layouts: Sequence[Layout], costs: Sequence[float]
+) -> tuple[int, ...]:
+    """The rank, in mesh order, that computes each matrix: see `least_loaded`.
 
-    Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: at most 4/3 of the least possible load.
+    A matrix that ranks of one coordinate on an axis have alone (`holders`) is computed there.
     """
-    loads = [(0.0, rank) for rank in range(ranks)]
-    owners = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, owners[index] = heapq.heappop(loads)
-        heapq.heappush(loads, (load + costs[index], owners[index]))
-    return tuple(owners)
+    allowed: list[list[int] | None] = []
+    for layout in layouts:
+        held = holders(layout)
+        places = [range(n) if at is None else (at,) for n, at in zip(context.sizes, held, strict=True)]
+        ranks = (_number(coords, context.sizes) for coords in itertools.product(*places))
+        allowed.append(None if held.count(None) == len(held) else list(ranks))
+    return least_loaded(costs, context.mesh.size(), allowed)
+
+
+def holders(layout: Layout) -> tuple[int | None, ...]:
+    """Per mesh axis the one coordinate whose ranks have all elements; None where several have some, or all of them."""
+    places: list[int | None] = []
+    for state in layout.states:
+        ranks = []
+        if isinstance(state, IntervalShard):
+            ranks = [rank for rank, given in enumerate(state.intervals) if any(length for _, length in given)]
+        places.append(ranks[0] if len(ranks) == 1 else None)
+    return tuple(places)
 
 
 @dataclass(frozen=True)
@@ -72,14 +88,27 @@ class OwnerExchange:
         self.context, self.layouts = context, tuple(layouts)
         self._owners = [_coords(owner, context.sizes) for owner in owners]
         self.mine = tuple(i for i, owner in enumerate(self._owners) if owner == context.coords)
+        # per matrix and axis, the coordinate that has all of it, if the owner has that
+        self._held = [
+            tuple(place if place == at else None for place, at in zip(holders(layout), owner, strict=True))
+            for layout, owner in zip(self.layouts, self._owners, strict=True)
+        ]
         self._shards = [
             tuple(
-                isinstance(state, int) and n > 1
-                for state, n in zip(layout.states, context.sizes, strict=True)
+                isinstance(state, int) and n > 1 and place is None
+                for state, n, place in zip(layout.states, context.sizes, held, strict=True)
             )
-            for layout in self.layouts
+            for layout, held in zip(self.layouts, self._held, strict=True)
         ]
-        axes = [axis for axis, n in enumerate(context.sizes) if n > 1]
+        self._here = [
+            all(place in (None, at) for place, at in zip(held, context.coords, strict=True))
+            for held in self._held
+        ]
+        axes = [
+            axis
+            for axis, n in enumerate(context.sizes)
+            if n > 1 and any(held[axis] is None for held in self._held)
+        ]
         sharded = [axis for axis in reversed(axes) if any(shards[axis] for shards in self._shards)]
         self._to_owners = [self._gather_route(axis) for axis in sharded]
         self._from_owners = [self._scatter_route(axis) for axis in axes]
@@ -91,7 +120,7 @@ class OwnerExchange:
             parts: all of the same dtype; a part that is the whole matrix is returned itself.
             dim_orders: the dims of each whole matrix in memory, outermost first.
         """
-        held = {(i, self._own_item(i)): part.reshape(-1) for i, part in enumerate(parts)}
+        held = {(i, self._own_item(i)): part.reshape(-1) for i, part in enumerate(parts) if self._here[i]}
         like = parts[0].reshape(-1)
         for route in self._to_owners:
             self._exchange(route, held, like)
@@ -120,7 +149,10 @@ class OwnerExchange:
         }
         for route in self._from_owners:
             self._exchange(route, held, like)
-        return [held[i, self._own_item(i)].view(layout.local_shape) for i, layout in enumerate(self.layouts)]
+        return [
+            (held[i, self._own_item(i)] if self._here[i] else like.new_empty(0)).view(layout.local_shape)
+            for i, layout in enumerate(self.layouts)
+        ]
 
     def _exchange(self, route: _Route, held: dict[Item, Tensor], like: Tensor) -> None:
         """One all-to-all; what arrives is added to `held`."""
@@ -159,7 +191,9 @@ class OwnerExchange:
         sent: list[list[Item]] = [[] for _ in range(n)]
         received: list[list[Item]] = [[] for _ in range(n)]
         for i, owner in enumerate(self._owners):
-            if any(me[a] != owner[a] for a in range(axis + 1, len(me))):
+            held = self._held[i]
+            apart = any(me[a] != owner[a] for a in range(len(me)) if a > axis or held[a] is not None)
+            if apart or held[axis] is not None:
                 continue
             outer = {a: me[a] for a in range(axis)}
             if me[axis] != owner[axis]:
@@ -178,8 +212,8 @@ class OwnerExchange:
         sizes = self.context.sizes
         return itertools.product(
             *(
-                ((given[axis],) if axis in given else range(sizes[axis])) if shards else (0,)
-                for axis, shards in enumerate(self._shards[i])
+                ((given[axis],) if axis in given else range(sizes[axis])) if shards else (place or 0,)
+                for axis, (shards, place) in enumerate(zip(self._shards[i], self._held[i], strict=True))
             )
         )
 
@@ -191,6 +225,14 @@ class OwnerExchange:
 
     def _numel(self, item: Item) -> int:
         return math.prod(region_shape(self._region(*item)))
+
+
+def _number(coords: Sequence[int], sizes: Sequence[int]) -> int:
+    """The number of a rank in mesh order."""
+    number = 0
+    for place, n in zip(coords, sizes, strict=True):
+        number = number * n + place
+    return number
 
 
 def _coords(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:

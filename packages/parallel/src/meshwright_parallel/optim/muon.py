@@ -19,6 +19,7 @@ import torch
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter, state_like
+from meshwright_dtensor.sharding.balance import orthogonalization_cost
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.stages.stage_tensor import StageTensor
 from meshwright_dtensor.stored.elementwise import parts_correspond
@@ -100,16 +101,9 @@ class _Matrix:
         local.add_(orthogonal, alpha=-adjusted)
 
 
-def orthogonalization_cost(shape: Sequence[int]) -> float:
-    """In products of two numbers, but for a constant factor: the Gram matrix is of the shorter side."""
-    m, n = shape
-    return float(m * n * min(m, n))
-
-
 def _rounds(context: MeshContext, layouts: tuple[Layout, ...]) -> list[tuple[slice, OwnerExchange]]:
     """Owners that are balanced over all matrices, and the exchange of each round."""
-    ranks = context.mesh.size()
-    owners = balanced_owners([orthogonalization_cost(layout.shape) for layout in layouts], ranks)
+    owners = balanced_owners(context, layouts, [orthogonalization_cost(layout.shape) for layout in layouts])
     rounds: list[tuple[slice, OwnerExchange]] = []
     start = elements = 0
     for end, layout in enumerate([*layouts, None]):

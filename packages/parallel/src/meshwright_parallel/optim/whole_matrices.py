@@ -22,6 +22,7 @@ from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import MeshParameter, state_like
+from meshwright_dtensor.sharding.balance import preconditioning_cost
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.stored.elementwise import parts_correspond
 from meshwright_dtensor.stored.permuted import like_parameter
@@ -259,9 +260,8 @@ class _Owned:
 
 
 def _owners(context: MeshContext, layouts: tuple[Layout, ...]) -> tuple[int, ...]:
-    """Owners of parameters; a product with a preconditioner of each dim costs as many products as elements times that dim."""
-    costs = [float(layout.shape.numel() * max(1, sum(layout.shape))) for layout in layouts]
-    return balanced_owners(costs, context.mesh.size())
+    """Owners of parameters."""
+    return balanced_owners(context, layouts, [preconditioning_cost(layout.shape) for layout in layouts])
 
 
 def _is_sharded(x: Any) -> bool:

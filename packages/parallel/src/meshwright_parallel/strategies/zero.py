@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.cluster import CollectiveKind
+from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.ragged import ragged_shard, rows_of_blocks, unit_lengths
 from meshwright_dtensor.strategy import CollectiveUse, Stall, StrategyCost, planned_state
@@ -51,13 +52,16 @@ class Zero(RowStrategy):
 
         An outer dim gives longer contiguous copies. Where no dim divides, a large parameter is sharded unevenly along its
         largest dim and a small one stays whole (state X). With a unit in the plan, rows (dim 0) are sharded, cut at borders of
-        units; where another axis cuts through units, as without one.
+        units; where another axis cuts through units, as without one. A parameter with an owner in the plan is on that rank,
+        but for what other axes shard. Raises PlanError: they shard all of its dims.
         """
         planned = planned_state(plan, fqn, self.axis)
         if isinstance(planned, int):
             return planned
         if degree <= 1 or plan.zero is None:
             return "X"
+        if fqn in plan.zero.owners:
+            return _state_of_owner(fqn, plan.zero.owners[fqn], shape, plan, others)
         if plan.zero.unit is not None:
             rows = rows_of_unit(shape, plan.zero.unit)
             state = _state_in_units(fqn, tuple(shape), rows, plan, others)
@@ -293,6 +297,19 @@ def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:
     # the longest dim of which torch.chunk leaves every rank a row, else the dim with the least padding
     full = [dim for dim in free if -(-shape[dim] // -(-shape[dim] // degree)) == degree]
     return max(full, key=lambda dim: (shape[dim], -dim)) if full else min(free, key=padding)
+
+
+def _state_of_owner(
+    fqn: str, owner: int, shape: Sequence[int], plan: ParallelPlan, others: Mapping[str, State]
+) -> State:
+    """All elements of a dim that no other axis shards, on one rank."""
+    taken = {int(s) for axis, s in others.items() if isinstance(s, int) and plan.degree(axis) > 1}
+    free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim]]
+    if not free:
+        rule = f"other axes shard every dim of {fqn!r} with shape {list(shape)}; remove the owner, and zero shards it too"
+        raise PlanError(f"zero.owners.{fqn}", owner, rule)
+    lengths = [shape[free[0]] if rank == owner else 0 for rank in range(plan.degree("zero"))]
+    return ragged_shard(free[0], lengths)
 
 
 def rows_of_unit(shape: Sequence[int], unit: int | str) -> int:

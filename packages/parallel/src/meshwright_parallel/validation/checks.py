@@ -168,7 +168,7 @@ def _stored_states(model: nn.Module, plan: ParallelPlan, strategies: Sequence[St
     stored: dict[str, States] = {}
     gathered = frozenset(strategy.axis for strategy in strategies if strategy.gathers)
     for aliases, parameter in all_names(model):
-        planned = [name for name in aliases if plan.parameter_rule(name) is not None] or aliases[:1]
+        planned = [name for name in aliases if plan.names(name)] or aliases[:1]
         shape = tuple(parameter.shape)
         by_name = {name: parameter_states(name, shape, plan, strategies) for name in planned}
         first = planned[0]
@@ -195,6 +195,10 @@ def _check_plan(model: nn.Module, part: StagePlan, batch: Any, states: Mapping[s
             kind, near = type(model).__name__, did_you_mean(rule.pattern, fqns)
             text = f"no parameter of this {kind} matches; its parameters are {listing(fqns, 4)}"
             raise PlanError(f"parameters[{index}].pattern", rule.pattern, text, near)
+    for name, owner in ({} if plan.zero is None else plan.zero.owners).items():
+        if name not in fqns:
+            text = f"this {type(model).__name__} has no such parameter; its parameters are {listing(fqns, 4)}"
+            raise PlanError(f"zero.owners.{name}", owner, text, did_you_mean(name, fqns))
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for index, call in enumerate(plan.activations):
         if not any(call.matches(name, call.function, call.occurrence) for name in modules):
