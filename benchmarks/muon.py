@@ -6,6 +6,9 @@ By hand: what a script of stock torch does. Momentum in shards, each update gath
 orthogonalised on every rank. Ours and it take turns, one step each, in the same processes, on the same gradients; the ratio is
 of such pairs. One device steps alone, in a process of its own, while nothing else runs. On fewer cores than ranks, ranks wait for
 each other's processor, so the processor seconds of the rank that has most of them are there too, as a part of one device's.
+
+"whole": each matrix is on one rank of zero, as `mw.plan(optimizer="muon")` has it, so that its gradient is reduced to that rank.
+What a step saves may be paid before it, so these rows also have forward, backward and step against those of chunks, in turns.
 """
 
 from __future__ import annotations
@@ -24,9 +27,20 @@ from torch.optim import _muon
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.sharding.balance import least_loaded, orthogonalization_cost
 from meshwright_dtensor.testing.rank_pool import RankPool
 
-LAYOUTS = ("dp", "zero1", "zero2", "zero3", "tp2 x zero2")
+LAYOUTS = (
+    "dp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero1 whole",
+    "zero2 whole",
+    "zero3 whole",
+    "tp2 x zero2",
+    "tp2 x zero2 whole",
+)
 
 
 class Net(nn.Module):
@@ -46,16 +60,28 @@ class Net(nn.Module):
                 weight = nn.Parameter(torch.randn(m * hidden, n * hidden) / hidden**0.5)
                 self.register_parameter(f"{name}_{layer}", weight)
 
+    def forward(self, scale: Tensor) -> Tensor:
+        return torch.stack([(p * scale).sum() for p in self.parameters()]).sum()
 
-def plan_of(layout: str, ranks: int) -> ParallelPlan:
+
+def plan_of(layout: str, ranks: int, layers: int) -> ParallelPlan:
     if layout == "dp":
         return ParallelPlan(world_size=ranks, degrees={"dp": ranks})
+    owners = {}
+    if layout.endswith("whole"):
+        shapes = {name: p.shape for name, p in Net(4, layers).named_parameters()}
+        places = least_loaded(
+            [orthogonalization_cost(s) for s in shapes.values()], ranks // (2 if "x" in layout else 1)
+        )
+        owners = dict(zip(shapes, places, strict=True))
+    layout = layout.removesuffix(" whole")
+    zero = {"stage": int(layout[-1]), "owners": owners}
     if "x" not in layout:
-        return ParallelPlan(world_size=ranks, degrees={"zero": ranks}, zero={"stage": int(layout[-1])})
+        return ParallelPlan(world_size=ranks, degrees={"zero": ranks}, zero=zero)
     rules = [ParameterRule(pattern=f"{n}_*", placement={"tp": "S(0)"}) for n in ("q", "k", "v", "up")]
     rules += [ParameterRule(pattern=f"{n}_*", placement={"tp": "S(1)"}) for n in ("o", "down")]
     return ParallelPlan(
-        world_size=ranks, degrees={"zero": ranks // 2, "tp": 2}, zero={"stage": 2}, parameters=tuple(rules)
+        world_size=ranks, degrees={"zero": ranks // 2, "tp": 2}, zero=zero, parameters=tuple(rules)
     )
 
 
@@ -82,7 +108,7 @@ def ours(layout: str, ranks: int, hidden: int, layers: int) -> Callable[[], None
     from meshwright_parallel import parallelize
 
     torch.manual_seed(0)
-    net: Any = parallelize(Net(hidden, layers), plan_of(layout, ranks))
+    net: Any = parallelize(Net(hidden, layers), plan_of(layout, ranks, layers))
     gradients(net)
     optimizer = torch.optim.Muon(net.parameters(), lr=0.02)
 
@@ -90,6 +116,30 @@ def ours(layout: str, ranks: int, hidden: int, layers: int) -> Callable[[], None
         optimizer.step()
 
     return step
+
+
+def training_step(layout: str, ranks: int, hidden: int, layers: int) -> Callable[[], None]:
+    """Forward, backward and step of ours."""
+    from meshwright_parallel import parallelize
+
+    torch.manual_seed(0)
+    net: Any = parallelize(Net(hidden, layers), plan_of(layout, ranks, layers))
+    optimizer = torch.optim.Muon(net.parameters(), lr=0.02)
+    scale = torch.tensor(1.0)
+
+    def step() -> None:
+        net(scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def against_chunks(rank: int, ranks: int, layout: str, hidden: int, layers: int, rounds: int) -> Any:
+    steps = [training_step(name, ranks, hidden, layers) for name in (layout, layout.removesuffix(" whole"))]
+    for step in steps:
+        step()
+    return timed_pairs(steps, rounds)
 
 
 def by_hand(layout: str, ranks: int, hidden: int, layers: int) -> Callable[[], None]:
@@ -158,24 +208,33 @@ def main() -> None:
     sizes = (options.hidden, options.layers, options.rounds)
     print(f"{options.ranks} ranks, {options.layers} layers of hidden size {options.hidden}")
     print(
-        "| layout | step / one device | not orthogonalising | step / by hand | processor of a rank / one device | MB received |"
+        "| layout | step / one device | not orthogonalising | step / by hand | processor of a rank / one device | MB received "
+        "| training step / chunks |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for layout in layouts:
         if "tp2" in layout and options.ranks % 4:
             continue
         with RankPool() as pool:
             one_device = pool.run(1, alone, *sizes)[0]
             results = pool.run(options.ranks, against_hand, layout, *sizes, timeout=1200)
+            chunks = []
+            if layout.endswith("whole"):
+                chunks = pool.run(options.ranks, against_chunks, layout, *sizes, timeout=1200)[0]
         base = statistics.median(one_device)
         pairs = results[0][0]
         steps = sorted(a / base for a, _ in pairs)
         ratios = sorted(a / b for a, b in pairs)
-        texts = [f"{statistics.median(x):.2f} ({x[0]:.2f} to {x[-1]:.2f})" for x in (steps, ratios)]
+        trained = sorted(a / b for a, b in chunks)
+        texts = [
+            f"{statistics.median(x):.2f} ({x[0]:.2f} to {x[-1]:.2f})" if x else ""
+            for x in (steps, ratios, trained)
+        ]
         processor, rest = max(r[1] for r in results) / base, results[0][2] / base
         megabytes = max(r[3] for r in results) / 1e6
         print(
-            f"| {layout} | {texts[0]} | {rest:.2f} | {texts[1]} | {processor:.2f} | {megabytes:.1f} |",
+            f"| {layout} | {texts[0]} | {rest:.2f} | {texts[1]} | {processor:.2f} | {megabytes:.1f} | "
+            f"{texts[2]} |",
             flush=True,
         )
     print(f"one device: {base * 1e3:.0f} ms ({min(one_device) * 1e3:.0f} to {max(one_device) * 1e3:.0f})")

@@ -18,6 +18,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.strategy.optimizer_names import optimizer_name
 from meshwright_dtensor.utils.bytesize import parse_size
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
 
@@ -47,7 +48,7 @@ class PlanKeywords(TypedDict, total=False):
     world_size: int | None
     planner: str
     cost_model: str | None
-    optimizer: str
+    optimizer: str | type[Any] | functools.partial[Any]
     global_batch_size: int | None
     precision: str | None
     top_k: int
@@ -84,7 +85,9 @@ class PlanRequest:
         planner: name of a registered planner.
         cost_model: name of a registered cost model ("roofline", "measured", or of a plugin); None takes the measurements of the
             cluster, else its datasheet.
-        optimizer: "adamw", "adam", "sgd" or "sgd-momentum": decides the memory of its state.
+        optimizer: "adamw", "adam", "sgd", "sgd-momentum", "muon", "shampoo", "soap", "adamw8bit" or "adamw4bit"; or the class
+            of such an optimizer, also in a functools.partial. It decides the memory of its states, and what shards along zero
+            leave whole. "muon", "shampoo" and "soap" step the matrices of repeated blocks, and AdamW the rest.
         global_batch_size: rows of the global batch, if the example has another number.
         precision: "bf16", "fp16" or "fp32": dtype that a float32 model is computed in; None is its own.
         top_k: the most plans to return, best first.
@@ -100,7 +103,7 @@ class PlanRequest:
         zero: ZeRO stage, 1 to 3, or 0 for none; None is searched, with `dp` given only if nothing else fits.
         zero_degree: data ranks that share one copy of the training state; all of them by default.
         zero_unit: what no border of their shards cuts: a number of elements of a parameter (a block that an optimizer quantizes
-            states in), "row" or "tensor"; None shards in equal chunks. Costs are those of chunks.
+            states in), "row" or "tensor"; None takes what the optimizer needs, else equal chunks. Costs are those of chunks.
         sequence_parallel: True shards the sequence over tp between blocks (norms, dropout, residual), False forbids it, None
             takes what is cheaper.
         microbatches: equal parts that a pipeline (pp) cuts the batch into; None is searched.
@@ -120,7 +123,7 @@ class PlanRequest:
     world_size: int | None = None
     planner: str = "eager"
     cost_model: str | None = None
-    optimizer: str = "adamw"
+    optimizer: str | type[Any] | functools.partial[Any] = "adamw"
     global_batch_size: int | None = None
     precision: str | None = None
     top_k: int = 1
@@ -146,6 +149,7 @@ class PlanRequest:
     keep_user_sharding: bool = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", optimizer_name(self.optimizer))
         if isinstance(self.cluster, os.PathLike):
             object.__setattr__(self, "cluster", os.fspath(self.cluster))
         if self.memory_limit is not None:

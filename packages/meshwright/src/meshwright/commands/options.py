@@ -180,7 +180,12 @@ PLANNING: tuple[Option, ...] = (
         "--cost-model",
         help="Cost model by name, as roofline or measured. [default: what was measured, else the datasheet]",
     ),
-    click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum."),
+    click.option(
+        "--optimizer",
+        default="adamw",
+        show_default=True,
+        help="adamw, adam, sgd, sgd-momentum, muon, shampoo, soap, adamw8bit or adamw4bit.",
+    ),
     number("--global-batch-size", help="Plan for so many rows, if the batch has another number."),
     DEGREE,
     *(number(f"--{axis}", help=f"As --degree {axis}=N.") for axis in DEGREES),

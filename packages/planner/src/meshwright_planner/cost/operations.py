@@ -53,7 +53,9 @@ UPDATE = "update"
 def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
     """Seconds of one operation, forward and backward, with launches that compute does not hide; and its forward fraction."""
     if op.kind == UPDATE:
-        return optimizer_seconds(cluster, sum(op.made), OPTIMIZERS[op.name], op.tensors), FORWARD
+        nbytes = sum(op.made)
+        states = (op.nbytes / nbytes - 3) / 2 if nbytes else 0.0
+        return optimizer_seconds(cluster, nbytes, states, op.tensors), FORWARD
     around = cluster.host_s + (cluster.dispatch_s if op.on_mesh else 0.0)
     launches = cluster.launch_s + (cluster.backward_launch_s if op.backward else 0.0)
     launches += around
@@ -144,13 +146,16 @@ def even_bytes(flops: float, itemsize: int = 4, matrices: int = 1) -> float:
     return 1.2 * 3 * itemsize * (flops / matrices / 2) ** (2 / 3) * matrices
 
 
-def update_of(optimizer: str, nbytes: float, parameters: int) -> Operation:
-    """An optimizer step over parameters of `nbytes` in all: reads parameter, gradient, states, writes parameter, states."""
-    streamed = nbytes * (3 + 2 * OPTIMIZERS[optimizer])
+def update_of(optimizer: str, states: float, nbytes: float, parameters: int) -> Operation:
+    """An optimizer step over parameters of `nbytes` in all: reads parameter, gradient, states, writes parameter, states.
+
+    `states`: their bytes by those of the parameters.
+    """
+    streamed = nbytes * (3 + 2 * states)
     return Operation(optimizer, UPDATE, "float32", 0.0, streamed, False, made=(nbytes,), tensors=parameters)
 
 
-def optimizer_seconds(cluster: Cluster, parameter_bytes: float, states: int, parameters: int = 0) -> float:
+def optimizer_seconds(cluster: Cluster, parameter_bytes: float, states: float, parameters: int = 0) -> float:
     """Seconds of one optimizer step over `parameters` parameters of `parameter_bytes` in all.
 
     It reads parameter, gradient and states and writes parameter and states; measured, a step of AdamW (two states).

@@ -19,7 +19,7 @@ from meshwright_dtensor.plan import CompileRule
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Link, ModelSizes, SearchRequest, Strategy, Survey
 from meshwright_planner.cost.cost_models import CheckedModel, priced
-from meshwright_planner.cost.operations import OPTIMIZERS
+from meshwright_planner.cost.optimizers import states_per_element
 from meshwright_planner.memory.parts import Sizes
 from meshwright_planner.trace.batch import Batch
 
@@ -55,7 +55,7 @@ class Setting:
     Args:
         batch: an example, of the global size.
         strategies: axis -> strategy, outermost axis first.
-        optimizer: name in OPTIMIZERS.
+        optimizer: a name of cost.optimizers.
         pins: degrees fixed by the user.
         limit: bytes that may be predicted for one rank.
         allowed: bytes that one rank has. The difference to `limit` covers errors of predictions.
@@ -96,6 +96,11 @@ class Setting:
     time_budget: float | None = None
     cost_model: CheckedModel | None = None
     request: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def states(self) -> float:
+        """Bytes of optimizer states by those of trained parameters."""
+        return states_per_element(self.optimizer, self.model)
 
     @property
     def figures(self) -> Cluster | None:
@@ -151,7 +156,7 @@ class Basis:
             sums -= {axis for axis, survey in self.surveys.items() if survey.parameters}
             parts = math.prod(d for axis, d in degrees.items() if axis not in sums)
         parameters, trained = self.bytes
-        return (parameters + trained * (1 + OPTIMIZERS[self.setting.optimizer])) / parts
+        return (parameters + trained * (1 + self.setting.states)) / parts
 
     def request(self, axis: str | None = None) -> SearchRequest:
         """The request to strategies before anything is decided; `axis`: of the strategy that is asked."""

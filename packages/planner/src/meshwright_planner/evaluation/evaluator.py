@@ -25,7 +25,6 @@ from meshwright_planner.evaluation.placed_model import Placed
 from meshwright_planner.evaluation.stage_recompute import RecomputeVariants
 from meshwright_planner.evaluation.step_cost import cost, with_stage_recompute
 from meshwright_planner.evaluation.tapes import SearchCache, Tapes
-from meshwright_planner.memory.parts import parameter_factor
 from meshwright_planner.placement.ilp import MemoryTerms, Unsolved
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import Placement, PlacementProblem
@@ -134,7 +133,7 @@ class Search:
         candidate = self._costed(point, placed, axes)
         if candidate.excess_bytes and axes and point.recompute != BY_STAGE:
             hopeless = candidate.least_bytes(self.basis.sizes) > self.setting.limit
-            factor = parameter_factor(self.setting.optimizer)
+            factor = 2 + self.setting.states
             recomputed = placed.with_recompute(self.recompute(point))
             problem = recomputed.problem
             tight = None if hopeless else self._within(problem, self._tight(candidate, recomputed))
@@ -320,7 +319,7 @@ class Search:
         On a tiny model any communication costs more than replicated compute, so that the fastest placement would shard
         nothing. But a degree of a searched axis is there to divide the model.
         """
-        terms = MemoryTerms(PRICE, parameter_factor(self.setting.optimizer))
+        terms = MemoryTerms(PRICE, 2 + self.setting.states)
         if problem.costs.degree == 1:
             return problem.replicated()
         unsolved = None
@@ -351,7 +350,7 @@ class Search:
 
     def _tight(self, candidate: Candidate, placed: Placed) -> MemoryTerms:
         """The memory limit in bytes as the placement problem counts them: one microbatch of the whole model."""
-        memory, factor = candidate.memory, parameter_factor(self.setting.optimizer)
+        memory, factor = candidate.memory, 2 + self.setting.states
         stored = placed.memory["parameters"] or 1
         training = sum(memory[part] for part in ("parameters", "gradients", "optimizer")) / stored
         kept = memory["activations"] / (placed.placement.saved_bytes or 1.0) or 1.0

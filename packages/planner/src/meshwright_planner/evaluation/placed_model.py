@@ -65,7 +65,7 @@ class Placed:
     @cached_property
     def memory(self) -> dict[str, int]:
         """Bytes by part."""
-        return memory_parts(self.basis.sizes, self.problem, self.placement, self.basis.setting.optimizer)
+        return memory_parts(self.basis.sizes, self.problem, self.placement, self.basis.setting.states)
 
     @cached_property
     def replay(self) -> Replay:

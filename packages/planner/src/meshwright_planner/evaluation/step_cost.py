@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright_dtensor.strategy import CollectiveUse, Link, StrategyCost
 from meshwright_dtensor.strategy.request import ModelSizes, PipelineQuery, SearchRequest, StepContext
-from meshwright_planner.cost.operations import OPTIMIZERS, optimizer_seconds, update_of
+from meshwright_planner.cost.operations import optimizer_seconds, update_of
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import SHARED, placements
@@ -314,9 +314,9 @@ def cost(
             waiting += longer * stall.microbatches * divided.straggler_delay[stall.microbatches > 1]
     trained = placed.trained(divided.held_parameters)
     if setting.cost_model is None:
-        update = optimizer_seconds(setting.cluster, updated, OPTIMIZERS[setting.optimizer], trained)
+        update = optimizer_seconds(setting.cluster, updated, setting.states, trained)
     else:
-        update = setting.cost_model.operation(update_of(setting.optimizer, updated, trained))
+        update = setting.cost_model.operation(update_of(setting.optimizer, setting.states, updated, trained))
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
         stage=point.stage if step.shards > 1 else 0,

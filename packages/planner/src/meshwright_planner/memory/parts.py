@@ -10,13 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshwright_planner.cost.operations import OPTIMIZERS
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-
-
-def parameter_factor(optimizer: str) -> float:
-    """Bytes of parameter, gradient and optimizer state per byte of a trainable parameter."""
-    return 2.0 + OPTIMIZERS[optimizer]
 
 
 @dataclass(frozen=True)
@@ -43,11 +37,11 @@ class Sizes:
 
 
 def memory_parts(
-    sizes: Sizes, problem: PlacementProblem, placement: Placement, optimizer: str
+    sizes: Sizes, problem: PlacementProblem, placement: Placement, states: float
 ) -> dict[str, int]:
     """Bytes by part: parameters, gradients, optimizer, buffers, activations, temporaries.
 
-    Optimizer states have the parameter's dtype, as in torch's own optimizers.  Activations are what autograd
+    `states`: bytes of optimizer states by those of trained parameters. Activations are what autograd
     saves, sharded as the placement says; a tied parameter counts once.  Each part has its maximum over a step; `memory/peak.py`
     finds the parts that are there at the same time, and the temporaries.
     """
@@ -55,7 +49,7 @@ def memory_parts(
     parts = {
         "parameters": parameters,
         "gradients": trainable,
-        "optimizer": trainable * OPTIMIZERS[optimizer],
+        "optimizer": trainable * states,
         "buffers": sizes.buffers,
         "activations": placement.saved_bytes,
         "temporaries": 0,

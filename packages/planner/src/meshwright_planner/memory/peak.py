@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright_dtensor.trace.graph import Node
-from meshwright_planner.cost.operations import COPIES
+from meshwright_planner.cost.optimizers import copies_of
 from meshwright_planner.memory.liveness import forward_alive
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.trace.op_kinds import VIEWS, base_name
@@ -54,7 +54,7 @@ class Moment:
 
 def optimizer_moment(sizes: Sequence[float], optimizer: str, together: bool) -> Moment:
     """The optimizer step; `sizes`: bytes of the trained parameters, in order; `together`: in a foreach step, if it has one."""
-    made = COPIES[optimizer]
+    made = copies_of(optimizer)
     pairs = itertools.pairwise((0.0, *sizes))
     temporary = max((made.previous * a + made.current * b for a, b in pairs), default=0.0)
     return Moment(0.0, 1.0, temporary, stepping=True, copies=made.together if together else 0.0)

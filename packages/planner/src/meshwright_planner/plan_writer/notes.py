@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, PrecisionRule, ZeroRule
+from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, PrecisionRule
 from meshwright_dtensor.plan.fields import Prediction, Provenance, StageTime, StepSplit
 from meshwright_dtensor.sharding.states import format_state
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
@@ -20,6 +20,7 @@ from meshwright_planner.evaluation.context import Setting
 from meshwright_planner.plan_writer.compile_choice import compile_choice
 from meshwright_planner.plan_writer.replicated import idle_axes, whole_weights
 from meshwright_planner.plan_writer.rules import Writer
+from meshwright_planner.plan_writer.shard_units import zero_rule
 from meshwright_planner.recompute.effect import communicated
 from meshwright_planner.search.optimality import Proof
 
@@ -51,6 +52,8 @@ def plan_of(
                 f"sequence_parallel=True: no tensor between repeated blocks of this {type(setting.model).__name__} "
                 "can be split along the sequence; leave it out"
             )
+    zero, units = zero_rule(setting, candidate, parameters)
+    notes = (*notes, *units)
     compiled = setting.compiled
     if compiled is None:
         choice = compile_choice(setting, candidate)
@@ -66,7 +69,7 @@ def plan_of(
         world_size=setting.world_size,
         degrees=dict(candidate.degrees),
         strategies={axis: setting.strategies[axis].name for axis in candidate.degrees},
-        zero=ZeroRule(stage=candidate.stage, unit=setting.unit) if candidate.stage else None,  # type: ignore[arg-type]
+        zero=zero,
         precision=PrecisionRule(parameters=setting.precision) if setting.dtype is not None else None,  # type: ignore[arg-type]
         sequence_parallel=sequence,
         parameters=tuple(parameters),

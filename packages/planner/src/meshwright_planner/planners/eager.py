@@ -18,7 +18,7 @@ from meshwright_dtensor.strategy.plan_request import AUTO, unknown
 from meshwright_dtensor.utils.process import without_garbage_collection
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.cost.cost_models import cost_model_of
-from meshwright_planner.cost.operations import OPTIMIZERS
+from meshwright_planner.cost.optimizers import NAMES
 from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.context import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.evaluation.evaluator import Search
@@ -102,8 +102,8 @@ class EagerPlanner(Planner):
             # report an unknown name before what a schedule needs
             host.get(ScheduleSpec, request.schedule)
         request.check(strategies)
-        if request.optimizer not in OPTIMIZERS:
-            raise UsageError(unknown("optimizer", request.optimizer, OPTIMIZERS))
+        if request.optimizer not in NAMES:
+            raise UsageError(unknown("optimizer", request.optimizer, NAMES))
         world_size = request.world_size or running_ranks()
         if world_size > 1 and not strategies:
             text = f"world_size={world_size} needs a parallel strategy, and none is installed; pip install meshwright-parallel"
@@ -127,7 +127,7 @@ class EagerPlanner(Planner):
             batch=example,
             cluster=cluster,
             strategies=strategies,
-            optimizer=request.optimizer,
+            optimizer=str(request.optimizer),
             pins=self.pins(request, strategies, world_size),
             world_size=world_size,
             limit=kept_back(allowed, margin),

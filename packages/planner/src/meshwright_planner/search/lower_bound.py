@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.cluster.links import Points
 from meshwright_dtensor.trace.graph import Node
-from meshwright_planner.cost.operations import BACKWARD, OPTIMIZERS
+from meshwright_planner.cost.operations import BACKWARD
 from meshwright_planner.cost.prices import Work, work_of
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.context import Basis
@@ -50,7 +50,7 @@ class Floor:
             if [names for names, _ in products.values()] == [names for names, _ in same]:
                 others = {k: length for k, (_, length) in zip(products, same, strict=True)}
         # the optimizer's step at the best rate
-        measured, states = cluster.measured("update", "float32"), OPTIMIZERS[setting.optimizer]
+        measured, states = cluster.measured("update", "float32"), setting.states
         streamed = basis.bytes[1] * (3 + 2 * states)
         self._update = streamed / cluster.streams
         if measured is not None:

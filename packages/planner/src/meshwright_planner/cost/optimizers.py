@@ -1,0 +1,97 @@
+"""Optimizers that compute with more than single elements: what they need whole on a rank, and what they keep.
+
+Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Gupta et al., "Shampoo: Preconditioned
+Stochastic Tensor Optimization", 2018; Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024; Dettmers et al.,
+"8-bit Optimizers via Block-wise Quantization", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch import nn
+
+from meshwright_dtensor.model.blocks import parameter_units
+from meshwright_dtensor.sharding.balance import orthogonalization_cost, preconditioning_cost
+from meshwright_planner.cost.operations import COPIES, OPTIMIZERS, Copies
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an optimizer needs.
+
+    Attributes:
+        states: bytes of its states of a parameter's shape, as multiples of the parameter's own (float32).
+        block: elements of a block with a scale of its own; 0 where there are none.
+        cost: of a step for a matrix that it needs whole, by shape; None where it needs none whole.
+        squares: square matrices that it keeps for each side of a matrix.
+    """
+
+    states: float
+    block: int = 0
+    cost: Callable[[Sequence[int]], float] | None = None
+    squares: int = 0
+
+
+def _quantized(bits: int, block: int) -> Structure:
+    """Two states of so many bits, with a scale in float32 for each block."""
+    return Structure(2 * (bits / 8 + 4 / block) / 4, block)
+
+
+STRUCTURES: Mapping[str, Structure] = MappingProxyType(
+    {
+        "muon": Structure(1, cost=orthogonalization_cost),
+        "shampoo": Structure(1, cost=preconditioning_cost, squares=1),
+        "soap": Structure(2, cost=preconditioning_cost, squares=2),
+        "adamw8bit": _quantized(8, 256),
+        "adamw4bit": _quantized(4, 128),
+    }
+)
+
+NAMES = (*OPTIMIZERS, *STRUCTURES)
+"""What `optimizer` of a request may be."""
+
+BESIDE = "adamw"
+"""Steps what an optimizer of whole matrices does not."""
+
+
+def copies_of(optimizer: str) -> Copies:
+    """Temporary copies of parameters in a step."""
+    return COPIES.get(optimizer, COPIES[BESIDE])
+
+
+def whole_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that Muon, Shampoo and SOAP step by convention: trained matrices of repeated blocks.
+
+    A model without repeated blocks has those of all modules but embeddings.
+    """
+    *blocks, (_, _, rest) = parameter_units(model)
+    named = [pair for _, _, parameters in blocks for pair in parameters]
+    if not named:
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        named = [(name, p) for name, p in rest if id(p) not in tables]
+    return {name: p for name, p in named if p.ndim == 2 and p.requires_grad and p.numel()}
+
+
+def states_per_element(optimizer: str, model: nn.Module) -> float:
+    """Bytes of optimizer states per byte of the trained parameters of a model."""
+    if optimizer in OPTIMIZERS:
+        return float(OPTIMIZERS[optimizer])
+    structure = STRUCTURES[optimizer]
+    if structure.cost is None:
+        return structure.states
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    stepped = sum(p.numel() for p in whole_matrices(model).values())
+    part = stepped / trained if trained else 0.0
+    return structure.states * part + OPTIMIZERS[BESIDE] * (1 - part)
+
+
+def preconditioner_bytes(optimizer: str, model: nn.Module) -> int:
+    """Bytes of states without the shape of a parameter, which every rank has (`step_whole_matrices`)."""
+    squares = STRUCTURES[optimizer].squares if optimizer in STRUCTURES else 0
+    if not squares:
+        return 0
+    matrices = whole_matrices(model).values()
+    return squares * sum(p.element_size() * sum(n * n for n in p.shape) for p in matrices)
