@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from meshwright_dtensor.errors import UsageError
 
@@ -32,7 +33,8 @@ def optimizer_name(given: object) -> str:
     """
     if isinstance(given, str):
         return given
-    called, options = given, {}
+    options: dict[str, Any] = {}
+    called = given
     while isinstance(called, functools.partial):
         options = {**called.keywords, **options}
         called = called.func

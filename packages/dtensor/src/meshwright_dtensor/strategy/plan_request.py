@@ -123,7 +123,7 @@ class PlanRequest:
     world_size: int | None = None
     planner: str = "eager"
     cost_model: str | None = None
-    optimizer: str | type[Any] | functools.partial[Any] = "adamw"
+    optimizer: str = "adamw"
     global_batch_size: int | None = None
     precision: str | None = None
     top_k: int = 1

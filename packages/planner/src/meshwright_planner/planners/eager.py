@@ -127,7 +127,7 @@ class EagerPlanner(Planner):
             batch=example,
             cluster=cluster,
             strategies=strategies,
-            optimizer=str(request.optimizer),
+            optimizer=request.optimizer,
             pins=self.pins(request, strategies, world_size),
             world_size=world_size,
             limit=kept_back(allowed, margin),
