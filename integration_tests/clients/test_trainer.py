@@ -45,6 +45,34 @@ def test_trainer_has_the_numbers_of_one_device(
     check(resumed, exact, limit)
 
 
+@pytest.mark.parametrize(
+    ("optim", "given", "expected"),
+    [
+        ("adamw_torch_4bit", {"zero": 2}, {"zero": 2, "optimizer": "adamw4bit"}),
+        ("adamw_bnb_8bit", {"optimizer": "sgd"}, {"optimizer": "sgd"}),
+        ("adamw_torch", {}, {}),
+    ],
+)
+def test_the_plan_knows_quantized_optimizers(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    optim: str,
+    given: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    from meshwright.integrations import transformers as ours
+
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(ours, "auto_parallelize", lambda model, batch, **keywords: asked.append(keywords))
+    monkeypatch.setattr(ours.ParallelTrainer, "_becomes_parallel", lambda self, model: True)
+    monkeypatch.setattr(ours.ParallelTrainer, "_call_of", lambda self, batch: batch)
+    trainer: Any = object.__new__(ours.ParallelTrainer)
+    trainer.model, trainer._parallel = None, given
+    trainer.args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], optim=optim)
+    trainer._make_parallel(lambda: [{}])
+    assert asked == [expected]
+
+
 def misused(rank: int, size: int, folder: Path) -> list[str]:
     """The lines that a user of transformers reads who has left out ours, or has another division too."""
     from meshwright.integrations.transformers import Trainer as Ours

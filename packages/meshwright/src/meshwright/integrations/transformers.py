@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,11 @@ else:
 SCHEDULER = "scheduler.pt"
 _DIVIDE = "fsdp deepspeed parallelism_config torch_compile".split()
 """Training arguments that divide or compile the model."""
+_QUANTIZED: Mapping[str, str] = MappingProxyType(
+    {"adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"}
+    | {"adamw_torch_8bit": "adamw8bit", "adamw_torch_4bit": "adamw4bit"}
+)
+"""`optim` of the training arguments -> the same as `optimizer` of a plan, which keeps the blocks of their states whole."""
 
 
 class ParallelTrainer(Base):
@@ -108,7 +114,12 @@ class ParallelTrainer(Base):
         if isinstance(self._parallel, ParallelPlan):
             parallelize(self.model, self._parallel, batch=batch)
         else:
-            auto_parallelize(self.model, batch, **(self._parallel or {}))
+            keywords: dict[str, Any] = dict(self._parallel or {})
+            # an enum, which hashes by its name
+            optimizer = _QUANTIZED.get(str(getattr(self.args.optim, "value", self.args.optim)))
+            if optimizer is not None:
+                keywords.setdefault("optimizer", optimizer)
+            auto_parallelize(self.model, batch, **keywords)
 
     def _call_of(self, batch: Any) -> Any:
         """What the trainer calls the model with for a batch of its data loader."""
