@@ -131,12 +131,12 @@ def train(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def values(net: Any, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    found = {}
+    whole = {}
     for name, p in net.named_parameters():
         states = [x for o in optimizers for x in o.state.get(p, {}).items()]
         for key, x in {"": p, **dict(states)}.items():
-            found[f"{name}/{key}"] = (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
-    return found
+            whole[f"{name}/{key}"] = (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+    return whole
 
 
 def saved(rank: int, size: int, options: dict[str, Any] | None, folder: Path) -> dict[str, Tensor]:

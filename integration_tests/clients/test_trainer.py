@@ -62,15 +62,17 @@ def test_the_plan_knows_quantized_optimizers(
 ) -> None:
     from meshwright.integrations import transformers as ours
 
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(ours, "auto_parallelize", lambda model, batch, **keywords: asked.append(keywords))
+    keywords_given: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        ours, "auto_parallelize", lambda model, batch, **keywords: keywords_given.append(keywords)
+    )
     monkeypatch.setattr(ours.ParallelTrainer, "_becomes_parallel", lambda self, model: True)
     monkeypatch.setattr(ours.ParallelTrainer, "_call_of", lambda self, batch: batch)
     trainer: Any = object.__new__(ours.ParallelTrainer)
     trainer.model, trainer._parallel = None, given
     trainer.args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], optim=optim)
     trainer._make_parallel(lambda: [{}])
-    assert asked == [expected]
+    assert keywords_given == [expected]
 
 
 def misused(rank: int, size: int, folder: Path) -> list[str]:

@@ -47,10 +47,10 @@ def optimizer_name(given: object) -> str:
         called.__name__
     )
     if name is None:
-        known = ", ".join(sorted({*_CLASSES.values(), *_ANYWHERE.values()}))
+        names = ", ".join(sorted({*_CLASSES.values(), *_ANYWHERE.values()}))
         raise UsageError(
             f"optimizer={called.__name__} of {called.__module__} is not known; give the name of one that keeps as much and needs "
-            f"as much whole ({known}), and zero_unit for blocks of its own"
+            f"as much whole ({names}), and zero_unit for blocks of its own"
         )
     if options.get("block_size") is not None:
         raise UsageError(

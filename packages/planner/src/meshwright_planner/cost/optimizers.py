@@ -53,13 +53,13 @@ STRUCTURES: Mapping[str, Structure] = MappingProxyType(
 NAMES = (*OPTIMIZERS, *STRUCTURES)
 """What `optimizer` of a request may be."""
 
-BESIDE = "adamw"
+FOR_THE_REST = "adamw"
 """Steps what an optimizer of whole matrices does not."""
 
 
 def copies_of(optimizer: str) -> Copies:
     """Temporary copies of parameters in a step."""
-    return COPIES.get(optimizer, COPIES[BESIDE])
+    return COPIES.get(optimizer, COPIES[FOR_THE_REST])
 
 
 def whole_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -85,7 +85,7 @@ def states_per_element(optimizer: str, model: nn.Module) -> float:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     stepped = sum(p.numel() for p in whole_matrices(model).values())
     part = stepped / trained if trained else 0.0
-    return structure.states * part + OPTIMIZERS[BESIDE] * (1 - part)
+    return structure.states * part + OPTIMIZERS[FOR_THE_REST] * (1 - part)
 
 
 def preconditioner_bytes(optimizer: str, model: nn.Module) -> int:
