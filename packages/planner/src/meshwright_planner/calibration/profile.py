@@ -21,6 +21,8 @@ from meshwright_dtensor.utils.process import usable_cores
 from meshwright_planner.calibration import collectives as collectives_module
 from meshwright_planner.calibration import host_overhead, operations
 from meshwright_planner.calibration.operations import device
+from meshwright_planner.clusters.local_machine import CPU
+from meshwright_planner.clusters.registry import named
 from meshwright_planner.trace.op_kinds import HEAD_WIDTHS, attention_kind
 
 POINT_S = 0.02
@@ -94,7 +96,7 @@ def measure_one_rank(name: str) -> Cluster:
         memory_bytes=memory,
         flops={"float32": single, "float64": single / 2, "float16": half, "bfloat16": half},
         memory_bandwidth=operations.bandwidth(room),
-        links=(LinkLevel("loopback", 0, 50e-6, 1e9),),
+        links=named(CPU).links,
         source=f"measured by meshwright calibrate: {machine}, torch {torch.__version__}",
         compute_efficiency=1.0,
         memory_efficiency=1.0,
