@@ -177,6 +177,7 @@ def peak(rank: int, ranks: int, comparison: Comparison, sizes: Sizes, ours: bool
         as_launched(rank, ranks)
     # what importing and planning take is nobody's
     importlib.import_module(f"peers.{comparison.peer}")
+    importlib.import_module(mw.auto_parallelize.__module__)
     mw.plan(model_of(sizes), batch_of(sizes), cluster="laptop-cpu", world_size=ranks, **comparison.layout)
     return peak_of_step(functools.partial(setup, comparison, ours, sizes))
 

@@ -15,10 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NO_TRAFFIC = frozenset({"barrier", "monitored_barrier_", "recv_", "recv_any_source_"})
+NAMESPACES = ("c10d", "_c10d_functional")
+"""Of operations of torch.distributed, in place and in functional form."""
+NO_TRAFFIC = frozenset(
+    {"barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd"}
+)
 """Operations of torch.distributed that carry nothing of their own: what is received was sent by another rank."""
 
 
@@ -47,14 +52,19 @@ class CountedCollectives(TorchDispatchMode):
         self.count = self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # first into operations on local tensors, its collectives among them
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
         name = func._schema.name.rpartition("::")
-        if name[0] == "c10d" and name[2] not in NO_TRAFFIC:
+        result = func(*args, **(kwargs or {}))
+        if name[0] in NAMESPACES and name[2] not in NO_TRAFFIC:
             self.count += 1
             # the output is as large, or as large times the number of ranks
-            given = (tree_leaves(args[place]) for place in (0, 1) if place < len(args))
-            sizes = [sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor)) for leaves in given]
-            self.nbytes += max(sizes)
-        return func(*args, **(kwargs or {}))
+            given = (tree_leaves(value) for value in (*args[:2], result))
+            self.nbytes += max(
+                sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor)) for leaves in given
+            )
+        return result
 
 
 @dataclass

@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,15 @@ def test_a_peer_does_the_same_work(comparison: Comparison, rank_pool: RankPool) 
     assert len(result.seconds) == 1 and len(result.losses[0]) == peer_steps.WARM_UP
     assert result.losses[0][-1] < result.losses[0][0]
     assert result.lines[0] < result.lines[1]
+    assert all(work.collectives > 0 for work in result.work)
+
+
+def test_tensor_parallelism_takes_no_more_collectives_than_by_hand(rank_pool: RankPool) -> None:
+    """Fewer bytes of each operation do not pay for more collectives, each of which has its start."""
+    (comparison,) = (c for c in STOCK if c.peer == "tensor")
+    sizes = replace(peer_steps.Sizes(), layers=1, vocabulary=256)
+    ours, theirs = peer_steps.compare(rank_pool, comparison, sizes, rounds=1).work
+    assert ours.collectives <= theirs.collectives and ours.nbytes <= theirs.nbytes
 
 
 def test_a_peer_that_does_other_work_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The cores of a process; the exit of one that used gloo: its threads release their tensors before the interpreter ends."""
+"""The cores of a process and its freed memory; the exit of one that used gloo: its threads release their tensors before."""
 
 from __future__ import annotations
 
@@ -92,6 +92,31 @@ def test_every_entry_point_registers_settle(monkeypatch: pytest.MonkeyPatch) -> 
         init("cpu")
     process.settle_at_exit.cache_clear()
     assert registered == [process.settle]
+
+
+def freed(rank: int, world_size: int) -> tuple[int, int]:
+    """Resident bytes of 64 MiB that were freed below memory in use, before and after they are returned."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    process.return_freed_memory()
+    before = resident()
+    pieces = [torch.ones(2**14) for _ in range(1024)]
+    above = torch.ones(2**12)
+    pieces.clear()
+    kept = resident() - before
+    process.return_freed_memory()
+    assert above.sum() == 2**12
+    return kept, resident() - before
+
+
+@LINUX
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="other C libraries keep nothing")
+def test_freed_memory_goes_back_to_the_system(rank_pool: RankPool) -> None:
+    kept, left = rank_pool.run(1, freed)[0]
+    assert kept > 2**25  # else this shows nothing
+    assert left < 2**24
 
 
 def test_usable_cores_respect_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,20 @@ def test_parallelize_keeps_the_model_interface(rank_pool: RankPool) -> None:
     rank_pool.run(4, keeps_interface)
 
 
+def memory_given_back(rank: int, world_size: int) -> list[str]:
+    import meshwright_parallel.api.parallelize as applying
+
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(applying, "return_freed_memory", lambda: calls.append("given back"))
+        parallelize(make(), plan_of(degrees={"dp": 2}))
+    return calls
+
+
+def test_what_planning_has_freed_is_given_back(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, memory_given_back) == [["given back"]] * 2
+
+
 def copied(rank: int, world_size: int) -> Any:
     model = parallelize(make(), plan_of(degrees={"dp": 2}))
     model(**batch_of()).backward()

@@ -1,4 +1,4 @@
-"""This process: its CPU cores, its garbage collection, and a clean exit if it used gloo.
+"""This process: its CPU cores, its garbage collection, its freed memory, and a clean exit if it used gloo.
 
 A gloo thread takes the GIL to release the tensors of a finished collective. A thread that asks for the GIL during
 interpreter shutdown aborts the process: "terminate called without an active exception". ``destroy_process_group`` ends the
@@ -8,8 +8,10 @@ threads of a group only if nothing else refers to the group. Meshes refer to it,
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +40,14 @@ def without_garbage_collection() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def return_freed_memory() -> None:
+    """Give what was freed back to the system; glibc keeps it for this process, where other C libraries have no such call."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 @cache

@@ -39,6 +39,7 @@ from meshwright_dtensor.stages.whole_model import show_all_stages
 from meshwright_dtensor.stored.permuted import install_true_order
 from meshwright_dtensor.tensor.replaced import replace_tensor
 from meshwright_dtensor.trace.one_device import show_one_device
+from meshwright_dtensor.utils.process import return_freed_memory
 from meshwright_parallel.compile.install import install_regions
 from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.engine.grad_reduction import install_reduction, make_groups
@@ -147,6 +148,8 @@ def _applied(
     undo.finish(model)
     LIVE.add(placed)
     show_all_stages(model)
+    # of whole parameters, and of planning, which may have run the model
+    return_freed_memory()
     return model
 
 
