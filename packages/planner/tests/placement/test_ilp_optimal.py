@@ -67,7 +67,7 @@ def problem_by_lot(dice: random.Random) -> PlacementProblem:
             size *= len(chosen[k])
     # times between nothing and what a large collective takes, so that now one and now the other decides
     problem.options = {
-        k: [replace(o, seconds=dice.choice([0, 0.1, 1, 3]) * 1e-4 * dice.random()) for o in options]
+        k: [replace(o, seconds=dice.choice([0, 0.1, 1, 3]) * 1e-3 * dice.random()) for o in options]
         for k, options in chosen.items()
     }
     return problem

@@ -51,7 +51,7 @@ def drawn(seed: int, most: int = MOST) -> JointProblem:
             chosen[k] = [chosen[k][0], *dice.sample(problem.options[k][1:], min(room, 6) - 1)]
             size *= len(chosen[k])
     problem.options = {
-        k: [replace(o, seconds=dice.choice([0, 0.1, 1, 3]) * 1e-4 * dice.random()) for o in options]
+        k: [replace(o, seconds=dice.choice([0, 0.1, 1, 3]) * 1e-3 * dice.random()) for o in options]
         for k, options in chosen.items()
     }
     return problem

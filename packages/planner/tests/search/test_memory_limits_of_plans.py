@@ -15,6 +15,10 @@ from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation.context import allowing
 
+LINKS = tuple(replace(link, protocols=()) for link in LAPTOP_CPU.links)
+PROMPT = {"world_size": 2, "tp": 2, "cluster": replace(LAPTOP_CPU, links=LINKS)}
+"""Collectives that start at once, so that there are as many as save memory."""
+
 
 def test_predicted_memory_of_a_model_with_parameters_only() -> None:
     model = nn.Linear(256, 256, bias=False)
@@ -74,8 +78,8 @@ def test_infeasible_error_names_excess_and_changes_that_fit() -> None:
         ),
         (
             (4, 16, 128),
-            {"world_size": 2, "tp": 2, "sequence_parallel": False, "recompute": "full"},
-            {"world_size": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"},
+            {**PROMPT, "sequence_parallel": False, "recompute": "full"},
+            {**PROMPT, "sequence_parallel": True, "recompute": "full"},
             "without sequence_parallel=False: dp 1 x tp 2, recompute full",
         ),
     ],

@@ -116,7 +116,8 @@ def test_replicated_work_of_the_whole_batch_is_noted_and_counted() -> None:
     )
     assert meets == "rows interact across dp in __getitem__: 4.0 KiB moved in a forward and backward pass"
     assert moved(model, x) == {("all_gather", "forward"): 16 * WIDTH * 4 + 16}
-    slow = replace(LAPTOP_CPU, links=tuple(replace(link, latency_s=1e-2) for link in LAPTOP_CPU.links))
+    links = tuple(replace(link, latency_s=1e-2, protocols=()) for link in LAPTOP_CPU.links)
+    slow = replace(LAPTOP_CPU, links=links)
     fast, two = (best(model, x, world_size=2, dp=2, cluster=c).predicted for c in (LAPTOP_CPU, slow))
     assert fast is not None and two is not None and two.split is not None
     assert two.split.exposed["dp"] - fast.split.exposed["dp"] > 1e-2  # in addition to the sum of gradients
