@@ -107,12 +107,12 @@ class Dispatch(ExpertsForward):
         rows = rows.first(sum(sizes_out))
         # one all-to-all is cheaper than two
         if rows.weight.dtype == x.dtype:
-            packed = torch.cat([x[rows.token], rows.weight], 1)
+            packed = torch.cat([rows.of(x), rows.weight], 1)
             packed = route.rows(packed, sizes_out, sizes_in, "tokens and weights")
             arrived, weight = packed[:, :-1], packed[:, -1:]
             parts: tuple[Tensor, ...] = (packed,)
         else:
-            arrived = route.rows(x[rows.token], sizes_out, sizes_in, "tokens")
+            arrived = route.rows(rows.of(x), sizes_out, sizes_in, "tokens")
             weight = route.rows(rows.weight, sizes_out, sizes_in, "weights")
             parts = (arrived, weight)
         local_numbers = torch.arange(each, device=x.device).repeat(route.size)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.plan import ExpertsRule
 
@@ -34,6 +35,11 @@ class Rows:
             return self
         return Rows(self.token[:count], self.weight[:count], self.counts, None)
 
+    def of(self, tokens: Tensor) -> Tensor:
+        """The token of [N, H] of each row: [R, H]."""
+        # the gradient of an index has a fixed order of summation on an accelerator too, and takes twice as long on the host
+        return tokens.index_select(0, self.token) if on_host(tokens.device) else tokens[self.token]
+
     def combined(self, results: Tensor, tokens: int) -> Tensor:
         """Sum results [R, H], in the order of the rows, per token: [tokens, H]."""
         if self.order is None or not tokens:
@@ -41,7 +47,7 @@ class Rows:
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
         # index_add has no fixed order of summation on an accelerator
-        return results[inverse].view(tokens, -1, results.shape[1]).sum(1)
+        return results.index_select(0, inverse).view(tokens, -1, results.shape[1]).sum(1)
 
 
 def chosen_rows(assignment: Tensor, weights: Tensor, rule: ExpertsRule, name: str) -> Rows:
