@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -171,6 +171,11 @@ def without_functions() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
+def apply_own(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)` on ordinary tensors, without the looks that a Function of a model gets."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def pop_function_mode(mode: TorchFunctionMode) -> bool:
     """Turn a function mode off, if it is the innermost of those that are on; returns whether it was."""
     if overrides._get_current_function_mode() is not mode:
@@ -207,9 +212,14 @@ def tensors_in(module: nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers]
 
 
-def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The names and parameters of a module without its submodules."""
-    return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+def parameters_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters of these modules without those of their submodules: (module, name in it, parameter)."""
+    return [
+        (module, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 @contextlib.contextmanager

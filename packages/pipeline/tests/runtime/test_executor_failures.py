@@ -23,6 +23,7 @@ from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_pipeline import Action, Shape, pipeline, timetable
 from meshwright_pipeline.runtime.actions.executor import RankStages, StepRun
 from meshwright_pipeline.runtime.agreement import Agreement, Vote
+from meshwright_pipeline.runtime.p2p import messages
 from meshwright_pipeline.runtime.p2p.messages import Transport, packets
 from meshwright_pipeline.runtime.p2p.step import Peers
 
@@ -106,8 +107,8 @@ def test_peer_that_dies_between_actions_is_reported(training: bool, monkeypatch:
     """Its death is noticed by a prefetch, or when messages are flushed: the step ends with a failure."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
-    monkeypatch.setattr(dist, "isend", lambda *args, **options: None if training else Lost())
-    monkeypatch.setattr(dist, "irecv", lost)
+    monkeypatch.setattr(messages, "isend", lambda *args, **options: None if training else Lost())
+    monkeypatch.setattr(messages, "irecv", lost)
     table = timetable(schedule_named("1f1b"), Shape(2, 2, 2))
     stage: Any = SimpleNamespace(
         is_last=False,
@@ -134,8 +135,8 @@ def test_agreement_holds_when_a_rank_dies_before_the_answer(monkeypatch: pytest.
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
-    monkeypatch.setattr(dist, "irecv", lambda buffer, **options: arrives(buffer))
-    monkeypatch.setattr(dist, "isend", lambda *args, **options: Lost())
+    monkeypatch.setattr(messages, "irecv", lambda buffer, *args: arrives(buffer))
+    monkeypatch.setattr(messages, "isend", lambda *args, **options: Lost())
     agreement = Agreement(None, lambda rank: Action("F", 0, 0))  # type: ignore[arg-type]
     assert agreement.settle(Vote((1.0, 0.0), None, "")) == (3.0, 4.0)
 

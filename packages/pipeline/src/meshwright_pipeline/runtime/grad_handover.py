@@ -20,7 +20,7 @@ from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy
 from meshwright_pipeline._torch import (
     leaf_of,
-    own_parameters,
+    parameters_of,
     parameters_swapped,
     stored_dtype,
     without_subclasses,
@@ -129,7 +129,7 @@ class Sinks:
     def __init__(self, model: nn.Module, plain: bool) -> None:
         self.plain = plain
         # a step of a model whose modules were replaced is refused
-        self._modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+        self._modules = {module: f"{path}." if path else "" for path, module in model.named_modules()}
         self._sinks: dict[int, Sink] = {}
 
     def trainable(self) -> dict[str, Sink]:
@@ -137,21 +137,21 @@ class Sinks:
         sinks, seen = dict[str, Sink](), set[int]()
         # the functions of mesh parameters would give the same flag, in forty calls
         with without_subclasses():
-            named = [
-                (prefix + name, parameter)
-                for prefix, module in self._modules
-                for name, parameter in own_parameters(module)
-                if parameter.requires_grad
-            ]
-        for name, parameter in named:
+            named = [entry for entry in parameters_of(self._modules) if entry[2].requires_grad]
+        for module, name, parameter in named:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 sink = self._sinks.get(id(parameter))
                 if sink is None:
                     sink = self._sinks[id(parameter)] = Sink(parameter)
                 sink.leaf = leaf_of(parameter)
-                sinks[name] = sink
+                sinks[self._modules[module] + name] = sink
         return sinks
+
+    def flags(self) -> list[bool]:
+        """Which parameters require a gradient now, also inside of `active`."""
+        with without_subclasses():
+            return [parameter.requires_grad for *_, parameter in parameters_of(self._modules)]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -159,16 +159,15 @@ class Sinks:
         sinks = {id(sink.parameter): sink for sink in self.trainable().values()}
         swaps: list[tuple[nn.Module, str, Tensor]] = []
         copies: dict[int, tuple[MeshParameter, ComputeCopy | None]] = {}
-        for _, module in self._modules:
-            for name, parameter in own_parameters(module):
-                sink = sinks.get(id(parameter))
-                if isinstance(parameter, MeshParameter) and not self.plain:
-                    if sink is not None:
-                        copies[id(parameter)] = (parameter, parameter._copy)
-                elif sink is not None:
-                    swaps.append((module, name, sink.stand_in))
-                elif isinstance(parameter, MeshParameter):
-                    swaps.append((module, name, nn.Parameter(leaf_of(parameter), requires_grad=False)))
+        for module, name, parameter in parameters_of(self._modules):
+            sink = sinks.get(id(parameter))
+            if isinstance(parameter, MeshParameter) and not self.plain:
+                if sink is not None:
+                    copies[id(parameter)] = (parameter, parameter._copy)
+            elif sink is not None:
+                swaps.append((module, name, sink.stand_in))
+            elif isinstance(parameter, MeshParameter):
+                swaps.append((module, name, nn.Parameter(leaf_of(parameter), requires_grad=False)))
         for mesh_parameter, inner in copies.values():
             mesh_parameter.compute_with(_StageCopy(sinks[id(mesh_parameter)], mesh_parameter, inner))
         try:

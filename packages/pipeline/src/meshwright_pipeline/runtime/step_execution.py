@@ -150,7 +150,7 @@ class StepExecution:
         """Which values that the last stage received, and which of its parameters, require a gradient."""
         assert messages is not None
         specs = messages.specs.get(self.table.shape.stages - 2, ())
-        return [*(x.differentiable for x in specs), *(p.requires_grad for p in self.model.parameters())]
+        return [*(x.differentiable for x in specs), *self.sinks.flags()]
 
     def _random_numbers(
         self, streams: RngReplay | None, drawn: StepDraws | None = None

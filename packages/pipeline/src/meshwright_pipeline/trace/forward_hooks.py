@@ -56,6 +56,33 @@ def _refuse_inside_function(unit: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+_State = tuple[Handler | None, dict[str, int], bool]
+"""Of a forward: what takes over the calls of units, unit -> how many of them have begun, whether one runs."""
+
+
+class _Handled:
+    """See `UnitCalls.handled`. Around every forward of a step: a generator would cost more than what it does."""
+
+    __slots__ = ("calls", "outer", "replaced", "state")
+
+    def __init__(
+        self, calls: UnitCalls, handler: Handler, replaced: contextlib.AbstractContextManager[None] | None
+    ) -> None:
+        self.calls, self.replaced = calls, replaced
+        self.state: _State = (handler, {}, False)
+        self.outer: _State = self.state
+
+    def __enter__(self) -> None:
+        if self.replaced is not None:
+            self.replaced.__enter__()
+        self.outer = self.calls.take(self.state)
+
+    def __exit__(self, *error: Any) -> None:
+        self.calls.take(self.outer)
+        if self.replaced is not None:
+            self.replaced.__exit__(*error)
+
+
 class UnitCalls:
     """Takes over the calls of some modules of a model, its units: a handler runs instead, and hooks still run around it.
 
@@ -67,9 +94,7 @@ class UnitCalls:
         self.units = tuple(units)
         self._replaced = False
         self._handler: Handler | None = None
-        # unit -> how many calls of it have begun
         self._counts: dict[str, int] = {}
-        # whether a unit runs
         self._inside = False
 
     @contextlib.contextmanager
@@ -93,16 +118,15 @@ class UnitCalls:
                 else:
                     module.__dict__["forward"] = forward
 
-    @contextlib.contextmanager
-    def handled(self, model: nn.Module, handler: Handler) -> Iterator[None]:
+    def handled(self, model: nn.Module, handler: Handler) -> contextlib.AbstractContextManager[None]:
         """Inside, where one forward of `model` runs, `handler` takes over the calls of units."""
-        outer = self._handler, self._counts, self._inside
-        self._handler, self._counts, self._inside = handler, {}, False
-        try:
-            with self.replaced(model):
-                yield
-        finally:
-            self._handler, self._counts, self._inside = outer
+        return _Handled(self, handler, None if self._replaced else self.replaced(model))
+
+    def take(self, state: _State) -> _State:
+        """Let another forward of the model run, or go back to one; returns the state of the one that ran."""
+        before = self._handler, self._counts, self._inside
+        self._handler, self._counts, self._inside = state
+        return before
 
     def _replacement(self, unit: str, forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any, ClassVar
@@ -74,25 +74,17 @@ class GlueMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._paused = 0
+        # units that run, one in the other
+        self.units = 0
         self._sites: Counter[Site] = Counter()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a unit runs."""
-        self._paused += 1
-        # every function that a unit calls would cost a call of this mode
-        off = pop_function_mode(self)
-        try:
-            yield
-        finally:
-            if off:
-                push_function_mode(self)
-            self._paused -= 1
+        return _Paused(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused or (self.watched is not None and func not in self.watched):
+        if self.units or (self.watched is not None and func not in self.watched):
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 
@@ -110,6 +102,25 @@ class GlueMode(TorchFunctionMode):
         site = (name, "", 0) if frame is None else (name, frame.f_code.co_filename, frame.f_lineno)
         self._sites[site] += 1
         return site, self._sites[site] - 1
+
+
+class _Paused:
+    """See `GlueMode.paused`. Around every unit: a generator would cost more than the mode."""
+
+    __slots__ = ("mode", "off")
+
+    def __init__(self, mode: GlueMode) -> None:
+        self.mode, self.off = mode, False
+
+    def __enter__(self) -> None:
+        self.mode.units += 1
+        # every function that a unit calls would cost a call of this mode
+        self.off = pop_function_mode(self.mode)
+
+    def __exit__(self, *error: object) -> None:
+        if self.off:
+            push_function_mode(self.mode)
+        self.mode.units -= 1
 
 
 @dataclass(frozen=True)

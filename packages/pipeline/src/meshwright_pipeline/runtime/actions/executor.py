@@ -7,7 +7,7 @@ rank comes to the end of the step, where all learn about the failure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_pipeline._torch import apply_own
 from meshwright_pipeline.runtime.actions.split_backward import SplitBackward
 from meshwright_pipeline.runtime.actions.stage import Stage
 from meshwright_pipeline.runtime.p2p.messages import Specs, TensorSpec
@@ -142,10 +143,10 @@ class StepRun:
         for place, action in enumerate(actions):
             if wanted(action):
                 following = actions[place + 1 : place + 1 + _PREFETCH]
-                self._run_action(action, [later for later in following if wanted(later)])
+                self._run_action(action, filter(wanted, following))
         self.messages.flush()
 
-    def _run_action(self, action: Action, following: Sequence[Action]) -> None:
+    def _run_action(self, action: Action, following: Iterable[Action]) -> None:
         """Run one action; inputs of those that follow are received meanwhile."""
         start = time.perf_counter()
         inputs = self.messages.inputs_of(action)
@@ -262,7 +263,7 @@ class _Writable(torch.autograd.Function):
 
 def writable(leaf: Tensor) -> Tensor:
     """The value of `leaf`, for a model that may write to it in place."""
-    value: Tensor = _Writable.apply(leaf)
+    value: Tensor = apply_own(_Writable, leaf)
     return value
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.devices import HOST
-from meshwright_dtensor.devices.waits import wait_for, waiting
+from meshwright_dtensor.devices.waits import wait_for
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.mesh.mesh import message_device
@@ -92,6 +92,21 @@ class NothingComes(Exception):
     """The stage at the other end failed before it could describe its tensors."""
 
 
+# ---- one tensor
+def isend(tensor: Tensor, group: dist.ProcessGroup, peer: int, tag: int) -> dist.Work | None:
+    """Start to send a dense real tensor to rank `peer` of `group`.
+
+    `torch.distributed.isend` would ask for the default group too, which shows the code of a model one device: its frames are
+    then walked for every message.
+    """
+    return group.send([tensor], peer, tag)
+
+
+def irecv(buffer: Tensor, group: dist.ProcessGroup, peer: int, tag: int) -> dist.Work | None:
+    """Start to receive into a dense real tensor; see `isend`."""
+    return group.recv([buffer], peer, tag)
+
+
 # ---- byte messages
 def packets(content: bytes, tag: int, device: torch.device) -> list[tuple[int, Tensor]]:
     """(tag, tensor) to send for a byte message: one of 1 KB, and a second one where the content is longer."""
@@ -105,7 +120,7 @@ def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int) -> Callable[[],
     """Start to receive a byte message. The function that is returned waits for its content."""
     device = message_device(group)
     head = torch.empty(_PACKET, dtype=torch.uint8, device=device)
-    work = dist.irecv(head, group=group, group_src=peer, tag=tag)
+    work = irecv(head, group, peer, tag)
 
     def content() -> bytes:
         wait_for(work)
@@ -113,8 +128,7 @@ def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int) -> Callable[[],
         length = int.from_bytes(data[:8], "little")
         if length > _PACKET - 8:
             rest = torch.empty(length - _PACKET + 8, dtype=torch.uint8, device=device)
-            with waiting():
-                dist.recv(rest, group=group, group_src=peer, tag=tag + 1)
+            wait_for(irecv(rest, group, peer, tag + 1))
             data += _bytes_of(rest)
         return data[8 : 8 + length]
 
@@ -130,7 +144,7 @@ def send_to_each(
     for rank in ranks:
         try:
             for tag, tensor in tensors:
-                works.append((rank, dist.isend(tensor, group=group, group_dst=rank, tag=tag)))
+                works.append((rank, isend(_real(tensor), group, rank, tag)))
         except RuntimeError as error:
             lost[rank] = error
     for rank, work in works:
@@ -146,6 +160,10 @@ def send_to_each(
 def _header_tag(channel: Channel, microbatch: int) -> int:
     cut, backward = channel
     return _HEADERS + 2 * cut if not backward else _GRADIENT_HEADERS + 2 * (cut * _MOST + microbatch)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -205,7 +223,7 @@ class Transport:
         group = self.groups.get(channel, self.group)
         buffers = [spec.empty(self.device) for spec in specs]
         works = [
-            dist.irecv(spec.contiguous(buffer), group=group, group_src=peer, tag=tag + number)
+            irecv(_real(spec.contiguous(buffer)), group, peer, tag + number)
             for number, (spec, buffer) in enumerate(zip(specs, buffers, strict=True))
         ]
 
@@ -243,7 +261,7 @@ class Transport:
         return first
 
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, peer: int, tag: int, place: int) -> None:
-        work = dist.isend(tensor, group=group, group_dst=peer, tag=tag)
+        work = isend(_real(tensor), group, peer, tag)
         self._sent.append(Sent(peer, place, work, tensor))
 
 

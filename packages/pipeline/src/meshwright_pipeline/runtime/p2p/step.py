@@ -10,7 +10,7 @@ the end of the step reports the failure to all.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,26 @@ class Header:
     backward: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What an action takes from, or gives to, an action of a neighbouring stage.
+
+    Attributes:
+        cut, backward: over which cut, and whether these are gradients.
+        other: the action at the other end. `place`: its index among the actions of its rank.
+        peer: that rank; None where it is this one.
+        key, tag: of the tensors; distinct for all that travels in a step.
+    """
+
+    cut: int
+    backward: bool
+    other: Action
+    place: int
+    peer: int | None
+    key: tuple[int, int, bool]
+    tag: int
+
+
 class Peers:
     """The stages next to those of this rank, and what was exchanged with them in earlier steps.
 
@@ -60,6 +80,7 @@ class Peers:
         self.places = {action: place for actions in table.ranks for place, action in enumerate(actions)}
         self.sent_headers: dict[int, tuple[Header, bytes]] = {}
         self.received_headers: dict[int, tuple[bytes, Header]] = {}
+        self._routes: dict[tuple[Action, bool], Route | None] = {}
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -70,6 +91,27 @@ class Peers:
         """The rank that holds a stage; None where it is this one."""
         owner = self.table.owner(stage)
         return None if owner == self.transport.rank else owner
+
+    def route(self, action: Action, sends: bool) -> Route | None:
+        """Where the outputs of an action go (`sends`), or its inputs come from; None where it has none."""
+        known = action, sends
+        if known not in self._routes:
+            self._routes[known] = self._route(action, sends)
+        return self._routes[known]
+
+    def _route(self, action: Action, sends: bool) -> Route | None:
+        kind, stage, microbatch = action
+        backward = kind != "F"
+        following = stage + (1 if sends != backward else -1)
+        if kind == "W" or not 0 <= following < self.shape.stages:
+            return None
+        other = Action("B" if backward else "F", following, microbatch)
+        if other not in self.places:
+            other = Action("I", following, microbatch)
+        cut = min(stage, following)
+        tag = ((cut * self.shape.microbatches + microbatch) * 2 + backward) * _MAX_TENSORS
+        key = cut, microbatch, backward
+        return Route(cut, backward, other, self.places[other], self.peer(following), key, tag)
 
 
 class StepMessages:
@@ -117,21 +159,23 @@ class StepMessages:
         except NothingComes:
             return None
         except RuntimeError as error:
-            source = self._source(action)
-            assert source is not None
-            if source[0] not in self.specs:
-                self.failed_cuts.add(source[0])
-            self._lose(self._counterpart(action, sends=False), error)
+            route = self.peers.route(action, sends=False)
+            assert route is not None
+            if route.cut not in self.specs:
+                self.failed_cuts.add(route.cut)
+            self._lose(route.other, error)
             return None
 
-    def prefetch(self, following: Sequence[Action]) -> None:
+    def prefetch(self, following: Iterable[Action]) -> None:
         """Start to receive the inputs of the first of these actions that needs any."""
         for action in following:
             try:
                 if self._start_receive(action):
                     return
             except RuntimeError as error:
-                self._lose(self._counterpart(action, sends=False), error)
+                route = self.peers.route(action, sends=False)
+                assert route is not None
+                self._lose(route.other, error)
                 return
 
     def awaited(self, action: Action) -> bool:
@@ -139,11 +183,10 @@ class StepMessages:
         return action.kind in ("B", "I") and action.stage - 1 in self.gradient_cuts
 
     def _receive(self, action: Action) -> Tensors:
-        source = self._source(action)
-        if source is None:
+        route = self.peers.route(action, sends=False)
+        if route is None:
             return []
-        cut, stage = source
-        key, peer = (cut, action.microbatch, action.kind != "F"), self.peers.peer(stage)
+        cut, key, peer = route.cut, route.key, route.peer
         if cut in self.failed_cuts or peer in self.lost_ranks:
             raise NothingComes
         if peer is None:
@@ -151,20 +194,20 @@ class StepMessages:
             if tensors is None:
                 raise NothingComes
             return tensors
-        if action.kind == "F" and cut not in self.specs:
+        if not route.backward and cut not in self.specs:
             self._receive_header(action, peer, cut)
-        elif action.kind != "F" and cut not in self.gradient_cuts:
+        elif route.backward and cut not in self.gradient_cuts:
             raise NothingComes
-        if action.kind != "F":
+        if route.backward:
             self._receive_present(cut, action.microbatch, peer)
         self._start_receive(action)
         received: Tensors = [*self._pending.pop(key)()]
-        self.peers.transport.release_sent(peer, self.peers.places[self._counterpart(action, sends=False)])
-        if action.kind != "F":
-            present = self.present.get((cut, action.microbatch))
-            given = iter(received)
-            return received if present is None else [next(given) if here else None for here in present]
-        return received
+        self.peers.transport.release_sent(peer, route.place)
+        present = self.present.get((cut, action.microbatch)) if route.backward else None
+        if present is None:
+            return received
+        given = iter(received)
+        return [next(given) if here else None for here in present]
 
     def _receive_present(self, cut: int, microbatch: int, peer: int) -> None:
         """Learn which gradients there are."""
@@ -198,17 +241,16 @@ class StepMessages:
 
     def _start_receive(self, action: Action) -> bool:
         """Start to receive an action's inputs where their description is known. Returns whether it needs any."""
-        source = self._source(action)
-        peer = None if source is None else self.peers.peer(source[1])
-        if source is None or peer is None:
+        route = self.peers.route(action, sends=False)
+        if route is None or route.peer is None:
             return False
-        cut, backward = source[0], action.kind != "F"
-        key = (cut, action.microbatch, backward)
+        cut, key, peer = route.cut, route.key, route.peer
+        if key in self._pending:
+            return True
         specs = self._specs(*key)
-        nothing_comes = cut in self.failed_cuts or (backward and cut not in self.gradient_cuts)
-        nothing_comes = nothing_comes or peer in self.lost_ranks or key in self._pending
-        if specs is not None and not nothing_comes:
-            self._pending[key] = self.peers.transport.receive(specs, peer, (cut, backward), self._tag(*key))
+        nothing_comes = cut in self.failed_cuts or (route.backward and cut not in self.gradient_cuts)
+        if specs is not None and not nothing_comes and peer not in self.lost_ranks:
+            self._pending[key] = self.peers.transport.receive(specs, peer, (cut, route.backward), route.tag)
         return True
 
     # ---- sending
@@ -217,7 +259,9 @@ class StepMessages:
         try:
             self._send(action, outputs)
         except RuntimeError as error:
-            self._lose(self._counterpart(action, sends=True), error)
+            route = self.peers.route(action, sends=True)
+            assert route is not None
+            self._lose(route.other, error)
 
     def flush(self) -> None:
         """Wait until all messages have left."""
@@ -227,35 +271,30 @@ class StepMessages:
             self._lose(self.peers.table.ranks[sent.peer][sent.place], error)
 
     def _send(self, action: Action, outputs: Tensors | None) -> None:
-        if action.kind == "W":
+        route = self.peers.route(action, sends=True)
+        if route is None or route.cut in self.failed_cuts:
             return
-        backward = action.kind != "F"
-        cut = action.stage - 1 if backward else action.stage
-        if not 0 <= cut < self.peers.shape.stages - 1 or cut in self.failed_cuts:
-            return
-        peer = self.peers.peer(action.stage - 1 if backward else action.stage + 1)
-        key = (cut, action.microbatch, backward)
+        cut, peer, backward = route.cut, route.peer, route.backward
         if not backward and cut not in self.specs:
-            self._send_header(action, cut, peer, outputs is not None)
+            self._send_header(route, outputs is not None)
         if cut in self.failed_cuts or (backward and cut not in self.gradient_cuts):
             return
         if peer is None:
             if outputs is not None:
-                self._local[key] = outputs
+                self._local[route.key] = outputs
             return
         if peer in self.lost_ranks:
             return
-        place = self.peers.places[self._counterpart(action, sends=True)]
         if backward:
-            outputs = self._present(cut, action.microbatch, peer, outputs, place)
-        specs = self._specs(*key)
+            outputs = self._present(cut, action.microbatch, peer, outputs, route.place)
+        specs = self._specs(*route.key)
         assert specs is not None
         sent = [None] * len(specs) if outputs is None else outputs
         device = self.peers.transport.device
         tensors = [
             spec.empty(device).zero_() if x is None else x for spec, x in zip(specs, sent, strict=True)
         ]
-        self.peers.transport.send(tensors, specs, peer, (cut, backward), self._tag(*key), place)
+        self.peers.transport.send(tensors, specs, peer, (cut, backward), route.tag, route.place)
 
     def _present(
         self, cut: int, microbatch: int, peer: int, gradients: Tensors | None, place: int
@@ -273,8 +312,9 @@ class StepMessages:
         send(_PARTS + bytes(present), peer, (cut, True), place, microbatch + 1)
         return gradients and [gradient for gradient in gradients if gradient is not None]
 
-    def _send_header(self, action: Action, cut: int, peer: int | None, succeeded: bool) -> None:
+    def _send_header(self, route: Route, succeeded: bool) -> None:
         """Send the header of a cut, or that nothing will come over it."""
+        cut, peer = route.cut, route.peer
         if not succeeded:
             self.failed_cuts.add(cut)
         else:
@@ -290,8 +330,7 @@ class StepMessages:
             if cached is None or cached[0] != header:
                 cached = self.peers.sent_headers[cut] = (header, pickle.dumps(header))
             content = cached[1]
-        place = self.peers.places[self._counterpart(action, sends=True)]
-        self.peers.transport.send_header(content, peer, (cut, False), place)
+        self.peers.transport.send_header(content, peer, (cut, False), route.place)
 
     # ----
     def _specs(self, cut: int, microbatch: int, backward: bool) -> Specs | None:
@@ -303,26 +342,6 @@ class StepMessages:
             return trained
         present = self.present.get((cut, microbatch))
         return None if present is None else tuple(s for s, here in zip(trained, present, strict=True) if here)
-
-    def _tag(self, cut: int, microbatch: int, backward: bool) -> int:
-        """A distinct tag for every message of a step."""
-        return ((cut * self.peers.shape.microbatches + microbatch) * 2 + backward) * _MAX_TENSORS
-
-    def _source(self, action: Action) -> tuple[int, int] | None:
-        """(cut, stage) that an action's inputs come over and from; None where it needs none."""
-        if action.kind == "W":
-            return None
-        if action.kind == "F":
-            return (action.stage - 1, action.stage - 1) if action.stage else None
-        return (action.stage, action.stage + 1) if action.stage + 1 < self.peers.shape.stages else None
-
-    def _counterpart(self, action: Action, sends: bool) -> Action:
-        """The action of the neighbouring stage that takes this one's outputs (`sends`), or made its inputs."""
-        if action.kind == "F":
-            return Action("F", action.stage + (1 if sends else -1), action.microbatch)
-        stage = action.stage + (-1 if sends else 1)
-        whole = Action("B", stage, action.microbatch)
-        return whole if whole in self.peers.places else Action("I", stage, action.microbatch)
 
     def _lose(self, missing: Action, error: RuntimeError) -> None:
         """Record that the rank of action `missing` is gone: a message to or from it was lost. It gets no more messages."""
