@@ -25,6 +25,7 @@ from meshwright_pipeline import call_of, pipeline
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis import loss_additivity
 from meshwright_pipeline.partition.units import find_units
+from meshwright_pipeline.runtime.actions.stage import Stage
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import skeleton
 from meshwright_pipeline.trace.profiler import Profiler
@@ -273,3 +274,52 @@ def test_loss_that_changes_with_a_flag_is_that_of_one_device(rank_pool: RankPool
     for told, off in rank_pool.run(2, warm_up, bool):
         assert told == [""] * 4
         assert max(off) < LIMIT
+
+
+def counted_steps(rank: int, size: int) -> list[tuple[float, float, int] | str]:
+    """Of each step: distances of the loss and of a gradient from one device, and forwards that count targets; or its error."""
+    hidden, counted = [0], [0]
+
+    def judge(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        least = model.least + hidden[0]
+        return mean(x, y.masked_fill(y < least, -100) if least else y)
+
+    def counting(*args: Any) -> Any:
+        counted[0] += 1
+        return count(*args)
+
+    single, whole = judged(judge), judged(judge)
+    single.least = whole.least = 0
+    many = pipeline(whole, judged_plan("1f1b", microbatches=4))
+    count, Stage.count = Stage.count, counting  # type: ignore[method-assign]
+    steps: list[tuple[float, float, int] | str] = []
+    # seen by the forward alone in the last two
+    for step, (least, unseen) in enumerate([(0, 0), (0, 0), (9, 0), (9, 0), (0, 0), (0, 0), (0, 9), (0, 9)]):
+        single.least = many.least = least
+        hidden[0], counted[0] = unseen, 0
+        for model in (single, many):
+            model.zero_grad()
+        want = single(**judged_batch(step))
+        want.backward()
+        try:
+            got = many(**judged_batch(step))
+            got.backward()
+        except StageError as error:
+            steps.append(str(error))
+            continue
+        parameters = dict(single.named_parameters(remove_duplicate=False))
+        apart = max(far(p.grad, parameters[name].grad) for name, p in many.named_parameters())
+        steps.append((far(got, want), apart, counted[0]))
+    Stage.count = count  # type: ignore[method-assign]
+    return steps
+
+
+def test_targets_that_an_input_holds_are_counted_without_a_forward(rank_pool: RankPool) -> None:
+    """Once a step has shown it. A forward that then takes other targets ends its step, and the next one counts by forwards."""
+    for rank, steps in enumerate(rank_pool.run(2, counted_steps)):
+        failed = steps.pop(6)
+        assert isinstance(failed, str) and "targets a microbatch" in failed
+        assert all(isinstance(step, tuple) and max(step[:2]) < LIMIT for step in steps), steps
+        forwards = [step[2] for step in steps if isinstance(step, tuple)]
+        # changed targets are in no input
+        assert forwards == ([4, 0, 4, 4, 4, 0, 4] if rank else [0] * 7)

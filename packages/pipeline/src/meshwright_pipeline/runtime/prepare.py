@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ from meshwright_pipeline.runtime.p2p.step import Peers
 from meshwright_pipeline.runtime.settings import Settings
 from meshwright_pipeline.trace.forward_hooks import UnitCalls
 from meshwright_pipeline.trace.loss import LossPaths, loss_of
-from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
+from meshwright_pipeline.trace.loss_denominators import Denominators, MicrobatchNumbers, sum_denominators
 from meshwright_pipeline.trace.microbatch import Call, outline, rows_of, signature
 from meshwright_pipeline.trace.profile import Profile
 from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.rng_replay import RngReplay
+from meshwright_pipeline.trace.state.state_writes import modules_outside, plain_state
 
 MAX_SIGNATURES = 64
 
@@ -47,6 +48,7 @@ class Prepared:
         tail: the code after the last unit, once it has been needed.
         additivity: how the loss follows from those of microbatches, or why that is not proven, once asked for.
         loss_paths: how the first step computed the loss; see `check_loss_path`.
+        plain_targets: the state of the model outside of units, with which losses had plain targets, and these; () for none.
     """
 
     stages: RankStages
@@ -58,6 +60,7 @@ class Prepared:
     tail: Tail | None = None
     additivity: Additivity | Reason | None = None
     loss_paths: LossPaths = field(default_factory=dict)
+    plain_targets: tuple[Any, ...] = ()
 
 
 class Preparation:
@@ -82,6 +85,8 @@ class Preparation:
         self.mesh, self.dtype = None if context.plain else context.mesh, context.dtype
         self.calls = UnitCalls(owned.units)
         self.settings: Settings | None = None
+        # the modules that hold units, once asked for
+        self._outside: list[nn.Module] | None = None
         self._prepared: dict[Any, Prepared] = {}
         self._row_checks: dict[Any, CannotSplit | None] = {}
 
@@ -173,9 +178,23 @@ class Preparation:
         last = prepared.stages.stages.get(len(self.owned.stages) - 1)
         if last is None or len(calls) == 1 or not (additivity.averaging or additivity.fixed):
             return None
+        if self._outside is None:
+            self._outside = [module for _, module in modules_outside(last.model, self.owned.units)]
+        state = plain_state(self._outside)
+        if prepared.plain_targets[:1] == (state,):
+            plain = prepared.plain_targets[1]
+            parts = [MicrobatchNumbers.of_plain(leaves_of(call), plain) for call in calls]
+            numbers = sum_denominators(parts, additivity.averaging, ())
+            return replace(numbers, seen=tuple([] for _ in plain))
         with self.calls.replaced(last.model):
             parts = [last.count(*call, additivity.fixed) for call in calls]
-        return sum_denominators(parts, additivity.averaging, additivity.fixed)
+        numbers = sum_denominators(parts, additivity.averaging, additivity.fixed)
+        plain = parts[0].plain
+        alike = None not in plain and all(part.plain == plain for part in parts)
+        # a forward that counts its calls, say, may go another way in the next step
+        same = not additivity.fixed and state == plain_state(self._outside)
+        prepared.plain_targets = (state, plain) if alike and same else ()
+        return numbers
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call, full: Call) -> Tail:
         """The code after the last unit, to run on the batch `whole`. `full`: see `prepared`.

@@ -108,6 +108,8 @@ class StepExecution:
             if self.has_last_stage and outcome.failure is None and not run.input_missing:
                 try:
                     if per_microbatch:
+                        if plan.numbers is not None:
+                            plan.numbers.check()
                         self._add_up(step, losses, results)
                     else:
                         # the tail writes again what the forwards wrote

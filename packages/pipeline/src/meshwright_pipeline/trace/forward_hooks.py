@@ -61,7 +61,7 @@ _State = tuple[Handler | None, dict[str, int], bool]
 
 
 class _Handled:
-    """See `UnitCalls.handled`. Around every forward of a step: a generator would cost more than what it does."""
+    """See `UnitCalls.handled`. Around every forward of a step, where a generator costs more than its content."""
 
     __slots__ = ("calls", "outer", "replaced", "state")
 

@@ -3,6 +3,9 @@
 Cross entropy with ignored labels is a sum over targets divided by the number of targets that count. Other losses are
 divided by the sum of a mask. Before a step, the rank of the last stage runs its microbatches with all units skipped, and
 records the numbers that only inputs determine. In the step, each microbatch uses the numbers of the whole batch.
+
+Where the targets were all elements of an input as they are, the next steps count these elements, without running anything. The
+step itself then counts again, and fails where the loss had other targets.
 """
 
 from __future__ import annotations
@@ -124,24 +127,70 @@ class _Paused:
 
 
 @dataclass(frozen=True)
+class PlainTargets:
+    """Targets that are all elements of an input: leaf number `leaf` of the arguments. `ignored`: those that do not count."""
+
+    leaf: int
+    ignored: int
+
+    @staticmethod
+    def of(
+        arguments: dict[str, Any], leaves: Sequence[Any], versions: Sequence[int | None]
+    ) -> PlainTargets | None:
+        """The targets of a call that averages; None where they are of no input. `versions`: of the leaves before the forward."""
+        target, weight = arguments["target"], arguments.get("weight")
+        if weight is not None or type(target) is not Tensor or not target.is_contiguous():
+            return None
+        for place, leaf in enumerate(leaves):
+            same = type(leaf) is Tensor and leaf.dtype == target.dtype and leaf.numel() == target.numel()
+            if same and leaf.is_contiguous() and leaf.data_ptr() == target.data_ptr():
+                ignored = int(arguments.get("ignore_index", -100))
+                return PlainTargets(place, ignored) if leaf._version == versions[place] else None
+        return None
+
+
+@dataclass(frozen=True)
 class MicrobatchNumbers:
     """Numbers of one microbatch that only inputs determine; on several ranks their sums are still to be made.
 
     Attributes:
         counts: for each call of a loss that averages over targets, the (weighted) number of targets.
         sums: place of a call -> its result, and whether it is a sum (1) or a mean (0) over rows.
+        plain: for each of these calls, where its targets are as the model was given them; None where they are nowhere.
     """
 
     counts: tuple[Tensor, ...]
     sums: Mapping[Place, tuple[Tensor, int]]
+    plain: tuple[PlainTargets | None, ...] = ()
+
+    @staticmethod
+    def of_plain(leaves: Sequence[Any], plain: Sequence[PlainTargets]) -> MicrobatchNumbers:
+        """Those of a microbatch with these leaves of its arguments."""
+        counts = [_count({"target": leaves[at.leaf], "ignore_index": at.ignored}) for at in plain]
+        return MicrobatchNumbers(tuple(counts), {})
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Numbers that each microbatch takes of the batch: `counts` divided by the number of microbatches, and `sums`."""
+    """Numbers that each microbatch takes of the batch: `counts` divided by the number of microbatches, and `sums`.
+
+    `seen`: where `counts` are those of plain targets, the numbers that the calls of microbatches have had.
+    """
 
     counts: tuple[float, ...]
     sums: Mapping[Place, Tensor]
+    seen: tuple[list[Tensor], ...] = ()
+
+    def check(self) -> None:
+        """At the end of a step. Raises UnsupportedError: the losses had other targets than were counted."""
+        for expected, column in zip(self.counts, self.seen, strict=False):
+            given = float(_sum(column).item()) / len(column) if column else 0.0
+            if given != expected:
+                raise UnsupportedError(
+                    f"the loss averages over {given:g} targets a microbatch, and in the steps before, with a batch of the same "
+                    f"shapes, over those of an input that are not ignored, {expected:g} now: the code that computes it changes its "
+                    "targets in some steps. Change them before the model is called, or set pipeline.microbatches to 1"
+                )
 
 
 class DenominatorCounter(GlueMode):
@@ -149,16 +198,20 @@ class DenominatorCounter(GlueMode):
 
     watched = _WATCHED
 
-    def __init__(self, wanted: Collection[Place]) -> None:
+    def __init__(self, wanted: Collection[Place], leaves: Sequence[Any] = ()) -> None:
+        """`leaves`: of the arguments of the forward."""
         super().__init__()
-        self.wanted = frozenset(wanted)
+        self.wanted, self.leaves = frozenset(wanted), leaves
+        self.versions = [leaf._version if type(leaf) is Tensor else None for leaf in leaves]
         self.counts: list[Tensor] = []
+        self.plain: list[PlainTargets | None] = []
         self.sums: dict[Place, tuple[Tensor, int]] = {}
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None:
             self.counts.append(_count(arguments))
+            self.plain.append(PlainTargets.of(arguments, self.leaves, self.versions))
             scores = arguments["input"]
             return torch.zeros((), dtype=scores.dtype, device=scores.device)
         place = self.place(func, sys._getframe(2))
@@ -177,12 +230,15 @@ class BatchDenominatorMode(GlueMode):
 
     def __init__(self, denominators: Denominators) -> None:
         super().__init__()
-        self.sums = denominators.sums
+        self.sums, self.seen = denominators.sums, iter(denominators.seen)
         self._counts = list(denominators.counts)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None and self._counts:
+            column = next(self.seen, None)
+            if column is not None:
+                column.append(_count(arguments))
             arguments.pop("size_average", None)
             arguments.pop("reduce", None)
             return func(**{**arguments, "reduction": "sum"}) / self._counts.pop(0)

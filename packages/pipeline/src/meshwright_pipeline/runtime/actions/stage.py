@@ -119,11 +119,11 @@ class Stage:
         def skip(key: Key, _: Forward, *arguments: Any) -> Any:
             return self.skip(key, {}, arguments)
 
-        counter = DenominatorCounter(wanted)
+        counter = DenominatorCounter(wanted, leaves_of((args, kwargs)))
         skipping = self.calls.handled(self.model, skip)
         with torch.random.fork_rng([]), torch.no_grad(), self._others((args, kwargs)), skipping, counter:
             ordinary_call(self.model, args, kwargs)
-        return MicrobatchNumbers(tuple(counter.counts), counter.sums)
+        return MicrobatchNumbers(tuple(counter.counts), counter.sums, tuple(counter.plain))
 
     def _others(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Inside, code between units finds the parameters of other stages, where it looks for them."""

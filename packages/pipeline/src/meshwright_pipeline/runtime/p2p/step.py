@@ -94,10 +94,10 @@ class Peers:
 
     def route(self, action: Action, sends: bool) -> Route | None:
         """Where the outputs of an action go (`sends`), or its inputs come from; None where it has none."""
-        known = action, sends
-        if known not in self._routes:
-            self._routes[known] = self._route(action, sends)
-        return self._routes[known]
+        end = action, sends
+        if end not in self._routes:
+            self._routes[end] = self._route(action, sends)
+        return self._routes[end]
 
     def _route(self, action: Action, sends: bool) -> Route | None:
         kind, stage, microbatch = action

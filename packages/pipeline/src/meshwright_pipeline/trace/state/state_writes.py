@@ -7,7 +7,7 @@ written values to the other ranks. If code after the units runs again on the who
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from meshwright_pipeline.module_state import Place, comparable
 from meshwright_pipeline.pytrees import entries_of, full_value, is_plain, tensors_of
 
 Tensor = torch.Tensor
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,13 @@ def modules_outside(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[st
     for path, part in model.named_modules():
         if path not in units and not path.startswith(inside):
             yield path, part
+
+
+def plain_state(modules: Collection[nn.Module]) -> tuple[Any, ...]:
+    """Numbers, flags and strings of these modules, without their submodules, and which tensors their buffers hold."""
+    values = [value for module in modules for value in vars(module).values() if type(value) in _PLAIN]
+    buffers = [x for module in modules for x in tensors_in(module)[1].values() if x is not None]
+    return (*values, *((id(x), None if x.is_inference() else x._version) for x in buffers))
 
 
 class StateWrites:
