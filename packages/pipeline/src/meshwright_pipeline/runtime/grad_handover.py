@@ -134,16 +134,20 @@ class Sinks:
 
     def trainable(self) -> dict[str, Sink]:
         """Name -> sink of every parameter that requires a gradient now."""
+        return self._of(parameters_of(self._modules))
+
+    def _of(self, held: list[tuple[nn.Module, str, nn.Parameter]]) -> dict[str, Sink]:
         sinks, seen = dict[str, Sink](), set[int]()
         # the functions of mesh parameters would give the same flag, in forty calls
         with without_subclasses():
-            named = [entry for entry in parameters_of(self._modules) if entry[2].requires_grad]
-        for module, name, parameter in named:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                sink = self._sinks.get(id(parameter))
+            trained = [entry for entry in held if entry[2].requires_grad]
+        for module, name, parameter in trained:
+            at = id(parameter)
+            if at not in seen:
+                seen.add(at)
+                sink = self._sinks.get(at)
                 if sink is None:
-                    sink = self._sinks[id(parameter)] = Sink(parameter)
+                    sink = self._sinks[at] = Sink(parameter)
                 sink.leaf = leaf_of(parameter)
                 sinks[self._modules[module] + name] = sink
         return sinks
@@ -156,10 +160,11 @@ class Sinks:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, computations use the stand-ins, and gradients go to the sinks."""
-        sinks = {id(sink.parameter): sink for sink in self.trainable().values()}
+        held = parameters_of(self._modules)
+        sinks = {id(sink.parameter): sink for sink in self._of(held).values()}
         swaps: list[tuple[nn.Module, str, Tensor]] = []
         copies: dict[int, tuple[MeshParameter, ComputeCopy | None]] = {}
-        for module, name, parameter in parameters_of(self._modules):
+        for module, name, parameter in held:
             sink = sinks.get(id(parameter))
             if isinstance(parameter, MeshParameter) and not self.plain:
                 if sink is not None:

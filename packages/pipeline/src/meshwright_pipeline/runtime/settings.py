@@ -44,7 +44,8 @@ class Settings:
         self._forwards = {m: m.__dict__.get("forward") for m in self._modules}
         self._with_new_forward: set[nn.Module] = set()
         # module -> types of its attributes, and the names of its flags and functions, and of its options
-        self._names: dict[nn.Module, tuple[tuple[type, ...], tuple[str, ...], tuple[str, ...]]] = {}
+        self._names: dict[nn.Module, tuple[list[type], tuple[str, ...], tuple[str, ...]]] = {}
+        self._dropouts = frozenset(m for m in self._modules if isinstance(m, DROPOUTS))
 
     def key(self) -> tuple[Any, ...]:
         """What decides which code runs; numbers do not count, many forwards change some."""
@@ -55,7 +56,7 @@ class Settings:
     def _key(self, module: nn.Module, options: dict[int, dict[str, Any]]) -> tuple[Any, ...]:
         """That of one module; its options, which others may share, go to `options`, by the ids of the attributes."""
         attributes = module.__dict__
-        names, types = self._names.get(module), tuple(map(type, attributes.values()))
+        names, types = self._names.get(module), [*map(type, attributes.values())]
         if names is None or names[0] != types:
             named = tuple(_values(attributes, (*_FLAGS, *_FUNCTIONS)))
             names = self._names[module] = types, named, tuple([name for name, _ in _options(module)])
@@ -63,12 +64,12 @@ class Settings:
             value = attributes.get(name)
             if id(value) not in options:
                 options[id(value)] = _options_of(value) or {}
-        drops = isinstance(module, DROPOUTS) and 0 < module.p < 1
+        drops = module in self._dropouts and 0 < module.p < 1
         tables = hook_tables(module)
         hooks = tuple(map(tuple, tables)) if any(tables) else ()
         parts = tuple(map(id, module._modules.values()))
-        flags = tuple([_code(attributes[name]) for name in names[1]])
-        return module.training, drops, flags, hooks, parts, id(attributes.get("forward"))
+        flags = tuple([_code(attributes[name]) for name in names[1]]) if names[1] else ()
+        return attributes["training"], drops, flags, hooks, parts, id(attributes.get("forward"))
 
     def copy_to(self, model: nn.Module, skeleton: nn.Module) -> None:
         """Change a skeleton as the user has changed the model.
@@ -123,7 +124,10 @@ def _values(attributes: Mapping[str, Any], kinds: tuple[type, ...]) -> dict[str,
 
 def _code(value: Any) -> Any:
     """A flag itself; of a function its code: a forward may make a new one in every step."""
-    if type(value) is partial:
+    kind = type(value)
+    if kind is bool or kind is str:
+        return value
+    if kind is partial:
         return _code(value.func), len(value.args), tuple(value.keywords)
     return getattr(value, "__code__", value)
 

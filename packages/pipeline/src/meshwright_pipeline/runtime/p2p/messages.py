@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -67,11 +68,20 @@ class TensorSpec:
 
     def empty(self, device: torch.device) -> Tensor:
         """A buffer for this rank's part, or for its gradient."""
+        if self.in_order:
+            return torch.empty(self.local_shape, dtype=self.dtype, device=device)
         strides = dense_strides(self.local_shape, self.dim_order)
         return torch.empty_strided(self.local_shape, strides, dtype=self.dtype, device=device)
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the dims are in memory as they are numbered."""
+        return self.dim_order == tuple(range(len(self.dim_order)))
+
     def contiguous(self, local: Tensor) -> Tensor:
         """What is sent of this rank's part; of a buffer it is a view."""
+        if self.in_order:
+            return local.detach().contiguous()
         return local.detach().permute(self.dim_order).contiguous()
 
     def unpacked(self, sent: Tensor) -> Tensor:
