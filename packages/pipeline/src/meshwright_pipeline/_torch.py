@@ -176,9 +176,14 @@ def apply_own(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+def function_mode() -> TorchFunctionMode | None:
+    """The innermost function mode that is on."""
+    return overrides._get_current_function_mode()  # type: ignore[no-any-return]
+
+
 def pop_function_mode(mode: TorchFunctionMode) -> bool:
     """Turn a function mode off, if it is the innermost of those that are on; returns whether it was."""
-    if overrides._get_current_function_mode() is not mode:
+    if function_mode() is not mode:
         return False
     overrides._pop_mode()
     return True

@@ -48,7 +48,8 @@ class Prepared:
         tail: the code after the last unit, once it has been needed.
         additivity: how the loss follows from those of microbatches, or why that is not proven, once asked for.
         loss_paths: how the first step computed the loss; see `check_loss_path`.
-        plain_targets: the state of the model outside of units, with which losses had plain targets, and these; () for none.
+        plain_targets: the state of the model outside of units, with which losses had plain targets, these, and
+            `Denominators.after`; () for none.
     """
 
     stages: RankStages
@@ -185,7 +186,7 @@ class Preparation:
             plain = prepared.plain_targets[1]
             parts = [MicrobatchNumbers.of_plain(leaves_of(call), plain) for call in calls]
             numbers = sum_denominators(parts, additivity.averaging, ())
-            return replace(numbers, seen=tuple([] for _ in plain))
+            return replace(numbers, seen=tuple([] for _ in plain), after=prepared.plain_targets[2])
         with self.calls.replaced(last.model):
             parts = [last.count(*call, additivity.fixed) for call in calls]
         numbers = sum_denominators(parts, additivity.averaging, additivity.fixed)
@@ -193,7 +194,7 @@ class Preparation:
         alike = None not in plain and all(part.plain == plain for part in parts)
         # a forward that counts its calls, say, may go another way in the next step
         same = not additivity.fixed and state == plain_state(self._outside)
-        prepared.plain_targets = (state, plain) if alike and same else ()
+        prepared.plain_targets = (state, plain, numbers.after) if alike and same else ()
         return numbers
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call, full: Call) -> Tail:

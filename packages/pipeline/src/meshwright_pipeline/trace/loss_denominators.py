@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
-from meshwright_pipeline._torch import pop_function_mode, push_function_mode
+from meshwright_pipeline._torch import function_mode, pop_function_mode, push_function_mode
 from meshwright_pipeline.pytrees import full_value
 
 Tensor = torch.Tensor
@@ -37,6 +37,10 @@ Place = tuple[Site, int]
 SUMS: Mapping[Any, int] = MappingProxyType({torch.sum: 1, Tensor.sum: 1, torch.mean: 0, Tensor.mean: 0})
 """Functions that may compute a number which only inputs determine: 1 if that of the batch is the sum over microbatches, 0
 if it is their mean."""
+_OTHER_LOSS = (
+    "the code that computes the loss runs other operations than when the model was profiled with a batch of the same shapes. Set "
+    "pipeline.microbatches to 1, or compute the loss outside of the model"
+)
 _OF_TORCH = os.path.dirname(torch.__file__)
 _OF_NLL_LOSS = "input target weight size_average ignore_index reduce reduction".split()
 _SIGNATURES = {F.nll_loss: _OF_NLL_LOSS, F.cross_entropy: [*_OF_NLL_LOSS, "label_smoothing"]}
@@ -157,11 +161,13 @@ class MicrobatchNumbers:
         counts: for each call of a loss that averages over targets, the (weighted) number of targets.
         sums: place of a call -> its result, and whether it is a sum (1) or a mean (0) over rows.
         plain: for each of these calls, where its targets are as the model was given them; None where they are nowhere.
+        after: so many calls of units come before the first of these calls, in no function mode of the model; 0 for none.
     """
 
     counts: tuple[Tensor, ...]
     sums: Mapping[Place, tuple[Tensor, int]]
     plain: tuple[PlainTargets | None, ...] = ()
+    after: int = 0
 
     @staticmethod
     def of_plain(leaves: Sequence[Any], plain: Sequence[PlainTargets]) -> MicrobatchNumbers:
@@ -174,12 +180,14 @@ class MicrobatchNumbers:
 class Denominators:
     """Numbers that each microbatch takes of the batch: `counts` divided by the number of microbatches, and `sums`.
 
-    `seen`: where `counts` are those of plain targets, the numbers that the calls of microbatches have had.
+    `seen`: where `counts` are those of plain targets, the numbers that the calls of microbatches have had. `after`: so many calls
+    of units come before the first call that takes one.
     """
 
     counts: tuple[float, ...]
     sums: Mapping[Place, Tensor]
     seen: tuple[list[Tensor], ...] = ()
+    after: int = 0
 
     def check(self) -> None:
         """At the end of a step. Raises UnsupportedError: the losses had other targets than were counted."""
@@ -205,11 +213,27 @@ class DenominatorCounter(GlueMode):
         self.versions = [leaf._version if type(leaf) is Tensor else None for leaf in leaves]
         self.counts: list[Tensor] = []
         self.plain: list[PlainTargets | None] = []
+        self.begun = 0
+        self._after: int | None = None
+        self._innermost = True
         self.sums: dict[Place, tuple[Tensor, int]] = {}
+
+    def unit(self) -> None:
+        """A call of a unit begins."""
+        self.begun += 1
+        if self._after is None:
+            self._innermost = function_mode() is self
+
+    @property
+    def after(self) -> int:
+        """See MicrobatchNumbers."""
+        # by their places, sums are told apart from the first one on
+        return 0 if self.wanted or self._after is None or not self._innermost else self._after
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         arguments = mean_over_targets(func, args, kwargs)
         if arguments is not None:
+            self._after = self.begun if self._after is None else self._after
             self.counts.append(_count(arguments))
             self.plain.append(PlainTargets.of(arguments, self.leaves, self.versions))
             scores = arguments["input"]
@@ -224,7 +248,10 @@ class DenominatorCounter(GlueMode):
 
 
 class BatchDenominatorMode(GlueMode):
-    """Inside, a microbatch uses the numbers of the whole batch (see `sum_denominators`)."""
+    """Inside, a microbatch uses the numbers of the whole batch (see `sum_denominators`).
+
+    Functions before the first call that takes one run as they are: every function costs a call of this mode.
+    """
 
     watched = _WATCHED
 
@@ -232,6 +259,35 @@ class BatchDenominatorMode(GlueMode):
         super().__init__()
         self.sums, self.seen = denominators.sums, iter(denominators.seen)
         self._counts = list(denominators.counts)
+        # calls of units after which it is on
+        self._left = denominators.after
+        self._late, self.on = bool(self._left), False
+        self._outer: object = None
+
+    def __enter__(self) -> BatchDenominatorMode:
+        self._outer = function_mode()
+        if not self._left:
+            self._turn_on()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if self.on:
+            super().__exit__(kind, *error)
+        if kind is None and self._late and self._counts:
+            raise UnsupportedError(_OTHER_LOSS)
+
+    def unit_ended(self) -> None:
+        """A call of a unit has ended."""
+        self._left -= 1
+        if not self._left:
+            # entered inside of a mode of the model, it would end with that one
+            if function_mode() is not self._outer:
+                raise UnsupportedError(_OTHER_LOSS)
+            self._turn_on()
+
+    def _turn_on(self) -> None:
+        self.on = True
+        super().__enter__()
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         arguments = mean_over_targets(func, args, kwargs)
@@ -259,10 +315,7 @@ def sum_denominators(
     """
     for part in parts:
         if len(part.counts) != averaging or set(part.sums) != set(wanted):
-            raise UnsupportedError(
-                "the code that computes the loss runs other operations than when the model was profiled with a batch of the same "
-                "shapes. Set pipeline.microbatches to 1, or compute the loss outside of the model"
-            )
+            raise UnsupportedError(_OTHER_LOSS)
     # summed on each rank first, so that ranks exchange each number once
     counts = [
         float(_sum(column).item()) / len(parts)
@@ -272,7 +325,7 @@ def sum_denominators(
     for place in wanted:
         total, (value, adds) = _sum([part.sums[place][0] for part in parts]), parts[0].sums[place]
         sums[place] = (total if adds else total / len(parts)).to(value.dtype)
-    return Denominators(tuple(counts), sums)
+    return Denominators(tuple(counts), sums, after=min((part.after for part in parts), default=0))
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:

@@ -25,7 +25,12 @@ from meshwright_pipeline.partition.boundaries import Cut
 from meshwright_pipeline.pytrees import Containers, containers_of, is_plain, leaves_of, map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Forward, UnitCalls
 from meshwright_pipeline.trace.loss import mark_unit_output
-from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, GlueMode, MicrobatchNumbers, Place
+from meshwright_pipeline.trace.loss_denominators import (
+    BatchDenominatorMode,
+    DenominatorCounter,
+    MicrobatchNumbers,
+    Place,
+)
 from meshwright_pipeline.trace.meta_model import others_as_zeros
 from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Key, Label, Profile, Result
@@ -117,13 +122,14 @@ class Stage:
         """The loss denominators of one microbatch that inputs alone decide. No module runs, and nothing is drawn."""
 
         def skip(key: Key, _: Forward, *arguments: Any) -> Any:
+            counter.unit()
             return self.skip(key, {}, arguments)
 
         counter = DenominatorCounter(wanted, leaves_of((args, kwargs)))
         skipping = self.calls.handled(self.model, skip)
         with torch.random.fork_rng([]), torch.no_grad(), self._others((args, kwargs)), skipping, counter:
             ordinary_call(self.model, args, kwargs)
-        return MicrobatchNumbers(tuple(counter.counts), counter.sums, tuple(counter.plain))
+        return MicrobatchNumbers(tuple(counter.counts), counter.sums, tuple(counter.plain), counter.after)
 
     def _others(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Inside, code between units finds the parameters of other stages, where it looks for them."""
@@ -133,7 +139,12 @@ class Stage:
         return others_as_zeros(self.model, self.calls.units, device)
 
     def run(
-        self, call: Call, received: Values, number: int = 0, stop: bool = False, glue: GlueMode | None = None
+        self,
+        call: Call,
+        received: Values,
+        number: int = 0,
+        stop: bool = False,
+        glue: BatchDenominatorMode | None = None,
     ) -> tuple[dict[Label, torch.Tensor], Any]:
         """Run the stage on microbatch `number`, with the values `received` from the previous stage.
 
@@ -218,7 +229,7 @@ class _StageForward:
     """One forward of a stage: intercepts the calls of units and collects the values to send."""
 
     def __init__(
-        self, stage: Stage, received: Values, number: int, stop: bool, glue: GlueMode | None
+        self, stage: Stage, received: Values, number: int, stop: bool, glue: BatchDenominatorMode | None
     ) -> None:
         self.stage, self.received, self.stop, self.glue = stage, received, stop, glue
         cut = stage.cut
@@ -247,11 +258,14 @@ class _StageForward:
         if index > stage.index:
             raise _EndOfStage
         if index < stage.index:
-            return stage.skip(key, self.received, (args, kwargs))
+            output = stage.skip(key, self.received, (args, kwargs))
+            if self.glue is not None:
+                self.glue.unit_ended()
+            return output
         call, wanted = stage.unit_calls[key], self.wanted.get(key, ())
         put = call.result.put
         containers = containers_of((args, kwargs)) if put else {}
-        glue_paused = _NOTHING if self.glue is None else self.glue.paused()
+        glue_paused = self.glue.paused() if self.glue is not None and self.glue.on else _NOTHING
         numbers = _NOTHING if stage.streams is None else stage.streams.unit(key)
         collecting = self._collecting(key, call, wanted) if call.inside and wanted else _NOTHING
         with glue_paused, numbers, collecting:
@@ -271,6 +285,8 @@ class _StageForward:
             self._keep(label, self.values[label])
         if self.stop and key == stage.cut.last[-1]:
             raise _EndOfStage
+        if self.glue is not None:
+            self.glue.unit_ended()
         return output
 
     def _check_plain(self, unit: str, call: _UnitCall, output: Any, containers: Containers) -> None:
