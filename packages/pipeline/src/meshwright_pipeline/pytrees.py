@@ -238,3 +238,8 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 def expanded_zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Zeros of the shape and dtype of `like` that take no memory."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+
+
+def version_of(value: Any) -> int | None:
+    """How often an ordinary tensor has been written to; None for others, and where torch does not count."""
+    return value._version if type(value) is torch.Tensor and not value.is_inference() else None

@@ -27,7 +27,7 @@ from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import function_mode, pop_function_mode, push_function_mode
-from meshwright_pipeline.pytrees import full_value
+from meshwright_pipeline.pytrees import full_value, version_of
 
 Tensor = torch.Tensor
 Site = tuple[str, str, int]
@@ -149,7 +149,9 @@ class PlainTargets:
             same = type(leaf) is Tensor and leaf.dtype == target.dtype and leaf.numel() == target.numel()
             if same and leaf.is_contiguous() and leaf.data_ptr() == target.data_ptr():
                 ignored = int(arguments.get("ignore_index", -100))
-                return PlainTargets(place, ignored) if leaf._version == versions[place] else None
+                return (
+                    PlainTargets(place, ignored) if version_of(leaf) == versions[place] is not None else None
+                )
         return None
 
 
@@ -210,7 +212,7 @@ class DenominatorCounter(GlueMode):
         """`leaves`: of the arguments of the forward."""
         super().__init__()
         self.wanted, self.leaves = frozenset(wanted), leaves
-        self.versions = [leaf._version if type(leaf) is Tensor else None for leaf in leaves]
+        self.versions = [version_of(leaf) for leaf in leaves]
         self.counts: list[Tensor] = []
         self.plain: list[PlainTargets | None] = []
         self.begun = 0

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright_pipeline._torch import is_framework_attribute, tensors_in
 from meshwright_pipeline.module_state import Place, comparable
-from meshwright_pipeline.pytrees import entries_of, full_value, is_plain, tensors_of
+from meshwright_pipeline.pytrees import entries_of, full_value, is_plain, tensors_of, version_of
 
 Tensor = torch.Tensor
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -76,7 +76,7 @@ def plain_state(modules: Collection[nn.Module]) -> tuple[Any, ...]:
     """Numbers, flags and strings of these modules, without their submodules, and which tensors their buffers hold."""
     values = [value for module in modules for value in vars(module).values() if type(value) in _PLAIN]
     buffers = [x for module in modules for x in tensors_in(module)[1].values() if x is not None]
-    return (*values, *((id(x), None if x.is_inference() else x._version) for x in buffers))
+    return (*values, *((id(x), version_of(x)) for x in buffers))
 
 
 class StateWrites:
