@@ -99,21 +99,30 @@ def test_pins_and_marks_hold_for_other_planners(planner: type[EagerPlanner]) -> 
 
 
 def test_alpa_latency_is_equation_2() -> None:
-    """sum of t_i + (B - 1) max t_i, for stages of 1, 3 and 2 parts of the whole, B = 4."""
+    """sum of t_i + (B - 1) max t_i, for stages of 1, 3 and 2 parts of the compute and 3, 1 and 2 of the collectives, B = 4."""
     from types import SimpleNamespace
 
-    whole, parts, count = 6.0, (1 / 6, 3 / 6, 2 / 6), 4
-    busiest = whole * max(parts)
+    compute, sent, count = 6.0, 3.0, 4
+    parts, shares = (1 / 6, 3 / 6, 2 / 6), (3 / 6, 1 / 6, 2 / 6)
     candidate: Any = SimpleNamespace(
         point=SimpleNamespace(microbatches=count),
-        exposed={"tp": 0.0},
-        searched="tp",
-        compute_seconds=busiest * count,
+        placement=SimpleNamespace(compute_seconds=compute * count),
+        inside={"tp": sent},
+        exposed={"tp": 0.5 * count, "dp": 0.25},
+        searched=("tp",),
+        compute_seconds=3.0 * count,
         stages=[(p / 3, 2 * p / 3) for p in parts],
-        exposed_seconds=0.0,
+        stage_communication=[(s / 2, s / 2) for s in shares],
+        exposed_seconds=0.5 * count + 0.25,
         between=0.0,
+        between_communication=0.0,
     )
-    assert latency(candidate) == pytest.approx(sum(whole * p for p in parts) + (count - 1) * busiest)
+    stages = [compute * p + sent * s for p, s in zip(parts, shares)]
+    assert stages == [2.5, 3.5, 3.0]
+    assert latency(candidate) == pytest.approx(sum(stages) + (count - 1) * max(stages) + 0.25)
+    # a strategy that does not say where: as the compute
+    candidate.stage_communication = ()
+    assert latency(candidate) == pytest.approx(compute + sent + (count - 1) * 3.5 + 0.25)
 
 
 def test_alpa_lists_its_choice_first_and_the_others_by_time() -> None:

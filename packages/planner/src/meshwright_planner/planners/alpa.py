@@ -89,13 +89,16 @@ class AlpaPlanner(AlternativePlanner):
 def latency(candidate: Candidate) -> float:
     """Seconds of a step by equation 2, with the sum of gradients in the last microbatch.
 
-    Compute and communication inside operators are those of the slowest stage, for all microbatches.
+    The first microbatch passes through all stages, each with its own compute and its own collectives inside of operators; each of
+    the others adds the seconds of the busiest rank.
     """
     count = candidate.point.microbatches
+    computed, sent = candidate.placement.compute_seconds / count, sum(candidate.inside.values())
+    # as parts of the whole model's; a strategy that does not say where its collectives are has them where it computes
+    compute = [sum(passes) for passes in candidate.stages]
+    communication = [sum(passes) for passes in candidate.stage_communication] or compute
+    late = computed * candidate.between + sent * candidate.between_communication
+    all_stages = computed * sum(compute) + sent * sum(communication) + late / count
     inside = sum(s for axis, s in candidate.exposed.items() if axis in candidate.searched)
-    slowest = (candidate.compute_seconds + inside) / count
-    shares = [sum(pair) for pair in candidate.stages] or [1.0]
-    shares[-1] += candidate.between / count
-    all_stages = slowest * sum(shares) / max(shares)
-    others = candidate.exposed_seconds - inside
-    return all_stages + (count - 1) * slowest + others
+    busiest = (candidate.compute_seconds + inside) / count
+    return all_stages + (count - 1) * busiest + candidate.exposed_seconds - inside
