@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-from planner_models import LAPTOP_CPU, Transformer, eager, host_of, tokens
+from planner_models import LAPTOP_CPU, TensorLike, Transformer, eager, host_of, tokens
 
 from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.plan import ParallelPlan, RecomputeRule, StageTime
@@ -230,3 +231,33 @@ def test_request_cannot_name_the_stage_choice() -> None:
         planned("by stage")
     with pytest.raises(UsageError, match=r"recompute='by stage' is not 'full'"):
         divided(None, "by stage")
+
+
+def test_a_rank_of_a_divided_model_pays_for_its_part_of_the_collectives() -> None:
+    """Of a strategy that does not say how many its ranks run; one that says so is taken at its word."""
+
+    def sent(strategy: type[Strategy] | None) -> float:
+        host = host_of(*((strategy,) if strategy else ()), TensorLike)
+        stages = 2 if strategy else 1
+        request = PlanRequest(cluster=CLUSTER, world_size=2 * stages, pp=stages if strategy else None, tp=2)
+        model, batch = Transformer(layers=4, hidden=128), tokens(rows=16)
+        predicted = EagerPlanner(host).plan(model, batch, request)[0].predicted
+        assert predicted is not None and predicted.split is not None
+        return predicted.split.exposed["tp"]
+
+    whole = sent(None)
+    assert sent(HalfTheCompute) == pytest.approx(whole / 2)
+    assert sent(HalfTheComputeAllCollectives) == pytest.approx(whole)
+
+
+class HalfTheCompute(Halves):
+    """Waits as long as it computes."""
+
+    factors: ClassVar[dict[str, float]] = {}
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        return replace(super().cost(request, degree, link), compute=1.0, idle=0.5, **self.factors)  # type: ignore[arg-type]
+
+
+class HalfTheComputeAllCollectives(HalfTheCompute):
+    factors: ClassVar[dict[str, float]] = {"communication": 1.0}

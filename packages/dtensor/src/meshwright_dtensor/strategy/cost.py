@@ -84,7 +84,8 @@ class StrategyCost:
         straggler_delay: seconds of waiting per second by which a microbatch takes longer on every rank (gradients of weights
             not counted): if only the first microbatch does, and if all do.
         input_gradient_share: fraction of a backward pass that runs before its weight gradients are postponed.
-        communication: factor on one rank's time in collectives of the model's operations (ModuleWork.collectives).
+        communication: factor on one rank's time in collectives of the model's operations (ModuleWork.collectives). None: that on
+            its compute, without waiting (`compute` less `idle`).
         stage_communication: per stage, the time of those in the forward and in the backward of one microbatch, as fractions of
             the whole model's.
         full_batch_communication: the same of what `full_batch_share` is about.
@@ -113,6 +114,6 @@ class StrategyCost:
     straggler_delay: tuple[float, float] = (0.0, 0.0)
     input_gradient_share: float = 1.0
     full_batch_share: float = 0.0
-    communication: float = 1.0
+    communication: float | None = None
     stage_communication: tuple[tuple[float, float], ...] = ()
     full_batch_communication: float = 0.0

@@ -239,10 +239,11 @@ class _Step:
             exposed[axes] = exposed.get(axes, 0.0) + seconds.exposed_seconds + slowdown
             hidden[axes] = hidden.get(axes, 0.0) + seconds.overlapped_seconds - slowdown
             uses += ((axes, use) for use in seconds.collectives)
-        times = self.point.microbatches * self.divided.communication
+        busy = self.divided.compute - self.divided.idle
+        sent = self.divided.communication
+        times = self.point.microbatches * (busy if sent is None else sent)
         for axis, inside in self.inside(searched).items():
             exposed[axis] = exposed.get(axis, 0.0) + inside * times
-        busy = self.divided.compute - self.divided.idle
         for axis, use, each in self.placed.row_collectives(self.point.microbatches, self.degrees):
             exposed[axis] = exposed.get(axis, 0.0) + use.count * each * busy
             uses.append((axis, use))

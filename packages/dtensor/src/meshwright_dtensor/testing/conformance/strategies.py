@@ -164,6 +164,13 @@ def _check_cost(plugin: Registered[Any], cost: StrategyCost, name: str) -> None:
             f"{name} has {field}={value!r}",
             f"give a finite number of {least} {'(a factor, 1.0 is unchanged)' if field in FACTORS else 'seconds'}",
         )
+    sent = cost.communication
+    require(
+        sent is None or (isinstance(sent, (int, float)) and math.isfinite(sent) and sent >= 0),
+        plugin,
+        f"{name} has communication={sent!r}",
+        "give a finite factor of 0 or more, or None for that on its compute",
+    )
     for use in cost.collectives:
         wrong = [
             text
