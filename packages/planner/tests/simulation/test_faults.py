@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_replay import BUCKET, pipelined, plan_of, simulate
+from test_replay_invariants import random_cases
 
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.clusters.registry import DGX_H100
@@ -47,7 +48,7 @@ PLANS: list[ParallelPlan] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@random_cases
 @given(
     st.sampled_from(PLANS),
     st.integers(0, 15),
@@ -63,7 +64,7 @@ def test_a_slower_rank_makes_no_step_shorter(
     assert sound * ABOVE <= less and less * ABOVE <= more
 
 
-@settings(max_examples=60, deadline=None)
+@random_cases
 @given(
     st.sampled_from(PLANS),
     st.integers(0, 15),

@@ -1,6 +1,9 @@
 """What a link can gain or cost in a replay, over random plans, clusters and faults.
 
-MESHWRIGHT_RANDOM_REPLAYS=10000 python -m pytest packages/planner/tests/simulation/test_replay_invariants.py
+So many cases of each invariant, in this file and in test_faults.py, with a line of how many ran and failed:
+
+    MESHWRIGHT_RANDOM_REPLAYS=10000 python -m pytest packages/planner/tests/simulation/test_replay_invariants.py \
+        packages/planner/tests/simulation/test_faults.py --hypothesis-show-statistics
 """
 
 from __future__ import annotations
