@@ -61,6 +61,12 @@ def build(name: str) -> torch.nn.Module:
                 decoder_start_token_id=0,
             )
         )
+    elif name == "vit":
+        config = tf.ViTConfig(
+            hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8,
+            hidden_dropout_prob=0.1, num_labels=16,
+        )  # fmt: skip
+        model = tf.ViTForImageClassification(config)
     elif name == "mixtral":
         model = tf.MixtralForCausalLM(tf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
     elif name in OTHERS:
@@ -70,25 +76,29 @@ def build(name: str) -> torch.nn.Module:
         model = tf.AutoModelForCausalLM.from_config(config)
     else:
         raise ValueError(name)
-    model.config.use_cache = False
+    if name != "vit":
+        model.config.use_cache = False
     return model.train()
 
 
-def example(rows: int = 4, length: int = 32) -> dict[str, torch.Tensor]:
-    """Tokens with some labels ignored."""
+def example(rows: int = 4, length: int = 32, of: str = "") -> dict[str, torch.Tensor]:
+    """Tokens with some labels ignored, or pictures."""
+    if of == "vit":
+        pictures = torch.randn(rows, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        return {"pixel_values": pictures, "labels": torch.arange(rows)}
     ids = torch.randint(5, 100, (rows, length), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :3] = -100
     return {"input_ids": ids, "labels": labels}
 
 
-def step(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> tuple[Any, ...]:
+def step(rank: int, world_size: int, name: str, pins: dict[str, Any]) -> tuple[Any, ...]:
     """One parallel step; returns losses, the worst relative gradient error, planned and executed collectives on tp."""
-    batch, reference, model = example(), build(name), build(name)
+    batch, reference, model = example(of=name), build(name), build(name)
     torch.manual_seed(5)
     expected = reference(**batch).loss
     expected.backward()
-    auto_parallelize(model, batch, cluster="laptop-cpu", **degrees)
+    auto_parallelize(model, batch, cluster="laptop-cpu", **pins)
     torch.manual_seed(5)
     with communication() as log:
         loss = model(**batch).loss
@@ -97,7 +107,8 @@ def step(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> tupl
     for parameter, single_parameter in zip(model.parameters(), reference.parameters(), strict=True):
         if single_parameter.grad is not None:
             difference = (parameter.grad.full_tensor() - single_parameter.grad).abs().max()
-            worst = max(worst, float(difference / single_parameter.grad.abs().max()))
+            # the gradient of the bias of keys is rounding
+            worst = max(worst, float(difference / single_parameter.grad.abs().max().clamp(min=1e-3)))
     executed: Counter[tuple[str, str, str]] = Counter()
     planned: Counter[tuple[str, str, str]] = Counter()
     for event in log.events:
@@ -107,15 +118,19 @@ def step(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> tupl
     for c in model.parallel_plan.collectives:
         if c.axis == "tp":
             # inside a composite the plan knows the bytes, not in how many pieces they go
-            planned[c.phase, c.kind, "calls"] += c.count * (not c.why.startswith("inside "))
+            planned[c.phase, c.kind, "calls"] += c.count * (
+                not c.why.startswith("inside ") and "for cross_entropy" not in c.why
+            )
             planned[c.phase, c.kind, "bytes"] += c.count * c.nbytes
     return float(expected), float(loss.full_tensor()), worst, dict(planned), dict(executed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "one-kv-head", "gpt2", "t5", "mixtral", *OTHERS])
+@pytest.mark.parametrize("name", ["llama", "one-kv-head", "gpt2", "t5", "mixtral", "vit", *OTHERS])
 def test_what_is_planned_is_executed(rank_pool: RankPool, name: str) -> None:
-    expected, loss, worst, planned, executed = rank_pool.run(2, step, name, {"tp": 2})[0]
+    # where the sequence is sharded, both calls of a dropout of ViT are placed differently
+    pins = {"tp": 2, **({"sequence_parallel": True} if name == "vit" else {})}
+    expected, loss, worst, planned, executed = rank_pool.run(2, step, name, pins)[0]
     assert loss == pytest.approx(expected, rel=1e-6)
     assert worst < 1e-5
     assert planned == executed and any(key[2] == "bytes" and size for key, size in planned.items())

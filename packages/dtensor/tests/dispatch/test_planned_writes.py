@@ -35,7 +35,8 @@ def written(rank: int, world: int, stored: Any, wanted: Any) -> None:
     loss.backward()
     x = distribute(values.clone(), mesh, [stored]).detach().requires_grad_()
     planned = {0: Target(((("tp", wanted),),))}
-    handles = install_frames(nn.ModuleDict({"block": block}), {"block": {"mul_": planned, "square": planned}})
+    targets = {None: {"mul_": planned, "square": planned}}
+    handles = install_frames(nn.ModuleDict({"block": block}), {"block": targets})
     there = block(x, distribute(by, mesh, ["I"]))
     there.backward()
     for handle in handles:

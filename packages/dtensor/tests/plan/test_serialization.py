@@ -41,6 +41,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
     activation = st.fixed_dictionaries(
         {"module": st.one_of(st.just(""), names), "function": names, "occurrence": st.integers(0, 9)},
         optional={
+            "forward": st.integers(0, 3),
             "inputs": st.lists(value_states, max_size=3),
             "outputs": st.lists(value_states, max_size=2),
         },

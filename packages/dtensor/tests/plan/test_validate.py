@@ -346,3 +346,17 @@ def test_activation_rules_are_found_by_call() -> None:
     assert plan.activation_rule("layers.7.mlp", "linear", 2) is plan.activations[0]
     for call in (("layers.7.mlp", "linear", 1), ("layers.7.mlp", "sdpa", 2), ("layers.7", "linear", 2)):
         assert plan.activation_rule(*call) is None
+
+
+def test_activation_rules_of_one_forward_are_for_that_forward() -> None:
+    rule = {"module": "act", "function": "tanh"}
+    first, second = {**rule, "forward": 1, "inputs": [{"tp": "S(0)"}]}, {**rule, "inputs": [{"tp": "I"}]}
+    plan = sound(activations=[first, second])
+    rules = [plan.activation_rule("act", "tanh", 0, forward) for forward in (0, 1, 2)]
+    assert rules == [plan.activations[1], plan.activations[0], plan.activations[1]]
+    text = plan.explain()
+    assert text.count("tanh #0") == 2 and "tanh #0 of forward 1" in text
+    changed = plan.replace(activations=[{**first, "inputs": [{"tp": "S(1)"}]}, second])
+    assert any("tanh #0 of forward 1" in line for line in plan.diff(changed))
+    with pytest.raises(PlanError, match="is for the same call"):
+        sound(activations=[first, first]).validate_for(4)

@@ -88,3 +88,39 @@ def test_repeated_blocks_follow_module_calls(kind: str, static: str, expected: s
 def test_returned_values_and_scalars_are_recorded() -> None:
     tape = recorded("whole")
     assert tape.returned == tuple(tape.results)
+
+
+class Repeated(nn.Module):
+    """Blocks that call one activation twice each, all of them run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TwoCalls() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return x.square().mean()
+
+
+class TwoCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.line = nn.Tanh(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # a module without a name: its calls are those of the block
+        made: torch.Tensor = nn.Tanh()(self.act(self.line(self.act(x))))
+        return made.tanh()
+
+
+def test_forwards_of_a_module_are_numbered_in_copied_blocks_too() -> None:
+    tape = record(Repeated(), Batch.of({"x": torch.randn(2, 4)}), RuleBook.first_party().composites)
+    calls = [node.call for node in tape.nodes if node.call is not None and node.call.function == "tanh"]
+    expected = []
+    for again in range(2):
+        for layer in range(5):
+            expected += [(f"layers.{layer}.act", 0, 2 * again + place) for place in range(2)]
+            expected += [(f"layers.{layer}", place, again) for place in range(2)]
+    assert [(call.module, call.occurrence, call.forward) for call in calls] == expected
+    assert tape.copied

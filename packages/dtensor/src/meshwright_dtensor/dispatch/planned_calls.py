@@ -1,6 +1,7 @@
 """Planned calls: the states in which a plan wants the inputs and the output of a call.
 
-A plan addresses calls as (module name, function, occurrence); the dispatcher asks the module stack for the target of each.
+A plan addresses calls as (module name, function, occurrence), and as (..., forward) where one forward of the model calls the module
+several times; the dispatcher asks the module stack for the target of each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard, repeat_to_fit
 from meshwright_dtensor.sharding.states import State, States, parse_state
-from meshwright_dtensor.trace.module_stack import install_frames
+from meshwright_dtensor.trace.module_stack import ByForward, install_frames
 from meshwright_dtensor.utils.names import did_you_mean
 
 AxisStates = tuple[tuple[str, State], ...]
@@ -69,7 +70,7 @@ def install_targets(model: nn.Module, plan: ParallelPlan) -> list[Any]:
     Raises PlanError: a rule names no module of the model.
     """
     interned: dict[Target, Target] = {}
-    rules: dict[str, dict[str, dict[int, Target]]] = {}
+    by_name: dict[str, list[tuple[ActivationRule, Target]]] = {}
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for rule in plan.activations:
         target = _target(rule, plan)
@@ -79,8 +80,19 @@ def install_targets(model: nn.Module, plan: ParallelPlan) -> list[Any]:
             text = f"the pattern matches no module of {type(model).__name__}; use one over model.named_modules() names"
             raise PlanError("activations.module", rule.module, text, did_you_mean(rule.module, names))
         for name in matched:
-            rules.setdefault(name, {}).setdefault(rule.function, {}).setdefault(rule.occurrence, target)
-    return install_frames(model, rules)
+            by_name.setdefault(name, []).append((rule, target))
+    return install_frames(model, {name: _by_forward(rules) for name, rules in by_name.items()})
+
+
+def _by_forward(rules: Sequence[tuple[ActivationRule, Target]]) -> ByForward:
+    """The targets of one module; of several rules for a call the first counts."""
+    tables: dict[int | None, dict[str, dict[int, Target]]] = {}
+    for forward in dict.fromkeys([None, *(rule.forward for rule, _ in rules)]):
+        table = tables[forward] = {}
+        for rule, target in rules:
+            if rule.forward in (None, forward):
+                table.setdefault(rule.function, {}).setdefault(rule.occurrence, target)
+    return tables
 
 
 def _target(rule: ActivationRule, plan: ParallelPlan) -> Target:

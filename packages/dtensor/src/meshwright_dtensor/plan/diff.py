@@ -23,7 +23,10 @@ _KEYS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compile": lambda rule: json.dumps(rule["pattern"]),
     "parameters": lambda rule: json.dumps(rule["pattern"]),
     "experts": lambda rule: json.dumps(rule["module"]),
-    "activations": lambda rule: f"{json.dumps(rule['module'])} {rule['function']} #{rule['occurrence']}",
+    "activations": lambda rule: (
+        f"{json.dumps(rule['module'])} {rule['function']} #{rule['occurrence']}"
+        + (f" of forward {rule['forward']}" if "forward" in rule else "")
+    ),
 }
 
 

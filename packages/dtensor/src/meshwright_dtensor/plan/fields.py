@@ -53,6 +53,7 @@ class ActivationRule(Model):
     module: a shell-style pattern on the full name of the module whose forward makes the call ("" is the root).
     function: the function's name as the trace gives it, "linear".
     occurrence: which such call of that module's forward, from 0.
+    forward: which forward of the module, within one of the model and from 0, where the rule is for one of several; None: each.
     inputs: per tensor input, mesh axis -> "I", "X", "P" or "S(d)"; None keeps the input's states.
     outputs: the same for the outputs; None (for all or for one output) keeps the derived states.
     """
@@ -60,12 +61,20 @@ class ActivationRule(Model):
     module: Text
     function: Word
     occurrence: Count = 0
+    forward: Count | None = None
     inputs: tuple[States | None, ...] = ()
     outputs: tuple[States | None, ...] | None = None
 
-    def matches(self, module: str, function: str, occurrence: int) -> bool:
+    @property
+    def call(self) -> str:
+        """The call without its module: "linear #0", "dropout #0 of forward 1"."""
+        return f"{self.function} #{self.occurrence}" + (
+            f" of forward {self.forward}" if self.forward is not None else ""
+        )
+
+    def matches(self, module: str, function: str, occurrence: int, forward: int = 0) -> bool:
         """Whether the rule applies to this call."""
-        same = self.occurrence == occurrence and self.function == function
+        same = self.occurrence == occurrence and self.function == function and self.forward in (None, forward)
         return same and fnmatchcase(module, self.module)
 
 
@@ -366,9 +375,12 @@ class PlanFields(Model):
                 raise PlanError(where, placement[axis], reason) from None
         return states
 
-    def activation_rule(self, module: str, function: str, occurrence: int) -> ActivationRule | None:
+    def activation_rule(
+        self, module: str, function: str, occurrence: int, forward: int = 0
+    ) -> ActivationRule | None:
         """The target states of this call: the first rule that matches, or None."""
-        return next((rule for rule in self.activations if rule.matches(module, function, occurrence)), None)
+        call = module, function, occurrence, forward
+        return next((rule for rule in self.activations if rule.matches(*call)), None)
 
     def experts_rule(self, module: str) -> ExpertsRule | None:
         """The rule of this module of experts: the first that matches, or None."""

@@ -105,8 +105,7 @@ def _activations(plan: PlanFields) -> Part:
         return
     title = "activations (target states: I and X replicated, P partial, S(d) sharded on dim d)"
     rows = (
-        (r.module or "(root)", f"{r.function} #{r.occurrence}", _states(r.inputs), _states(r.outputs or ()))
-        for r in plan.activations
+        (r.module or "(root)", r.call, _states(r.inputs), _states(r.outputs or ())) for r in plan.activations
     )
     yield from _table(title, ["module", "call", "inputs", "outputs"], rows)
 

@@ -88,7 +88,12 @@ def _check_owners(plan: PlanFields) -> None:
 def _check_activations(plan: PlanFields) -> None:
     seen: dict[Any, int] = {}
     for index, rule in enumerate(plan.activations):
-        key = (rule.module, rule.function, rule.occurrence)
+        key = (
+            rule.module,
+            rule.function,
+            rule.occurrence,
+            *(() if rule.forward is None else (rule.forward,)),
+        )
         _refuse_repeated(seen, key, index, "activations", "", "is for the same call")
         for side, values in (("inputs", rule.inputs), ("outputs", rule.outputs or ())):
             for place, states in enumerate(values):

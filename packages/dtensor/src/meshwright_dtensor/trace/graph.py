@@ -70,12 +70,15 @@ class Value:
 class Call:
     """Address of a torch function call: the ``occurrence``-th call of ``function`` within one forward of ``module``.
 
+    ``forward``: which forward of the module within one of the model that is.
+
     Only calls with a tensor that is derived from an input or a parameter are counted: the dispatcher sees no others.
     """
 
     module: str
     function: str
     occurrence: int
+    forward: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -151,10 +154,11 @@ class RecordedWhole(Protocol):
 
 @dataclass(slots=True)
 class ModuleFrame:
-    """The module whose forward is running, with its count of calls per function name."""
+    """The module whose forward is running, the number of that forward, and its count of calls per function name."""
 
     module: str
     counts: Counter[str] = field(default_factory=Counter)
+    forward: int = 0
 
 
 class _Functions(TorchFunctionMode):
@@ -191,6 +195,8 @@ class Recorder(TorchDispatchMode):
         self.unreturned_write = ""
         """An op that writes to an argument and returns nothing, so that no node tells of it."""
         self.frames: list[ModuleFrame] = [ModuleFrame("")]
+        self.forwards: Counter[str] = Counter()
+        """Module -> how many forwards of it have begun."""
         self._composites = composites or {}
         self._functions = _Functions(self)
         self._index: dict[int, int] = {}
@@ -204,9 +210,13 @@ class Recorder(TorchDispatchMode):
             self.mark(tensor)
 
     # ---- module frames, pushed and popped by the caller's module hooks
-    def enter_module(self, name: str) -> None:
-        """The forward of module ``name`` begins."""
-        self.frames.append(ModuleFrame(name))
+    def enter_module(self, name: str | None) -> None:
+        """The forward of module ``name`` begins; None: of a module without a name, whose calls are those of its caller."""
+        if name is None:
+            self.frames.append(self.frames[-1])
+        else:
+            self.frames.append(ModuleFrame(name, forward=self.forwards[name]))
+            self.forwards[name] += 1
 
     def exit_module(self) -> None:
         """The innermost running forward ends."""
@@ -276,7 +286,7 @@ class Recorder(TorchDispatchMode):
         outer = self._call, self._call_inputs
         if tainted:
             frame, name = self.frames[-1], function_name(func)
-            self._call = Call(frame.module, name, frame.counts[name])
+            self._call = Call(frame.module, name, frame.counts[name], frame.forward)
             self._call_inputs = tuple(self._index.get(id(t)) for t in tensors)
             frame.counts[name] += 1
         else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,9 @@ from meshwright_dtensor.trace.graph import function_name
 
 Targets = Mapping[str, Mapping[int, Any]]
 """Function name -> occurrence of the call in the forward -> its target (see dispatch.planned_calls)."""
+
+ByForward = Mapping[int | None, Targets]
+"""Number of a forward of a module, where a plan tells those in one forward of the model apart -> targets; None: of all others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,16 +57,48 @@ class Frames(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+        self.begun: Counter[str] | None = None
+        """Module whose forwards a plan tells apart -> how many have begun in this forward of the model; None outside of one."""
+        self.outer: list[Counter[str] | None] = []
+        """The same of forwards of models around it."""
 
     def current(self) -> Frame | None:
         """The innermost running module that has a frame."""
         return self.stack[-1] if self.stack else None
 
+    def begin(self, module: str) -> int | None:
+        """The number of the forward of a module that begins now, within the running forward of the model; None outside of one."""
+        if self.begun is None:
+            return None
+        self.begun[module] += 1
+        return self.begun[module] - 1
+
+    def numbers(self, modules: Sequence[str]) -> tuple[int, ...] | None:
+        """The numbers of their next forwards; None outside of a forward of the model, and for no modules."""
+        return (
+            None if self.begun is None or not modules else tuple([self.begun[module] for module in modules])
+        )
+
+    def set_numbers(self, modules: Sequence[str], numbers: tuple[int, ...] | None) -> None:
+        """Set what `numbers` returns."""
+        if self.begun is not None and numbers is not None:
+            self.begun.update(zip(modules, numbers, strict=True))
+
+    @contextlib.contextmanager
+    def replaced(self, stack: list[Frame], begun: Counter[str] | None) -> Iterator[None]:
+        """Inside, these are the running modules and the counts of forwards."""
+        before = self.stack, self.begun
+        self.stack, self.begun = stack, begun
+        try:
+            yield
+        finally:
+            self.stack, self.begun = before
+
 
 FRAMES = Frames()
 """Torch functions carry no context, so the running modules are kept per thread."""
 
-_NAME = "_meshwright_name"
+_NAME, _TARGETS = "_meshwright_name", "_meshwright_targets"
 
 
 def with_current_frames(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,16 +106,13 @@ def with_current_frames(function: Callable[..., Any]) -> Callable[..., Any]:
 
     A model's own checkpointing runs a part of a forward again without the hooks of the modules around it.
     """
-    frames = [frame.copy() for frame in FRAMES.stack]
-    if not frames:
+    frames, begun = [frame.copy() for frame in FRAMES.stack], copy(FRAMES.begun)
+    if not frames and begun is None:
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, FRAMES.stack = FRAMES.stack, [frame.copy() for frame in frames]
-        try:
+        with FRAMES.replaced([frame.copy() for frame in frames], copy(begun)):
             return function(*args, **kwargs)
-        finally:
-            FRAMES.stack = before
 
     return run
 
@@ -101,7 +134,7 @@ def named_modules_tracked() -> Iterator[None]:
         yield
 
 
-def install_frames(model: nn.Module, rules: Mapping[str, Targets]) -> list[Any]:
+def install_frames(model: nn.Module, rules: Mapping[str, ByForward]) -> list[Any]:
     """Hooks that push and pop a frame for every module in ``rules`` and for all modules inside of those.
 
     A call belongs to the innermost running module, so the modules inside need frames too.  The other modules get their
@@ -112,24 +145,72 @@ def install_frames(model: nn.Module, rules: Mapping[str, Targets]) -> list[Any]:
     """
     handles: list[Any] = []
     inside: set[str] = set()
-    for name, module in model.named_modules():
+    framed: set[int] = set()
+    # a module may be inside by another name than its first
+    for name, module in model.named_modules(remove_duplicate=False):
         if name in rules or (name and ("" in rules or name.rpartition(".")[0] in inside)):
             inside.add(name)
+            framed.add(id(module))
+    for name, module in model.named_modules():
+        if id(module) in framed:
             handles += _hook(module, name, rules.get(name, {}))
         else:
             module.__dict__[_NAME] = name
+    if any(len(by_forward) > 1 for by_forward in rules.values()):
+        handles += _count_forwards(model)
     if handles:
         on_checkpointing(with_current_frames)
     return handles
 
 
-def _hook(module: nn.Module, name: str, rules: Targets) -> list[Any]:
-    frames, shown = FRAMES, _shown_name(module, name)
-    # one without targets counts nothing
-    bare = None if rules else Frame(name, rules, shown)
+def targets_in(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """What a plan wants of the calls of these modules: equal and hashable where it wants the same."""
+    tables = ((n, m.__dict__[_TARGETS][1]) for n, m in enumerate(modules) if _TARGETS in m.__dict__)
+    return tuple(
+        (n, forward, function, occurrence, target)
+        for n, by_forward in tables
+        for forward, targets in by_forward.items()
+        for function, planned in targets.items()
+        for occurrence, target in planned.items()
+    )
+
+
+def counted_in(modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """The names of those of these modules whose forwards a plan tells apart."""
+    entries = (m.__dict__[_TARGETS] for m in modules if _TARGETS in m.__dict__)
+    return tuple(name for name, by_forward in entries if len(by_forward) > 1)
+
+
+def _count_forwards(model: nn.Module) -> list[Any]:
+    """Hooks that count the forwards of modules anew in each forward of `model`."""
+    frames = FRAMES
 
     def enter(_module: nn.Module, _args: Any) -> None:
-        frames.stack.append(Frame(name, rules, shown) if bare is None else bare)
+        frames.outer.append(frames.begun)
+        frames.begun = Counter()
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        frames.begun = frames.outer.pop() if frames.outer else None
+
+    return [
+        model.register_forward_pre_hook(enter, prepend=True),
+        model.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _hook(module: nn.Module, name: str, by_forward: ByForward) -> list[Any]:
+    frames, shown = FRAMES, _shown_name(module, name)
+    module.__dict__[_TARGETS] = name, by_forward
+    rules, counted = by_forward.get(None, {}), len(by_forward) > 1
+    # one without targets counts nothing
+    bare = None if any(by_forward.values()) else Frame(name, rules, shown)
+
+    def enter(_module: nn.Module, _args: Any) -> None:
+        if bare is not None:
+            frames.stack.append(bare)
+            return
+        here = by_forward.get(frames.begin(name), rules) if counted else rules
+        frames.stack.append(Frame(name, here, shown))
 
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
         if frames.stack:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -187,12 +188,13 @@ def compile_call(
     outputs: list[Outputs] = []
 
     frame = FRAMES.current()
-    calls = None if frame is None else frame.counts.copy()
+    calls, begun = None if frame is None else frame.counts.copy(), copy(FRAMES.begun)
 
     def local(*values: Tensor) -> list[Tensor]:
         if frame is not None and calls is not None:
             # it runs more than once, and a plan numbers the calls of each run
             frame.counts = calls.copy()
+        FRAMES.begun = copy(begun)
         RECORDED.calls = []
         following = iter(values)
         parts = [list(itertools.islice(following, count)) for count in counts]

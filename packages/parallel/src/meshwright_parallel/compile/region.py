@@ -24,6 +24,7 @@ from meshwright_dtensor._torch.core import any_autocast
 from meshwright_dtensor._torch.modes import functorch_active
 from meshwright_dtensor.comm.log import CommLog
 from meshwright_dtensor.devices import autocast_types
+from meshwright_dtensor.trace.module_stack import FRAMES, targets_in
 from meshwright_parallel._torch.checkpoint import notes_of_checkpoint
 from meshwright_parallel._torch.compiler import Backend, function_mode_is_on, global_hooks, modes_are_on
 from meshwright_parallel._torch.core import BUFFERS, PARAMETERS, module_parts, storage_key
@@ -60,6 +61,7 @@ class Entry:
     Attributes:
         watches: what they depend on, but for their tensors.
         draws: the random numbers that they take.
+        numbers: of the next forwards of modules inside, after such a call (Frames.numbers).
         program: compiled at the third call.
         refused: why they run as they are.
         confirmed: a second call has changed nothing.
@@ -67,6 +69,7 @@ class Entry:
 
     watches: Watches
     draws: list[Any]
+    numbers: tuple[int, ...] | None = None
     program: RegionProgram | None = None
     refused: str | None = None
     confirmed: bool = False
@@ -252,7 +255,9 @@ class Region:
             return self._in_parts(entry.refused, args, kwargs), _IN_PARTS
         assert entry.program is not None
         self.kind.runs += 1
-        return entry.program(self.modules, tensors, caches), entry.program
+        result = entry.program(self.modules, tensors, caches)
+        FRAMES.set_numbers(self._parts.counted, entry.numbers)
+        return result, entry.program
 
     def _key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any], caches: list[Any]
@@ -281,7 +286,7 @@ class Region:
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
         )
-        return (call, same, same_caches, casts, settings, stored)
+        return (call, same, same_caches, casts, settings, stored, FRAMES.numbers(self._parts.counted))
 
     def _entry(self, key: Any) -> Entry | None:
         for entry in self.kind.entries.get(key, ()):
@@ -318,7 +323,8 @@ class Region:
                 watches = Watches.of(self.modules, reads)
             except CannotWatch as error:
                 refused = str(error)
-        entry = Entry(watches, [] if refused else draws, refused=refused)
+        numbers = FRAMES.numbers(self._parts.counted)
+        entry = Entry(watches, [] if refused else draws, numbers, refused=refused)
         kind.entries.setdefault(key, []).append(entry)
         return result
 
@@ -383,7 +389,7 @@ def _changed(modules: Sequence[nn.Module], before: dict[int, dict[str, Any]]) ->
 
 
 def kind_key(module: nn.Module) -> Any:
-    """Equal for modules of one structure: classes, parameters and buffers."""
+    """Equal for modules of one structure: classes, parameters, buffers, and what a plan wants of their calls."""
     modules = list(module.modules())
     parts = []
     for part in (PARAMETERS, BUFFERS):
@@ -391,4 +397,5 @@ def kind_key(module: nn.Module) -> Any:
             value: Any = module_parts(modules[number])[part][name]
             form = getattr(value, "compute_layout", None) or tuple(value.shape)
             parts.append((number, name, form, value.dtype, value.device))
-    return tuple((name, type(m)) for name, m in module.named_modules()), tuple(parts)
+    classes = tuple((name, type(m)) for name, m in module.named_modules())
+    return classes, tuple(parts), targets_in(modules)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshwright_dtensor._torch.core import dtensor_local, module_tensors
 from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.trace.module_stack import counted_in
 from meshwright_parallel._torch.core import own_children, own_hooks
 from meshwright_parallel.compile.call_values import CannotKey, key_of
 
@@ -21,10 +22,12 @@ class RegionParts:
 
     Attributes:
         modules: in the order of `module.modules()`.
+        counted: names of those whose forwards a plan tells apart.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
+        self.counted = counted_in(self.modules)
         tensors = [module_tensors(each) for each in self.modules]
         self._parameters = [of_parameters for of_parameters, _ in tensors]
         self._buffers = [of_buffers for _, of_buffers in tensors]

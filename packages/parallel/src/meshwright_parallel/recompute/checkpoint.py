@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class _Call:
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module = module
         self.arguments = ArgumentCopies(args, kwargs)
+        self.begun = copy(FRAMES.begun)
         self.before = {
             (part, name): (buffer, version_of(buffer), buffer.clone())
             for part in module.modules()
@@ -98,13 +100,12 @@ class _Call:
         state = self.module.__dict__[_ATTRIBUTE]
         state.again, outer = True, state.again
         # the modules around a backward pass are not the caller
-        FRAMES.stack.append(Frame("", {}))
-        depth = len(FRAMES.stack)
+        here = FRAMES.replaced([Frame("", {})], copy(self.begun))
+        again = self.arguments.once_more(type(self.module).__name__)
         try:
-            with self._buffers(), self.arguments.once_more(type(self.module).__name__) as (args, kwargs):
+            with here, self._buffers(), again as (args, kwargs):
                 self.module(*args, **kwargs)
         finally:
-            del FRAMES.stack[depth - 1 :]
             state.again = outer
 
     @contextlib.contextmanager

@@ -201,7 +201,7 @@ def _check_plan(model: nn.Module, part: StagePlan, batch: Any, states: Mapping[s
             raise PlanError(f"zero.owners.{name}", owner, text, did_you_mean(name, fqns))
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for index, call in enumerate(plan.activations):
-        if not any(call.matches(name, call.function, call.occurrence) for name in modules):
+        if not any(call.matches(name, call.function, call.occurrence, call.forward or 0) for name in modules):
             text = f"no module of this {type(model).__name__} matches"
             near = did_you_mean(call.module, filter(None, modules))
             raise PlanError(f"activations[{index}].module", call.module, text, near)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import nn
@@ -20,6 +20,9 @@ from meshwright_planner.trace.quotient import carried
 
 Row: TypeAlias = tuple[State | None, ...]
 """Target states of tensors; None leaves a state to the runtime."""
+
+Target: TypeAlias = tuple[Row, Row | None]
+"""Those of the inputs and of the outputs of a call."""
 
 
 class Writer:
@@ -79,30 +82,34 @@ class Writer:
 
     def activations(self) -> list[ActivationRule]:
         """Rules for calls with a converted input, or with an output state that the runtime would not derive."""
-        rows: dict[tuple[str, int], dict[str, tuple[Row, Row | None]]] = defaultdict(dict)
+        rows: dict[tuple[str, int], dict[str, dict[int, Target]]] = defaultdict(lambda: defaultdict(dict))
         needed: set[Call] = set()
         for call, nodes in self._calls():
             target, necessary = self._target(nodes)
-            by_module = rows[call.function, call.occurrence]
-            if necessary and by_module.get(call.module, target) == target:
+            by_forward = rows[call.function, call.occurrence][call.module]
+            if necessary and by_forward.get(call.forward, target) == target:
                 needed.add(call)
-            by_module.setdefault(call.module, target)
+            by_forward.setdefault(call.forward, target)
         rules = []
         for (function, occurrence), by_module in rows.items():
-            ruled = {m for m in by_module if Call(m, function, occurrence) in needed}
-            if not ruled:
-                continue
-            for pattern, (inputs, outputs), modules in self.collapser.collapse(by_module):
-                if not ruled.isdisjoint(modules):
-                    rules.append(
-                        ActivationRule(
-                            module=pattern,
-                            function=function,
-                            occurrence=occurrence,
-                            inputs=self._texts(inputs),
-                            outputs=None if outputs is None else self._texts(outputs),
+            for forward, targets in _by_forward(by_module):
+                forwards = {m: by_module[m] if forward is None else [forward] for m in targets}
+                calls = (Call(m, function, occurrence, n) for m, numbers in forwards.items() for n in numbers)
+                ruled = {call.module for call in calls if call in needed}
+                if not ruled:
+                    continue
+                for pattern, (inputs, outputs), modules in self.collapser.collapse(targets):
+                    if not ruled.isdisjoint(modules):
+                        rules.append(
+                            ActivationRule(
+                                module=pattern,
+                                function=function,
+                                occurrence=occurrence,
+                                forward=forward,
+                                inputs=self._texts(inputs),
+                                outputs=None if outputs is None else self._texts(outputs),
+                            )
                         )
-                    )
         return rules
 
     def _texts(self, row: Row) -> tuple[dict[str, str] | None, ...]:
@@ -118,11 +125,10 @@ class Writer:
         calls: dict[tuple[Call, tuple[int | None, ...]], list[tuple[int, Node]]] = {}
         for index, node in enumerate(self.tape.nodes):
             if node.call is not None and not self._in_strategy_module(node.call.module):
-                # a module may run twice in one forward: the same address with other inputs
                 calls.setdefault((node.call, node.call_inputs), []).append((index, node))
         return [(call, nodes) for (call, _), nodes in calls.items()]
 
-    def _target(self, nodes: list[tuple[int, Node]]) -> tuple[tuple[Row, Row | None], bool]:
+    def _target(self, nodes: list[tuple[int, Node]]) -> tuple[Target, bool]:
         """The target states of the inputs and outputs of one call, and whether it needs a rule."""
         arguments = nodes[0][1].call_inputs
         inputs: list[State | None] = [None] * len(arguments)
@@ -191,6 +197,17 @@ class Writer:
         more = len(conversion.consumers) - 1
         others = f" and {more} more" if more else ""
         return self.collapser.pattern(reader.module), f"{source}->{target}{what} for {function}{others}"
+
+
+def _by_forward(
+    targets: Mapping[str, Mapping[int, Target]],
+) -> Iterator[tuple[int | None, dict[str, Target]]]:
+    """Number of a forward and module -> target of its call there; number None: all forwards of each module want the same."""
+    if all(len(set(by_forward.values())) == 1 for by_forward in targets.values()):
+        yield None, {module: next(iter(by_forward.values())) for module, by_forward in targets.items()}
+        return
+    for forward in sorted({number for by_forward in targets.values() for number in by_forward}):
+        yield forward, {m: by_forward[forward] for m, by_forward in targets.items() if forward in by_forward}
 
 
 def _derived(options: Sequence[Option], ins: States) -> States:

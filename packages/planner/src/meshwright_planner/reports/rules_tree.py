@@ -53,7 +53,7 @@ def tree_of(plan: ParallelPlan) -> Branch:
     for call in plan.activations:
         inputs, outputs = ("; ".join(map(_states, states or ())) for states in (call.inputs, call.outputs))
         gives = f" gives {outputs}" if outputs else ""
-        root.at(call.module).add("call", f"{call.function} #{call.occurrence}: {inputs or 'any'}{gives}")
+        root.at(call.module).add("call", f"{call.call}: {inputs or 'any'}{gives}")
     for rule in plan.recompute:
         root.at(rule.pattern).add("recompute", f"recomputed in the backward pass ({rule.policy})")
     for experts in plan.experts:

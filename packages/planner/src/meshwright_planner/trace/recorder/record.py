@@ -255,8 +255,8 @@ def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, s
     def enters(module: nn.Module, args: Any) -> None:
         caller = recorder.frames[-1].module
         # modules made during the forward count as their caller
-        name = names.get(id(module), caller)
-        if name != caller:
+        name = names.get(id(module))
+        if name is not None and name != caller:
             calls.add((caller, name))
         recorder.enter_module(name)
 

@@ -8,8 +8,9 @@ A family that was verified once is trusted in recordings of other sizes: there o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -41,6 +42,7 @@ class _BlockRun:
         storages: per output, the values of its storage.
         around: the checkpoints that it ran in.
         hook_calls: calls of hooks inside it.
+        forwards: module -> how many forwards of it had begun before, and begin in the block.
         signature: equal for two runs of a family; None if the run cannot be replayed.
     """
 
@@ -56,6 +58,7 @@ class _BlockRun:
     storages: list[list[int]]
     around: list[Checkpoint]
     hook_calls: list[HookCall]
+    forwards: tuple[Counter[str], Counter[str]]
     signature: Any
 
 
@@ -163,6 +166,7 @@ class BlockReplayer:
         roots = [recorder.storage_of(t, [i])[0] for t, i in zip(tensors, inputs)]
         own_values, around = self._own_values(module), self.recorder.checkpoints.open()
         first = len(recorder.nodes), len(recorder.values), len(recorder.packed)
+        before = recorder.forwards.copy()
         with recorded_hooks(module, recorder) as hook_calls:
             out = forward()
         nodes, values, packed = zip(first, (len(recorder.nodes), len(recorder.values), len(recorder.packed)))
@@ -179,7 +183,7 @@ class BlockReplayer:
         if outputs is None or not hook_calls.passive:
             return None, out
         parts = (name, nodes, values, packed, inputs, roots, own_values, *outputs, around, hook_calls.seen)
-        run = _BlockRun(*parts, signature=None)
+        run = _BlockRun(*parts, forwards=(before, recorder.forwards - before), signature=None)
         run.signature = self._signature_of(run)
         return (None if run.signature is None else run), out
 
@@ -223,7 +227,7 @@ class BlockReplayer:
         for node in self.recorder.nodes[slice(*run.nodes)]:
             if node.mutates and any(r.i < run.values[0] for r in node.ins[:1]):
                 return None
-            call = node.call and replace(node.call, module=_renamed(node.call.module, run.module, ""))
+            call = node.call and _moved(node.call, run.module, "", run.forwards[0], Counter())
             tensors = tuple(label(r.i) for r in (*node.ins, *node.outs))
             rest = repr(_mapped((node.args, node.kwargs), lambda i: 0))
             module = _renamed(node.module, run.module, "")
@@ -258,7 +262,11 @@ class BlockReplayer:
 
         recorder.copied[name] = run.module
         recorder.values.extend(recorder.values[slice(*run.values)])
-        recorder.nodes.extend(_copied(n, value, run.module, name) for n in recorder.nodes[slice(*run.nodes)])
+        copied = recorder.nodes[slice(*run.nodes)]
+        before, begun = run.forwards
+        calls = (n.call and _moved(n.call, run.module, name, before, recorder.forwards) for n in copied)
+        recorder.nodes.extend(_copied(n, call, value, run.module, name) for n, call in zip(copied, calls))
+        recorder.forwards.update({_renamed(module, run.module, name): n for module, n in begun.items()})
         recorder.copy_notes(run.nodes, run.around)
         roots = ((i, recorder.roots.get(i)) for i in range(*run.values))
         recorder.roots.update((value(i), value(root)) for i, root in roots if root is not None)
@@ -292,10 +300,15 @@ def _is_output(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], torch.Tensor)
 
 
-def _copied(node: Node, value: Callable[[int], int], old: str, new: str) -> Node:
-    call, args, kwargs = node.call, _mapped(node.args, value), _mapped(node.kwargs, value)
-    if call is not None:
-        call = Call(_renamed(call.module, old, new), call.function, call.occurrence)
+def _moved(call: Call, old: str, new: str, before: Counter[str], begun: Counter[str]) -> Call:
+    """The address of a call of block `old` in block `new`; how many forwards of each module had begun before either."""
+    module = _renamed(call.module, old, new)
+    forward = call.forward - before[call.module] + begun[module]
+    return Call(module, call.function, call.occurrence, forward)
+
+
+def _copied(node: Node, call: Call | None, value: Callable[[int], int], old: str, new: str) -> Node:
+    args, kwargs = _mapped(node.args, value), _mapped(node.kwargs, value)
     ins, outs = ([Ref(value(r.i)) for r in refs] for refs in (node.ins, node.outs))
     inputs = tuple([None if i is None else value(i) for i in node.call_inputs])
     rest = (_renamed(node.module, old, new), call, node.flops, node.mutates, inputs)
