@@ -21,7 +21,7 @@ from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.plan import CompileRule, ParallelPlan, ParameterRule, ZeroRule
+from meshwright_dtensor.plan import ActivationRule, CompileRule, ParallelPlan, ParameterRule, ZeroRule
 from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
@@ -582,6 +582,36 @@ def _copied(rank: int, size: int) -> None:
 
 def test_a_copied_model_has_regions_of_its_own(rank_pool: RankPool) -> None:
     rank_pool.run(2, _copied)
+
+
+class CalledAgain(Stack):
+    """Each block runs twice in a forward, and calls one activation twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = block(block(h))
+        return h.pow(2).mean()
+
+
+def _of_one_call(rank: int, size: int) -> tuple[list[int], int, int]:
+    torch.manual_seed(0)
+    model = CalledAgain(lambda block, x: x + block.act(block.down(block.act(block.up(x)))))
+    reference = copy.deepcopy(model)
+    rows = {"function": "gelu", "inputs": [{"tp": "S(0)"}]}
+    rules = [{**rows, "module": "blocks.*.act", "forward": n} for n in (1, 2)]
+    activations = [ActivationRule(**rule) for rule in (*rules, {**rows, "module": "blocks.0.act"})]
+    model = parallelize(model, plan(LAYOUTS["tp2"]).replace(activations=activations))
+    same(run(model, 4, nothing), run(reference, 4, nothing))
+    kinds = [id(region.kind) for region in regions_of(model).values()]
+    (row, *_) = [row for row in regions(model).rows if row.modules == 2]
+    return [kinds.index(kind) for kind in kinds], row.graphs, row.compiled
+
+
+def test_what_a_plan_wants_of_one_call_is_in_the_graph_of_that_call(rank_pool: RankPool) -> None:
+    for kinds, graphs, compiled in rank_pool.run(2, _of_one_call):
+        # the first block has other rules; both calls of a block have a graph each
+        assert kinds == [0, 1, 1] and graphs == 2 and compiled > 0
 
 
 def _unmatched(rank: int, size: int) -> None:
