@@ -154,7 +154,11 @@ _COLLECTIVES = (
 def _forward(name: str) -> Any:
     def collective(self: ShadowGroup, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, on_cpu, (args, kwargs))
-        return getattr(self.inner, name)(*args, **kwargs)
+        work = getattr(self.inner, name)(*args, **kwargs)
+        if name not in ("send", "recv"):
+            # torch finds what a tensor waits for by its storage, and a view of it has one of its own here
+            work.wait()
+        return work
 
     return collective
 
