@@ -6,6 +6,7 @@ Each rank works on its rows of a batch; the sum over ranks must be the gradient 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_parallel._torch import core
 from meshwright_parallel.engine import buckets as bucketing
 from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.engine.grad_reduction import DataReduction
@@ -239,6 +241,29 @@ def test_backward_that_raises_keeps_gradients(
     for earlier, kept, after in rank_pool.run(2, broken_pass, where, filling):
         assert_same(kept, earlier)
         assert_same(after, gradients(model))
+
+
+def test_the_error_of_a_pass_waits_until_its_thread_has_freed_the_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on accelerators: the thread of a device tells of the error first."""
+    held: list[Any] = []
+
+    def failing() -> None:
+        held.append(lambda: None)
+        core.release_failed_passes().add(held[0])
+        threading.Timer(0.05, held.clear).start()
+        raise ArithmeticError("on purpose")
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", failing)
+
+    # a pass around this one is not waited for
+    def outer() -> None: ...
+
+    core.release_failed_passes().add(outer)
+    with pytest.raises(ArithmeticError):
+        torch.autograd._engine_run_backward()  # type: ignore[attr-defined]
+    assert not held
 
 
 def captured(rank: int, world_size: int) -> Any:

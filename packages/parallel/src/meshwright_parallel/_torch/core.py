@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,10 +17,45 @@ from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.utils.names import path_name
 
+RELEASE_SECONDS = 1.0
+"""How long a backward pass that has raised is waited for, at most."""
+
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the current backward pass has finished (not when it raises)."""
+    """Call `callback` once, when the current backward pass has finished. One that raises frees it, see `release_failed_passes`."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    release_failed_passes().add(callback)
+
+
+def release_failed_passes() -> weakref.WeakSet[Callable[[], None]]:
+    """Let a backward pass that raises free its callbacks before the error is passed on; idempotent.
+
+    On an accelerator a thread of the device runs the pass. It tells the caller of the error first, and frees the pass then: the
+    caller could look at gradients, or clear them, before they are restored.
+
+    Returns:
+        The callbacks of passes that run.
+    """
+    original: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    callbacks: weakref.WeakSet[Callable[[], None]] | None = getattr(original, "_meshwright_callbacks", None)
+    if callbacks is not None:
+        return callbacks
+    added: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # those of passes around this one
+        outer = {id(callback) for callback in added}
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            end = time.monotonic() + RELEASE_SECONDS
+            while any(id(callback) not in outer for callback in list(added)) and time.monotonic() < end:
+                time.sleep(1e-4)
+            raise
+
+    setattr(run, "_meshwright_callbacks", added)  # noqa: B010 - mypy knows no attributes of functions
+    setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010
+    return added
 
 
 def gradient_is_captured() -> bool:

@@ -49,6 +49,7 @@ class DataReduction:
     def __init__(
         self, mesh: DeviceMesh, parameters: Parameters, bucket_bytes: int | BucketSizes = BUCKET_BYTES
     ) -> None:
+        core.release_failed_passes()
         self.mesh = mesh
         self.bucket_sizes = BucketSizes(bucket_bytes) if isinstance(bucket_bytes, int) else bucket_bytes
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
