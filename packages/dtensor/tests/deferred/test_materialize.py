@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrizations, spectral_norm
 
+from meshwright_dtensor.deferred import materialize
 from meshwright_dtensor.deferred.mapped_files import PREFIX
 from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred, local_values
 from meshwright_dtensor.sharding.boxes import chunk_box, slice_of
@@ -298,3 +299,19 @@ def test_deferred_model_is_saved_and_loaded() -> None:
     same(model, other)
     with pytest.raises(RuntimeError, match="not resizable"):  # and not silently something else
         next(model.parameters()).data.resize_(1000, 1000)
+
+
+@pytest.mark.host("the test sets the default device")
+def test_a_default_device_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors without a device would take its memory at once."""
+    with torch.device("meta"), deferred_init():
+        pass
+    with deferred_init():
+        pass
+    assert not caplog.records
+    # as if the default device were none of the host
+    monkeypatch.setattr(materialize, "on_host", lambda device: False)
+    with deferred_init():
+        pass
+    (record,) = caplog.records
+    assert "inside of torch.device('cpu')" in record.getMessage()

@@ -95,6 +95,12 @@ def deferred_init(
     """
     if min_bytes < 1:
         raise UsageError(f"min_bytes={min_bytes} is not positive; the default is {MIN_BYTES}")
+    if not on_host(default := torch.empty(0).device) and default.type != "meta":
+        _LOG.warning(
+            "deferred_init has no effect on tensors without a device: torch's default device is %s, and they take its memory at "
+            "once; build the model inside of torch.device('cpu')",
+            default,
+        )
     # a context inside of another one builds as that does
     around = [mode for mode in dispatch_modes() if isinstance(mode, _MappedInit)]
     ranks = _ranks_of_host(min_bytes) if values and shared and not around else None
