@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import PlanError, PluginError, UnsupportedError, UsageError
 from meshwright_dtensor.plan import ActivationRule, ParameterRule, Provenance
 from meshwright_dtensor.plugins import PluginHost, StrategySpec, hookimpl
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize, shard_loader
 from meshwright_parallel.engine.grad_reduction import reduction_of
@@ -141,7 +143,7 @@ def test_deepcopy_has_its_own_engine(rank_pool: RankPool) -> None:
 
 def deferred(rank: int, world_size: int) -> Any:
     torch.manual_seed(0)
-    with deferred_init(min_bytes=64):
+    with HOST, deferred_init(min_bytes=64):
         model = Language()
     assert is_deferred(model)
     grad = torch.ones_like(model.embed.weight)
@@ -154,7 +156,9 @@ def deferred(rank: int, world_size: int) -> Any:
 
 
 def test_deferred_models_start_bit_equal(rank_pool: RankPool) -> None:
-    expected = {n: t.detach() for n, t in make().state_dict().items()}
+    with HOST:
+        built = make().state_dict()
+    expected = {n: t.to(device_type()) for n, t in built.items()}
     for actual in rank_pool.run(2, deferred):
         same([actual], [expected], rtol=0.0, atol=0.0)
 
@@ -176,7 +180,7 @@ def test_axes_of_the_mesh_cost_no_hooks(rank_pool: RankPool) -> None:
 
 def unlike(rank: int, world_size: int, what: str) -> None:
     if what == "weights":
-        with deferred_init(min_bytes=64, shared=False):
+        with HOST, deferred_init(min_bytes=64, shared=False):
             model = make(seed=rank)
         torch.manual_seed(0)
     else:
@@ -311,7 +315,7 @@ def refused(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         empty = Language()
     refuse(UnsupportedError, "deferred_init", model=empty)
-    with deferred_init(values=False, min_bytes=64):
+    with HOST, deferred_init(values=False, min_bytes=64):
         hollow = Language()
     refuse(UnsupportedError, r"was never given values.*deferred_init\(values=False\)", model=hollow)
     with pytest.raises(TypeError):

@@ -431,6 +431,7 @@ def test_prefetch_starts_after_the_previous_group_is_unsharded(rank_pool: RankPo
 
 
 @pytest.mark.slow
+@pytest.mark.host("accelerators copy large shards into buckets too")
 @pytest.mark.parametrize("stage", STAGES)
 def test_large_shards_have_their_own_collective(rank_pool: RankPool, stage: int) -> None:
     matrix = 12 * WIDTH * 4 // 2  # bytes of what a rank holds of it

@@ -12,6 +12,7 @@ from parallel_models import batch_of, make, plan_of
 from torch import nn
 
 from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
+from meshwright_dtensor.devices import HOST
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import States
@@ -85,7 +86,7 @@ def tried(rank: int, world_size: int, name: str) -> tuple[str, bool]:
     """(error text, whether the model is unchanged and still deferred)."""
     fields, _ = ILLEGAL[name]
     experts = name.startswith("experts")
-    with deferred_init(min_bytes=64):
+    with HOST, deferred_init(min_bytes=64):
         model: nn.Module = Mixture() if experts else make()
     if name.startswith("mixed"):
         model = make(dtype=torch.float64)
