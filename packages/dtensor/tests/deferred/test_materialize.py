@@ -309,9 +309,9 @@ def test_a_default_device_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     with deferred_init():
         pass
     assert not caplog.records
-    # as if the default device were none of the host
-    monkeypatch.setattr(materialize, "on_host", lambda device: False)
+    monkeypatch.setattr(materialize, "unnamed_device", lambda: torch.device("cuda", 1))
     with deferred_init():
         pass
     (record,) = caplog.records
+    assert "default device is cuda:1" in record.getMessage()
     assert "inside of torch.device('cpu')" in record.getMessage()

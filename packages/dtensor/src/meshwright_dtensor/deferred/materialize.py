@@ -33,7 +33,7 @@ from meshwright_dtensor.deferred.call_text import Holds, call_text, tensor_text
 from meshwright_dtensor.deferred.host_ranks import JOIN_SECONDS, HostRanks, calling_line, join_host, this_job
 from meshwright_dtensor.deferred.page_release import Resident, release
 from meshwright_dtensor.deferred.shared_build import SharedBuild
-from meshwright_dtensor.devices import on_host
+from meshwright_dtensor.devices import on_host, unnamed_device
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import Place, copy_region
 
@@ -95,7 +95,7 @@ def deferred_init(
     """
     if min_bytes < 1:
         raise UsageError(f"min_bytes={min_bytes} is not positive; the default is {MIN_BYTES}")
-    if not on_host(default := torch.empty(0).device) and default.type != "meta":
+    if not on_host(default := unnamed_device()) and default.type != "meta":
         _LOG.warning(
             "deferred_init has no effect on tensors without a device: torch's default device is %s, and they take its memory at "
             "once; build the model inside of torch.device('cpu')",

@@ -12,4 +12,5 @@ from meshwright_dtensor.devices.registry import moves as moves
 from meshwright_dtensor.devices.registry import on_host as on_host
 from meshwright_dtensor.devices.registry import replaced as replaced
 from meshwright_dtensor.devices.registry import types_here as types_here
+from meshwright_dtensor.devices.registry import unnamed_device as unnamed_device
 from meshwright_dtensor.utils.host import HOST as HOST

@@ -66,6 +66,11 @@ def on_host(device: torch.device | str) -> bool:
 
 
 @cache
+def unnamed_device() -> torch.device:
+    """The device on which torch makes tensors that name none."""
+    return torch.get_default_device()
+
+
 def moves(method: str) -> bool:
     """Whether the method of a tensor with this name moves it: `to`, or one for a type of device, such as `cpu` or `cuda`."""
     return method == "to" or accelerators.is_type(method)
