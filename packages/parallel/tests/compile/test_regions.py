@@ -24,6 +24,7 @@ from meshwright_dtensor.errors import PlanError, UnsupportedError
 from meshwright_dtensor.plan import ActivationRule, CompileRule, ParallelPlan, ParameterRule, ZeroRule
 from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_dtensor.trace.module_stack import FRAMES
 from meshwright_parallel import parallelize
 from meshwright_parallel.compile import region
 from meshwright_parallel.compile.install import regions_of
@@ -584,6 +585,9 @@ def test_a_copied_model_has_regions_of_its_own(rank_pool: RankPool) -> None:
     rank_pool.run(2, _copied)
 
 
+BEGUN: list[Any] = []
+
+
 class CalledAgain(Stack):
     """Each block runs twice in a forward, and calls one activation twice."""
 
@@ -591,6 +595,7 @@ class CalledAgain(Stack):
         h = self.first(x)
         for block in self.blocks:
             h = block(block(h))
+        BEGUN.append(FRAMES.numbers(("blocks.0.act", "blocks.2.act")))
         return h.pow(2).mean()
 
 
@@ -602,7 +607,11 @@ def _of_one_call(rank: int, size: int) -> tuple[list[int], int, int]:
     rules = [{**rows, "module": "blocks.*.act", "forward": n} for n in (1, 2)]
     activations = [ActivationRule(**rule) for rule in (*rules, {**rows, "module": "blocks.0.act"})]
     model = parallelize(model, plan(LAYOUTS["tp2"]).replace(activations=activations))
-    same(run(model, 4, nothing), run(reference, 4, nothing))
+    BEGUN.clear()
+    results = run(model, 4, nothing)
+    # in compiled calls too
+    assert BEGUN == [(4, 4)] * 4
+    same(results, run(reference, 4, nothing))
     kinds = [id(region.kind) for region in regions_of(model).values()]
     (row, *_) = [row for row in regions(model).rows if row.modules == 2]
     return [kinds.index(kind) for kind in kinds], row.graphs, row.compiled

@@ -82,7 +82,8 @@ class Frames(threading.local):
     def set_numbers(self, modules: Sequence[str], numbers: tuple[int, ...] | None) -> None:
         """Set what `numbers` returns."""
         if self.begun is not None and numbers is not None:
-            self.begun.update(zip(modules, numbers, strict=True))
+            for module, number in zip(modules, numbers, strict=True):
+                self.begun[module] = number
 
     @contextlib.contextmanager
     def replaced(self, stack: list[Frame], begun: Counter[str] | None) -> Iterator[None]:
