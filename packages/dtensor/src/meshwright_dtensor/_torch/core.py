@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -72,9 +73,8 @@ quiet_exchanges = partial(_without_log, "torch.distributed.tensor._collective_ut
 """Inside, torch does not warn that gloo changes the sharded dim by a gather: the value is right."""
 
 
-def dtensor_local(tensor: DTensor) -> torch.Tensor:
-    """The local tensor of a DTensor, without autograd."""
-    return tensor._local_tensor
+dtensor_local: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+"""The local tensor of a DTensor, without autograd."""
 
 
 def set_dtensor_parts(tensor: DTensor, local: torch.Tensor, spec: Any) -> None:

@@ -44,9 +44,13 @@ def with_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+transform_level = torch._C._functorch.maybe_current_level
+"""The number of functorch transforms that are running, None without one."""
+
+
 def functorch_active() -> bool:
     """Whether a functorch transform (vmap, grad, jvp...) is running."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return transform_level() is not None
 
 
 def has_tangent(x: torch.Tensor) -> bool:

@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.modes import functorch_active
+from meshwright_dtensor._torch.modes import functorch_active, transform_level
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor
 from meshwright_dtensor.tensor.staged import Staged, StagedOperand
 
 Tensor = torch.Tensor
-_HASHED = frozenset(
-    {type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
+AS_THEY_ARE = frozenset(
+    {int, type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
 )
+"""Types of arguments that stand for themselves in a key."""
+BY_NAME = object()
+"""Before the arguments that are given by name."""
 _SEQUENCES = frozenset({tuple, list, torch.Size})
-_INTEGERS = frozenset({int})
 _BOUNDS = frozenset({int, type(None)})
 
 
@@ -31,15 +33,20 @@ def freeze(a: Any, tensors: list[Any]) -> Any:
     if t is GlobalTensor:
         tensors.append(a)
         return a._layout
-    if t in _HASHED:
+    if t in AS_THEY_ARE:
         return a
-    if t is int or t is bool:
+    if t is bool:
+        # True is equal to 1
         return (t, a)
+    if t is Tensor:
+        tensors.append(a)
+        # equal to nothing: run on gathered values, every time
+        return object() if transform_level() is not None else (a.shape, a.dtype)
     if t is float:
         # -0.0 is not 0.0, and nan is nan
         return (t, a) if a and a == a else (t, a.hex())
     if t in _SEQUENCES:
-        if _INTEGERS.issuperset(map(type, a)):
+        if AS_THEY_ARE.issuperset(map(type, a)):
             return (t, tuple(a))
         return (t, tuple([freeze(x, tensors) for x in a]))
     if t is slice:

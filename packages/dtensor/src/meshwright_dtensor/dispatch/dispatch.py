@@ -16,7 +16,7 @@ from meshwright_dtensor._torch.modes import functorch_active, kept_dispatch_keys
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.devices import autocast_types
 from meshwright_dtensor.dispatch import fallback, tensor_methods
-from meshwright_dtensor.dispatch.call_key import freeze, repeats
+from meshwright_dtensor.dispatch.call_key import AS_THEY_ARE, BY_NAME, freeze, repeats
 from meshwright_dtensor.dispatch.derive import TensorCall, derive
 from meshwright_dtensor.dispatch.gathered_views import ViewWrite
 from meshwright_dtensor.dispatch.planned_calls import Target
@@ -39,22 +39,20 @@ from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of, in_mo
 
 Tensor = torch.Tensor
 _NORMS = (F.batch_norm, F.instance_norm)
+_ON_MESH = frozenset({GlobalTensor, MeshParameter})
 
 
 def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
     """``__torch_function__`` of global tensors: run a torch function that has one, or a mesh parameter, among its arguments."""
     tensors: list[Any] = []
     key: list[Any] = [func]
-    context: MeshContext | None = None
     try:
         for a in args:
             kind = type(a)
             if kind is GlobalTensor:
-                layout = a._layout
-                context = layout.context
                 tensors.append(a)
-                key.append(layout)
-            elif kind is int:
+                key.append(a._layout)
+            elif kind in AS_THEY_ARE:
                 key.append(a)
             elif kind is MeshParameter:
                 tensors.append(a)
@@ -62,6 +60,7 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
             else:
                 key.append(freeze(a, tensors))
         if kwargs:
+            key.append(BY_NAME)
             for name in kwargs:
                 key.append(name)
                 key.append(freeze(kwargs[name], tensors))
@@ -79,9 +78,9 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
     target = None
     if stack and stack[-1].rules:
         target = stack[-1].target(func)
-        key.append(target)
-    if context is None:
-        context = _context_of(tensors)
+        if target is not None:
+            key.append(target)
+    context = tensors[0]._layout.context if tensors and type(tensors[0]) in _ON_MESH else _context_of(tensors)
     frozen = tuple(key)
     run = context.programs.get(frozen)
     if run is None:

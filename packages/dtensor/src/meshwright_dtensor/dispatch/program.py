@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import Conversion, conversion_between
+from meshwright_dtensor.dispatch.call_source import Call, call_of, function_of
 from meshwright_dtensor.dispatch.derive import Derivation, TensorCall, local_context, localised
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext, TierEntry
 from meshwright_dtensor.mesh.layout import Layout, layout_of
+from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.random import Part, draws_by_element, run_random
 from meshwright_dtensor.rules import LocalContext, NodeView, across, is_random
 from meshwright_dtensor.rules.book import rule_book
@@ -40,27 +43,27 @@ class Program:
     """A cached local program.
 
     Attributes:
+        reads: per tensor argument its local tensor as source, of which the argument is ``{}`` (see `call_source`).
         conversions: per tensor argument its conversion to the wanted states, None where it has them.
-        unchanged: every argument is a global tensor that is not converted.
         local: (args, kwargs, locals) or (locals, site) -> local outputs, by ``takes_arguments``.
+        call: the source of ``local``, if it can be written.
         out: tree of layouts of the outputs.
         gathered_view: outputs alias an input on one device, but not here.
         returns_input: an output may be an input itself.
         func: the function of the call.
         writes: the first argument is written to.
-        operands: where ``local`` calls ``func`` with tensors and then other arguments as they are: how many tensors.
     """
 
+    reads: tuple[str, ...]
     conversions: tuple[Conversion | None, ...]
-    unchanged: bool
     local: Callable[..., Any]
     takes_arguments: bool
+    call: Call | None
     out: Any
     gathered_view: bool
     returns_input: bool
     func: Function
     writes: bool
-    operands: int | None
 
 
 def build(
@@ -78,35 +81,65 @@ def build(
         conversion_between(context, m.states, d.first[i], m.shape)
         for m, i in zip(layouts, places, strict=True)
     )
-    unchanged = all(type(t) is GlobalTensor for t in call.tensors) and not any(conversions)
     inputs = [places.index(i) for i in range(len(d.first))]
-    direct = d.one_call and d.composite is None
-    operands = _leading(call.args, call.kwargs) if direct and d.direct is None else None
+    direct = d.one_call and (d.composite is None or _is_call_itself(call.func, d.composite))
+    source: Call | None = None
     local: Callable[..., Any]
     if direct:
-        local = _direct_runner(call.func, call.args, call.kwargs, d.direct, operands)
+        source = _source(call, d, len(layouts))
+        local = _run_nested(call.func) if source is None else _call(source)
     elif d.composite is not None:
         local = _composite_runner(context, d.composite, inputs, len(layouts))
     else:
         local = _Steps(context, d, inputs)
     return Program(
+        tuple(_read(call.tensors[i]) for i in places),
         conversions,
-        unchanged,
         local,
         direct,
+        source,
         d.out,
         d.gathered_view,
         d.returns_input,
         call.func,
         writes,
-        operands,
     )
 
 
-def _leading(args: Args, kwargs: Kwargs) -> int | None:
-    """How many arguments are tensors, if they are the first ones; None if there is another tensor, or none at all."""
-    count = next((i for i, a in enumerate(args) if not isinstance(a, Tensor)), len(args))
-    return count if count and not _has_tensors((args[count:], kwargs)) else None
+def _read(tensor: Tensor) -> str:
+    """The source of the local tensor of an argument like this one, which the key of a program tells from others."""
+    if isinstance(tensor, GlobalTensor):
+        return "{}._local"
+    if isinstance(tensor, MeshParameter):
+        return "(dtensor_local({0}) if {0}._copy is None else {0}._copy.take())"
+    return "{}.to_local()" if isinstance(tensor, DTensor) else "{}"
+
+
+def _is_call_itself(func: Function, call: LocalContext) -> bool:
+    composite = rule_book(call.context).composite(call.node.name)
+    return func in composite.functions and composite.is_call_itself(call)
+
+
+def _source(call: TensorCall, d: Derivation, count: int) -> Call | None:
+    if d.direct is None:
+        return call_of(call.func, call.args, call.kwargs, count)
+    # the first tensor, and the local sizes
+    return call_of(call.func, (call.args[0], *d.direct), {}, 1)
+
+
+def _call(call: Call) -> Callable[[Args, Kwargs, list[Tensor]], Any]:
+    """Calls the function with the local tensors in place of its tensors."""
+    locals_ = [f"locals_[{i}]" for i in range(call.count)]
+    return function_of("args, kwargs, locals_", [f"return {call.source(locals_)}"], call.names)
+
+
+def _run_nested(func: Function) -> Callable[[Args, Kwargs, list[Tensor]], Any]:
+    def run(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
+        following = iter(locals_)
+        a, k = pytree.tree_map(lambda x: next(following) if isinstance(x, Tensor) else x, (a, k))
+        return func(*a, **k)
+
+    return run
 
 
 def _composite_runner(
@@ -120,47 +153,6 @@ def _composite_runner(
     if composite.located:
         return lambda locals_, site: run([locals_[i] for i in order], site)
     return lambda locals_, site: run([locals_[i] for i in order])
-
-
-def _direct_runner(
-    func: Function, args: Args, kwargs: Kwargs, sized: tuple[Any, ...] | None, operands: int | None
-) -> Callable[[Args, Kwargs, list[Tensor]], Any]:
-    """Calls ``func`` with the local tensors in place of its tensors: the shortest way that the arguments allow."""
-    if sized is not None:
-        return lambda a, k, locals_: func(locals_[0], *sized)
-    if operands is not None:
-        return lambda a, k, locals_: func(*locals_, *a[operands:], **k)
-    first: Any = args[0] if args else None
-    if (
-        type(first) in (list, tuple)
-        and all(isinstance(x, Tensor) for x in first)
-        and not _has_tensors((args[1:], kwargs))
-    ):
-        # cat, stack
-        return lambda a, k, locals_: func(locals_, *a[1:], **k)
-    if not _has_tensors([a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]):
-        places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        names = [name for name, a in kwargs.items() if isinstance(a, Tensor)]
-
-        def run_flat(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
-            values, following = list(a), iter(locals_)
-            for place in places:
-                values[place] = next(following)
-            # norms name their weights
-            return func(*values, **({**k, **dict(zip(names, following, strict=True))} if names else k))
-
-        return run_flat
-
-    def run_nested(a: Args, k: Kwargs, locals_: list[Tensor]) -> Any:
-        following = iter(locals_)
-        a, k = pytree.tree_map(lambda x: next(following) if isinstance(x, Tensor) else x, (a, k))
-        return func(*a, **k)
-
-    return run_nested
-
-
-def _has_tensors(tree: Any) -> bool:
-    return any(isinstance(x, Tensor) for x in pytree.tree_leaves(tree))
 
 
 class _Steps:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.core import dtensor_local, make_subclass, pytree
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import Conversion
+from meshwright_dtensor.dispatch.call_source import function_of
 from meshwright_dtensor.dispatch.gathered_views import gathered_view
 from meshwright_dtensor.dispatch.program import Program
 from meshwright_dtensor.mesh.layout import Layout
@@ -30,69 +31,63 @@ Runner = Callable[[Args, Kwargs, list[Any], Site], Any]
 def runner_of(program: Program) -> Runner:
     """The function that runs ``program``."""
     whole = type(program.out) is Layout and not (program.gathered_view or program.writes)
-    if whole and program.returns_input and program.unchanged and program.operands == 1:
-        return _maybe_same(program.func, program.out)
-    if not whole or program.returns_input:
-        return lambda args, kwargs, tensors, site: _run(program, args, kwargs, tensors, site)
-    if program.unchanged and program.operands in (1, 2):
-        return _direct(program.func, program.operands, program.out)
-    return _wrapping(program)
+    same = program.returns_input and _takes_one_unchanged(program)
+    if whole and (same or not program.returns_input):
+        return _written(program, same)
+    return lambda args, kwargs, tensors, site: _run(program, args, kwargs, tensors, site)
 
 
-def _direct(func: Function, operands: int, out: Layout) -> Runner:
-    """Calls ``func`` with the first arguments, as many as ``operands``, as local tensors, and wraps the result."""
-    template = out.template
-
-    def run_one(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
-        made: Any = make_subclass(GlobalTensor, template)
-        made._local = func(tensors[0]._local, *args[1:], **kwargs)
-        made._layout = out
-        return made
-
-    def run_two(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
-        made: Any = make_subclass(GlobalTensor, template)
-        made._local = func(tensors[0]._local, tensors[1]._local, *args[2:], **kwargs)
-        made._layout = out
-        return made
-
-    return run_one if operands == 1 else run_two
+def _takes_one_unchanged(program: Program) -> bool:
+    return program.call is not None and program.reads == ("{}._local",) and program.conversions == (None,)
 
 
-def _maybe_same(func: Function, out: Layout) -> Runner:
-    """Calls ``func``, such as ``float`` or ``contiguous``, which may return its only tensor, in the layout that it has."""
-
-    def run(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
-        tensor = tensors[0]
-        local = tensor._local
-        result = func(local, *args[1:], **kwargs)
-        return tensor if result is local and tensor._layout is out else wrap(result, out)
-
-    return run
-
-
-def _wrapping(program: Program) -> Runner:
-    """The output is one new global tensor."""
-    local, takes_arguments, out, template = (
-        program.local,
-        program.takes_arguments,
-        program.out,
-        program.out.template,
-    )
-    conversions = program.conversions
-
-    def run(args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
-        locals_ = []
-        for t, conversion in zip(tensors, conversions):
-            if type(t) is GlobalTensor:
-                locals_.append(t._local if conversion is None else converted(t, conversion, site))
-            else:
-                locals_.append(_local_of(t, conversion, False, site))
-        made: Any = make_subclass(GlobalTensor, template)
-        made._local = local(args, kwargs, locals_) if takes_arguments else local(locals_, site)
-        made._layout = out
-        return made
-
-    return run
+def _written(program: Program, same: bool) -> Runner:
+    """The output is one new global tensor; ``same``: or the only input, as ``float`` and ``contiguous`` may return it."""
+    tensors = [f"tensor_{i}" for i in range(len(program.reads))]
+    names = {
+        "make_subclass": make_subclass,
+        "kind": GlobalTensor,
+        "template": program.out.template,
+        "out": program.out,
+        "converted": converted,
+        "dtensor_local": dtensor_local,
+    }
+    reads = []
+    for i, (read, conversion) in enumerate(zip(program.reads, program.conversions, strict=True)):
+        reads.append(read.format(tensors[i]))
+        if conversion is not None:
+            names[f"conversion_{i}"] = conversion
+            of_global = read == "{}._local"
+            reads[i] = (
+                f"converted({tensors[i]}, conversion_{i}, site)"
+                if of_global
+                else f"conversion_{i}.apply({reads[i]}, site)"
+            )
+    if program.call is not None:
+        names |= program.call.names
+        result = program.call.source(["local"] if same else reads)
+    elif program.takes_arguments:
+        names["func"] = program.local
+        result = f"func(args, kwargs, [{', '.join(reads)}])"
+    else:
+        names["func"] = program.local
+        result = f"func([{', '.join(reads)}], site)"
+    lines = [f"{', '.join(tensors)}, = tensors"] if tensors else []
+    if same:
+        lines += [
+            f"local = {reads[0]}",
+            f"result = {result}",
+            "if result is local and tensor_0._layout is out:",
+            "    return tensor_0",
+        ]
+        result = "result"
+    lines += [
+        "made = make_subclass(kind, template)",
+        f"made._local = {result}",
+        "made._layout = out",
+        "return made",
+    ]
+    return function_of("args, kwargs, tensors, site", lines, names)
 
 
 def _run(program: Program, args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
