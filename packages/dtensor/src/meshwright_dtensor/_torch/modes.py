@@ -44,7 +44,11 @@ def with_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-transform_level = torch._C._functorch.maybe_current_level
+function_mode_is_on: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+"""Whether a function mode sees the torch functions that are called: torch.device("cuda") as a context is one."""
+classes_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Whether classes with ``__torch_function__`` are asked for the calls with their tensors."""
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 """The number of functorch transforms that are running, None without one."""
 
 

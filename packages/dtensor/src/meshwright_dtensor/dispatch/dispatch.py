@@ -42,8 +42,18 @@ _NORMS = (F.batch_norm, F.instance_norm)
 _ON_MESH = frozenset({GlobalTensor, MeshParameter})
 
 
-def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-    """``__torch_function__`` of global tensors: run a torch function that has one, or a mesh parameter, among its arguments."""
+def dispatch(
+    cls: type,
+    func: Function,
+    types: Any,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+    own: Function | None = None,
+) -> Any:
+    """``__torch_function__`` of global tensors: run a torch function that has one, or a mesh parameter, among its arguments.
+
+    ``own``: torch's method for the call, if it has not come through torch; it makes a call whose program is not known.
+    """
     tensors: list[Any] = []
     key: list[Any] = [func]
     try:
@@ -68,7 +78,7 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
             kwargs = {}
     except StagedOperand:
         # their own rules run the call
-        return NotImplemented
+        return NotImplemented if own is None else own(*args, **kwargs or {})
     count = len(tensors)
     if count > 1 and (tensors[0] is tensors[1] if count == 2 else len(set(map(id, tensors))) < count):
         key.append(repeats(tensors))
@@ -84,6 +94,10 @@ def dispatch(cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwa
     frozen = tuple(key)
     run = context.programs.get(frozen)
     if run is None:
+        if own is not None:
+            if stack and stack[-1].rules:
+                stack[-1].recall(func)
+            return own(*args, **kwargs)
         result = _run_special(func, args, kwargs)
         if result is not NotImplemented:
             return result

@@ -17,6 +17,7 @@ from torch import nn
 from meshwright_dtensor._torch.core import pytree, replace_code
 from meshwright_dtensor.dispatch import fallback
 from meshwright_dtensor.dispatch.dispatch import dispatch
+from meshwright_dtensor.dispatch.methods import install_methods
 from meshwright_dtensor.dispatch.parameter_calls import parameter_call
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
@@ -32,6 +33,7 @@ _NOT_OF_MODELS = ("meshwright_", "torch.distributed.tensor", "torch.distributed.
 # the dispatcher itself, not a method that calls it: one Python frame less per call
 GlobalTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
 MeshParameter.__torch_function__ = classmethod(parameter_call)  # type: ignore[assignment]
+install_methods()
 
 
 def install() -> None:

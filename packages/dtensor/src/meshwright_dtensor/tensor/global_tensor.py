@@ -37,6 +37,8 @@ class GlobalTensor(Unheard, torch.Tensor):
     torch functions on other global tensors.
     """
 
+    # faster than entries of a dict, which is made only where there are others
+    __slots__ = ("_local", "_layout")
     _local: Tensor
     _layout: Layout
     _memo: dict[Any, tuple[int, bool, Tensor]] | None = None

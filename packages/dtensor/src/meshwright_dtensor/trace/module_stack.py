@@ -47,6 +47,12 @@ class Frame:
         self.counts[name] = occurrence + 1
         return planned.get(occurrence)
 
+    def recall(self, func: Callable[..., Any]) -> None:
+        """The call that `target` has counted last will ask for its target again."""
+        name = function_name(func)
+        if name in self.rules:
+            self.counts[name] -= 1
+
     def copy(self) -> Frame:
         """The same frame with its own counts."""
         return replace(self, counts=self.counts.copy())
