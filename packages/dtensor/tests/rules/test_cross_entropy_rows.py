@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.rules.composites.cross_entropy_rows import RowsLoss
 from meshwright_dtensor.testing.on_device import device_type, seeded
-from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
 
 Tensor = torch.Tensor
 
@@ -239,3 +239,24 @@ def shared(rank: int, world_size: int) -> dict[str, bool]:
 def test_gradient_is_computed_during_the_all_reduce(rank_pool: RankPool) -> None:
     for results in rank_pool.run(2, shared):
         assert all(results.values()), results
+
+
+def test_small_logits_have_the_gradient_of_torch_to_the_bit() -> None:
+    with fake_group(2):
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
+        for rows, saved in ((8, 0), (4096, 1)):
+            # 64 classes: 2 KiB, and 1 MiB and more for each thread
+            rows *= torch.get_num_threads() + 1 if rows > 8 else 1
+            logits, target = case(rows, 64, 3, torch.float32)
+            gradients = []
+            for x, y in (
+                (logits, target),
+                (distribute(logits, mesh, ["I"]), distribute(target, mesh, ["I"])),
+            ):
+                logits.grad = None
+                with Softmaxes() as softmaxes:
+                    F.cross_entropy(x, y).backward()
+                gradients.append(logits.grad)
+            assert softmaxes.count == saved
+            assert saved or torch.equal(*gradients)
+            assert torch.allclose(*gradients)

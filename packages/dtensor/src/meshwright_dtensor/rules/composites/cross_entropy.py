@@ -107,7 +107,7 @@ class _Loss:
     def losses(self, tensors: list[torch.Tensor], reduction: str) -> torch.Tensor:
         """The loss of the local rows."""
         logits, target = tensors[:2]
-        if self.whole_rows and reduction == "sum" and whole_rows.takes(logits, target):
+        if self.whole_rows and reduction == "sum" and _by_rows(logits, target):
             total: torch.Tensor = whole_rows.RowsLoss.apply(logits, target, self.ignore)
             return total
         if not self.shards.axes:
@@ -129,7 +129,8 @@ class _Loss:
             )
             return total / count
         wide = logits.dtype.itemsize >= 4
-        if not (self.row_axes or self.shards.axes) and not (wide and _is_integer(target.dtype)):
+        local = not (self.row_axes or self.shards.axes)
+        if local and not (wide and _is_integer(target.dtype) and _by_rows(logits, target)):
             return self.losses(tensors, "mean")
         # low-precision losses are summed in float32, as torch does inside its kernel
         total = self.losses(tensors, "sum") if wide else self.losses(tensors, "none").float().sum()
@@ -240,6 +241,11 @@ class SumPair(torch.autograd.Function):
         if gradient.requires_grad and torch.is_grad_enabled():
             gradient = whole_rows.SharedGradient.apply(gradient, context.axes, context.ctx)
         return gradient, None, None, None
+
+
+def _by_rows(logits: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether `RowsLoss` handles these, and is better than torch's own loss."""
+    return whole_rows.takes(logits, target) and not whole_rows.fit_in_cache(logits)
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

@@ -45,7 +45,7 @@ class RowsLoss(torch.autograd.Function):
 
 def summed(logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
     """The loss, a scalar; no gradient flows through it."""
-    room = ON_CPU * torch.get_num_threads() if on_host(logits.device) else ELSEWHERE
+    room = _room(logits)
     if logits.nbytes <= room:
         # in one part
         return F.cross_entropy(logits.detach(), target, ignore_index=ignore, reduction="sum")
@@ -94,6 +94,16 @@ def takes(logits: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether `RowsLoss` handles these: logits [n, c] and one class index per row."""
     plain = logits.dim() == 2 and target.shape == logits.shape[:1] and logits.shape[1] > 0
     return plain and logits.dtype.itemsize >= 4 and target.dtype in (torch.int64, torch.uint8)
+
+
+def fit_in_cache(logits: torch.Tensor) -> bool:
+    """Whether torch's own loss is faster: what `RowsLoss` saves of memory is little, and it computes the softmax again."""
+    return logits.nbytes <= _room(logits) if on_host(logits.device) else logits.nbytes <= ON_CPU
+
+
+def _room(logits: torch.Tensor) -> int:
+    """Bytes of log-softmax at a time."""
+    return ON_CPU * torch.get_num_threads() if on_host(logits.device) else ELSEWHERE
 
 
 def _minus_ones(logits: torch.Tensor) -> torch.Tensor:
