@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -65,13 +66,16 @@ class Step:
         return None
 
     def function(
-        self, phase: str, memory_order: tuple[int, ...] | None = None
+        self, phase: str, memory_order: tuple[int, ...] | None = None, overwrites: bool = False
     ) -> Callable[[Tensor, Site], Tensor] | None:
         """The step as a function of (local tensor, site); None when nothing has to be done.
 
         ``memory_order``: the order of the dims in memory on every rank, outermost first; the result has the same order.
+        ``overwrites``: an all-reduce overwrites the tensor, which is contiguous.
         """
         run = self._local() if memory_order is None else self._local_in(memory_order)
+        if run is not None and overwrites:
+            run = partial(group_calls.all_reduce_, group=self.context.group(self.axis))
         name = self.collective
         if run is None or name is None:
             return None if run is None else (lambda t, site: run(t))
@@ -83,7 +87,7 @@ class Step:
 
         def logged(t: Tensor, site: Site) -> Tensor:
             calls.follow(call)
-            if CommLog.listening():
+            if CommLog._active:
                 # the value before it is split over this axis, of which t is the local part
                 rows = 1 if dim is None else self.total
                 nbytes = rows * math.prod(n for d, n in enumerate(t.shape) if d != dim) * t.element_size()
@@ -120,7 +124,7 @@ class Step:
                 return _scatterer(int(b), want, rank, group)
             return _selector(int(b), want[rank])
         if a == "P":
-            return lambda t: group_calls.all_reduce(t, group)
+            return partial(group_calls.all_reduce, group=group)
         # a Partial of a replicated value
         return (lambda t: t) if rank == 0 else _zeros_in_memory_of
 

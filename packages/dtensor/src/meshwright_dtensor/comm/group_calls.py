@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor._torch import functional
+from meshwright_dtensor._torch import functional, groups
 from meshwright_dtensor.devices.waits import waiting
 
 Tensor = torch.Tensor
@@ -39,10 +39,10 @@ def all_reduce_(
     t: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """The reduction over the ranks: contiguous `t` itself, which is overwritten, or another tensor while a compiler records."""
-    if _is_recorded("all_reduce", t, group):
+    if type(t) is not Tensor and _is_recorded("all_reduce", t, group):
         return functional.all_reduce(t, op, group)
     with waiting():
-        dist.all_reduce(t, op, group=group)
+        groups.all_reduce_(t, op, group)
     return t
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from meshwright_dtensor._torch.core import bind_apply
+from meshwright_dtensor._torch.ownership import references, references_of_unshared
 from meshwright_dtensor.comm.collectives import Step, refuse_tangent
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.memory_order import ordered_steps
@@ -88,6 +89,7 @@ class Conversion:
         "shape",
         "_forward",
         "_backward",
+        "_overwriting",
         "_ordered",
         "by_way_of",
         "keep",
@@ -100,6 +102,8 @@ class Conversion:
         forward = (step.function("forward") for _, step, _ in steps)
         backward = (step.function("backward") for _, _, step in reversed(steps))
         self._forward, self._backward = ([f for f in made if f is not None] for made in (forward, backward))
+        alone = len(steps) == 1 and steps[0][2].collective == "all_reduce"
+        self._overwriting = steps[0][2].function("backward", overwrites=True) if alone else None
         self._ordered = (
             ordered_steps(context, source, shape, [step for _, step, _ in steps], "forward"),
             ordered_steps(context, target, shape, [step for _, _, step in reversed(steps)], "backward"),
@@ -126,12 +130,19 @@ class Conversion:
         # a reader may draw random numbers, which one device draws in the order of memory
         return t.new_empty_strided(t.shape, dense_strides(t.shape, order)).copy_(t)
 
-    def backward(self, g: Tensor, site: Site) -> Tensor:
-        """The gradient for the source, from that of the converted value."""
+    def backward(self, g: Tensor, site: Site, unshared: bool = False) -> Tensor:
+        """The gradient for the source, from that of the converted value, which may be overwritten if it is ``unshared``."""
         ordered = None if self._ordered[1] is None else self._ordered[1].of(g, site)
+        if unshared and ordered is None and self._overwriting is not None and g.is_contiguous():
+            return self._overwriting(g, site)
         for step in ordered or self._backward:
             g = step(g, site)
         return g
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the gradient is reduced in its own memory if nobody else holds it."""
+        return self._overwriting is not None
 
     def dual(self) -> Conversion:
         """The conversion of the gradient in the backward pass, itself differentiable."""
@@ -183,7 +194,9 @@ class _Convert(torch.autograd.Function):
         # create_graph=True: the collectives alone are not differentiable
         if grad.requires_grad and torch.is_grad_enabled():
             return ctx.conversion.dual().apply(grad, ctx.site), None, None
-        return ctx.conversion.backward(grad, ctx.site), None, None
+        conversion: Conversion = ctx.conversion
+        unshared = conversion.overwrites and references(grad) == references_of_unshared()
+        return conversion.backward(grad, ctx.site, unshared), None, None
 
 
 _apply = bind_apply(_Convert)
