@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +22,7 @@ AS_THEY_ARE = frozenset(
 BY_NAME = object()
 """Before the arguments that are given by name."""
 _SEQUENCES = frozenset({tuple, list, torch.Size})
+_TRUE, _FALSE = (bool, True), (bool, False)
 _BOUNDS = frozenset({int, type(None)})
 
 
@@ -36,8 +38,8 @@ def freeze(a: Any, tensors: list[Any]) -> Any:
     if t in AS_THEY_ARE:
         return a
     if t is bool:
-        # True is equal to 1
-        return (t, a)
+        # not itself: True is equal to 1
+        return _TRUE if a else _FALSE
     if t is Tensor:
         tensors.append(a)
         # equal to nothing: run on gathered values, every time
@@ -48,9 +50,14 @@ def freeze(a: Any, tensors: list[Any]) -> Any:
     if t in _SEQUENCES:
         if AS_THEY_ARE.issuperset(map(type, a)):
             return (t, tuple(a))
-        return (t, tuple([freeze(x, tensors) for x in a]))
+        parts: list[Any] = [t]
+        for x in a:
+            # without the call for the slices of an index
+            plain = type(x) is slice and type(x.start) in _BOUNDS and type(x.stop) in _BOUNDS
+            parts.append((x.start, x.stop, x.step) if plain and x.step is None else freeze(x, tensors))
+        return tuple(parts)
     if t is slice:
-        if _BOUNDS.issuperset((type(a.start), type(a.stop), type(a.step))):
+        if type(a.start) in _BOUNDS and type(a.stop) in _BOUNDS and type(a.step) in _BOUNDS:
             return ("slice", a.start, a.stop, a.step)
         return ("slice", *[freeze(x, tensors) for x in (a.start, a.stop, a.step)])
     if isinstance(a, Tensor):
@@ -85,7 +92,15 @@ def _can_be_kept(a: Any) -> bool:
     return type(a) is not FunctionType or a.__closure__ is None
 
 
-def repeats(tensors: list[Any]) -> tuple[int, ...]:
-    """For every tensor its first position among the arguments: ``x * x`` is another program than ``x * y``."""
+def repeats(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """`first_places`, empty if each tensor is given once: ``x * x`` is another program than ``x * y``."""
+    count = len(tensors)
+    if tensors[0] is not tensors[1] if count == 2 else len(set(map(id, tensors))) == count:
+        return ()
+    return first_places(tensors)
+
+
+def first_places(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """For every tensor its first position among the arguments."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+# the names of the source
+from meshwright_dtensor._torch.core import dtensor_local, make_subclass  # noqa: F401
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, converted  # noqa: F401
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 
 Tensor = torch.Tensor
@@ -88,7 +91,7 @@ def _maker(parameters: str, lines: tuple[str, ...], names: tuple[str, ...]) -> C
         yield from (f"        {line}" for line in lines)
         yield "    return run"
 
-    # frames of the function are those of this module, which is not the user's
-    space: dict[str, Any] = {"__name__": __name__}
-    exec(compile("\n".join(source()), "<local program>", "exec"), space)
-    return space["make"]  # type: ignore[no-any-return]
+    made: dict[str, Any] = {}
+    # among the names of this module: frames of the function are not the user's, and what all programs name is found in one place
+    exec(compile("\n".join(source()), "<local program>", "exec"), globals(), made)
+    return made["make"]  # type: ignore[no-any-return]

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.core import any_autocast, dtensor_local
 from meshwright_dtensor._torch.functional import is_recorded
 from meshwright_dtensor._torch.modes import functorch_active, kept_dispatch_keys
-from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
+from meshwright_dtensor.comm.log import NOWHERE, CommLog, current_site
 from meshwright_dtensor.devices import autocast_types
 from meshwright_dtensor.dispatch import fallback, tensor_methods
-from meshwright_dtensor.dispatch.call_key import AS_THEY_ARE, BY_NAME, freeze, repeats
+from meshwright_dtensor.dispatch.call_key import AS_THEY_ARE, BY_NAME, first_places, freeze, repeats
 from meshwright_dtensor.dispatch.derive import TensorCall, derive
 from meshwright_dtensor.dispatch.gathered_views import ViewWrite
 from meshwright_dtensor.dispatch.planned_calls import Target
@@ -34,7 +34,7 @@ from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor
 from meshwright_dtensor.tensor.staged import StagedOperand
 from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, Args, Function, Kwargs, is_in_place
 from meshwright_dtensor.trace.graph import function_name
-from meshwright_dtensor.trace.module_stack import FRAMES
+from meshwright_dtensor.trace.module_stack import FRAMES, Frames
 from meshwright_dtensor.trace.one_device import OF_A_GROUP, collective_of, in_model
 
 Tensor = torch.Tensor
@@ -48,65 +48,74 @@ def dispatch(
     types: Any,
     args: Args = (),
     kwargs: Kwargs | None = None,
-    own: Function | None = None,
+    method: Function | None = None,
 ) -> Any:
     """``__torch_function__`` of global tensors: run a torch function that has one, or a mesh parameter, among its arguments.
 
-    ``own``: torch's method for the call, if it has not come through torch; it makes a call whose program is not known.
+    ``method``: torch's method for the call, if it has not come through torch; it makes a call whose program is not known.
     """
-    tensors: list[Any] = []
-    key: list[Any] = [func]
-    try:
-        for a in args:
-            kind = type(a)
-            if kind is GlobalTensor:
-                tensors.append(a)
-                key.append(a._layout)
-            elif kind in AS_THEY_ARE:
-                key.append(a)
-            elif kind is MeshParameter:
-                tensors.append(a)
-                key.append(a._key)
-            else:
-                key.append(freeze(a, tensors))
-        if kwargs:
-            key.append(BY_NAME)
-            for name in kwargs:
-                key.append(name)
-                key.append(freeze(kwargs[name], tensors))
-        else:
-            kwargs = {}
-    except StagedOperand:
-        # their own rules run the call
-        return NotImplemented if own is None else own(*args, **kwargs or {})
-    count = len(tensors)
-    if count > 1 and (tensors[0] is tensors[1] if count == 2 else len(set(map(id, tensors))) < count):
-        key.append(repeats(tensors))
+    tensors: Any = args
+    key: tuple[Any, ...]
+    count = 0 if kwargs else len(args)
+    # the two forms of most calls, without a loop
+    if count == 1 and type(args[0]) is GlobalTensor:
+        layout = args[0]._layout
+        context, key = layout.context, (func, layout)
+    elif count == 2 and type(args[0]) is GlobalTensor is type(args[1]) and args[0] is not args[1]:
+        layout = args[0]._layout
+        context, key = layout.context, (func, layout, args[1]._layout)
+    else:
+        parts: list[Any] = [func]
+        tensors = []
+        try:
+            for a in args:
+                kind = type(a)
+                if kind is GlobalTensor:
+                    tensors.append(a)
+                    parts.append(a._layout)
+                elif kind in AS_THEY_ARE:
+                    parts.append(a)
+                elif kind is MeshParameter:
+                    tensors.append(a)
+                    parts.append(a._key)
+                else:
+                    parts.append(freeze(a, tensors))
+            if kwargs:
+                parts.append(BY_NAME)
+                for name, a in kwargs.items():
+                    parts.append(name)
+                    parts.append(a if type(a) in AS_THEY_ARE else freeze(a, tensors))
+        except StagedOperand:
+            # their own rules run the call
+            return NotImplemented if method is None else method(*args, **kwargs or {})
+        if len(tensors) > 1 and (repeated := repeats(tensors)):
+            parts.append(repeated)
+        key = tuple(parts)
+        on_mesh = tensors and type(tensors[0]) in _ON_MESH
+        context = tensors[0]._layout.context if on_mesh else _context_of(tensors)
     if any_autocast():
-        key.append(tuple([(d, torch.get_autocast_dtype(d)) for d in autocast_types()]))
-    stack = FRAMES.stack
+        key = (*key, tuple([(d, torch.get_autocast_dtype(d)) for d in autocast_types()]))
     target = None
-    if stack and stack[-1].rules:
+    if Frames.with_rules and (stack := FRAMES.stack):
         target = stack[-1].target(func)
         if target is not None:
-            key.append(target)
-    context = tensors[0]._layout.context if tensors and type(tensors[0]) in _ON_MESH else _context_of(tensors)
-    frozen = tuple(key)
-    run = context.programs.get(frozen)
+            key = (*key, target)
+    run = context.programs.get(key)
+    kwargs = kwargs or {}
     if run is None:
-        if own is not None:
-            if stack and stack[-1].rules:
-                stack[-1].recall(func)
-            return own(*args, **kwargs)
+        if method is not None:
+            if FRAMES.stack:
+                FRAMES.stack[-1].recall(func)
+            return method(*args, **kwargs)
         result = _run_special(func, args, kwargs)
         if result is not NotImplemented:
             return result
         context = _context_of(tensors)
         run = _make(context, func, args, kwargs, tensors, target)
-        remember(context, frozen, run)
+        remember(context, key, run)
     site = NOWHERE
     if CommLog._active:
-        site = Site(stack[-1].where if stack else "", function_name(func))
+        site = current_site(function_name(func))
     return run(args, kwargs, tensors, site)
 
 
@@ -150,7 +159,12 @@ def _context_of(tensors: Sequence[Any]) -> MeshContext:
 
 @kept_dispatch_keys()
 def _make(
-    context: MeshContext, func: Function, args: Any, kwargs: Any, tensors: list[Any], target: Target | None
+    context: MeshContext,
+    func: Function,
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[Any],
+    target: Target | None,
 ) -> Runner:
     pairs = [_layout_and_local(context, t) for t in tensors]
     layouts = [layout for layout, _ in pairs]
@@ -172,7 +186,7 @@ def _make(
             # the written tensor keeps its layout: a write to a converted copy would be lost
             forced[0] = None
     try:
-        first = repeats(tensors)
+        first = first_places(tensors)
         distinct = sorted(set(first))
         inputs, parts = [tensors[i] for i in distinct], [pairs[i][1] for i in distinct]
         weights = frozenset(k for k, t in enumerate(inputs) if isinstance(t, MeshParameter))

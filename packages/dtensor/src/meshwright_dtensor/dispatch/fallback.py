@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class Replicated:
         self.context, self.func, self.in_place = context, func, in_place
         self._writes = declared_writes(func)
 
-    def run(self, args: Any, kwargs: Any, tensors: list[Any], site: Site) -> Any:
+    def run(self, args: Any, kwargs: Any, tensors: Sequence[Any], site: Site) -> Any:
         """Run on gathered values; a write is copied back into this rank's part."""
         strided = function_name(self.func).startswith("as_strided")
         if strided:

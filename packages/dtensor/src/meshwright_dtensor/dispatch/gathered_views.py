@@ -126,7 +126,7 @@ class ViewWrite:
 
     func: Function
 
-    def run(self, args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
+    def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[Any], site: Site) -> Any:
         """Write, on every rank (a collective call).
 
         Raises UnsupportedError: the view is stale, or it is not known how it was taken.

@@ -16,17 +16,19 @@ import torch
 
 from meshwright_dtensor._torch.modes import classes_are_asked, function_mode_is_on
 from meshwright_dtensor.dispatch.dispatch import dispatch
+from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor
 from meshwright_dtensor.trace.function_kinds import Function
 
 Tensor = torch.Tensor
 
-_METHODS = (
+METHODS = (
     "abs add addmm all amax amin any argmax argmin baddbmm bfloat16 bmm bool chunk clamp clone contiguous cos cumsum div double "
     "exp expand expand_as flatten float gather ge gt half index_select int le log logical_not long lt masked_fill matmul max "
     "mean min mm movedim mul ne neg permute pow prod reciprocal relu repeat reshape roll rsqrt select sigmoid sin softmax sqrt "
     "square squeeze sub sum tanh to transpose tril triu type_as unbind unsqueeze var view view_as"
 ).split()
+"""Methods that models call most. torch gives the method itself to ``__torch_function__``, with the arguments as they are."""
 
 OPERATORS: Mapping[str, Function] = MappingProxyType(
     {
@@ -52,13 +54,15 @@ OPERATORS: Mapping[str, Function] = MappingProxyType(
 def install_methods() -> None:
     """Give `GlobalTensor` the methods; a `DetachedView`, which is checked at each use, keeps torch's own."""
     methods = {
-        **{name: _method(getattr(Tensor, name), name) for name in _METHODS},
+        **{name: _method(getattr(Tensor, name), name) for name in METHODS},
         **{name: _operator(func, name) for name, func in OPERATORS.items()},
         "__neg__": _negation(),
     }
     for name, method in methods.items():
         setattr(GlobalTensor, name, method)
         setattr(DetachedView, name, getattr(Tensor, name))
+    for name in ("__add__", "__mul__"):
+        setattr(MeshParameter, name, _operator_of_parameters(OPERATORS[name], name))
 
 
 def _method(func: Function, name: str) -> Callable[..., Any]:
@@ -72,12 +76,25 @@ def _method(func: Function, name: str) -> Callable[..., Any]:
 
 def _operator(func: Function, name: str) -> Callable[..., Any]:
     # torch's own returns NotImplemented for operands that it does not know
-    own: Function = getattr(Tensor, name)
+    torch_method: Function = getattr(Tensor, name)
 
     def call(self: Any, other: Any) -> Any:
         if function_mode_is_on() or not classes_are_asked():
-            return own(self, other)
-        return dispatch(GlobalTensor, func, (), (self, other), None, own)
+            return torch_method(self, other)
+        return dispatch(GlobalTensor, func, (), (self, other), None, torch_method)
+
+    return _named(call, name)
+
+
+def _operator_of_parameters(func: Function, name: str) -> Callable[..., Any]:
+    torch_method: Function = getattr(Tensor, name)
+
+    def call(self: Any, other: Any) -> Any:
+        # as `parameter_call` does
+        computes = type(self) is MeshParameter and type(other) is GlobalTensor and torch.is_grad_enabled()
+        if not computes or function_mode_is_on() or not classes_are_asked():
+            return torch_method(self, other)
+        return dispatch(MeshParameter, func, (), (self, other), None, torch_method)
 
     return _named(call, name)
 

@@ -6,13 +6,13 @@ outputs allow, since a model makes hundreds of calls a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import dtensor_local, make_subclass, pytree
+from meshwright_dtensor._torch.core import dtensor_local, pytree
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import Conversion
 from meshwright_dtensor.dispatch.call_source import function_of
@@ -25,7 +25,7 @@ from meshwright_dtensor.tensor.global_tensor import GlobalTensor, converted, wra
 from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 
 Tensor = torch.Tensor
-Runner = Callable[[Args, Kwargs, list[Any], Site], Any]
+Runner = Callable[[Args, Kwargs, Sequence[Any], Site], Any]
 
 
 def runner_of(program: Program) -> Runner:
@@ -44,14 +44,7 @@ def _takes_one_unchanged(program: Program) -> bool:
 def _written(program: Program, same: bool) -> Runner:
     """The output is one new global tensor; ``same``: or the only input, as ``float`` and ``contiguous`` may return it."""
     tensors = [f"tensor_{i}" for i in range(len(program.reads))]
-    names = {
-        "make_subclass": make_subclass,
-        "kind": GlobalTensor,
-        "template": program.out.template,
-        "out": program.out,
-        "converted": converted,
-        "dtensor_local": dtensor_local,
-    }
+    names: dict[str, Any] = {"out": program.out}
     reads = []
     for i, (read, conversion) in enumerate(zip(program.reads, program.conversions, strict=True)):
         reads.append(read.format(tensors[i]))
@@ -82,7 +75,7 @@ def _written(program: Program, same: bool) -> Runner:
         ]
         result = "result"
     lines += [
-        "made = make_subclass(kind, template)",
+        "made = make_subclass(GlobalTensor, out.template)",
         f"made._local = {result}",
         "made._layout = out",
         "return made",
@@ -90,7 +83,7 @@ def _written(program: Program, same: bool) -> Runner:
     return function_of("args, kwargs, tensors, site", lines, names)
 
 
-def _run(program: Program, args: Args, kwargs: Kwargs, tensors: list[Any], site: Site) -> Any:
+def _run(program: Program, args: Args, kwargs: Kwargs, tensors: Sequence[Any], site: Site) -> Any:
     locals_ = [
         _local_of(t, conversion, program.writes, site)
         for t, conversion in zip(tensors, program.conversions, strict=True)
@@ -131,7 +124,7 @@ def _local_of(t: Any, conversion: Conversion | None, writes: bool, site: Site) -
     return local if conversion is None else conversion.apply(local, site)
 
 
-def _input_that_is(result: Any, out: Layout, tensors: list[Any], locals_: list[Any]) -> Any:
+def _input_that_is(result: Any, out: Layout, tensors: Sequence[Any], locals_: list[Any]) -> Any:
     """The input that ``result`` is, so that the caller gets the same object; None if it is new."""
     for t, local in zip(tensors, locals_, strict=True):
         if t is result:

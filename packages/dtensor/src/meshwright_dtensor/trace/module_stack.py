@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -59,7 +59,13 @@ class Frame:
 
 
 class Frames(threading.local):
-    """The running modules of this thread, innermost last."""
+    """The running modules of this thread, innermost last.
+
+    Attributes:
+        with_rules: whether a model of this process has had frames with targets, in any thread.
+    """
+
+    with_rules: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
@@ -211,6 +217,8 @@ def _hook(module: nn.Module, name: str, by_forward: ByForward) -> list[Any]:
     rules, counted = by_forward.get(None, {}), len(by_forward) > 1
     # one without targets counts nothing
     bare = None if any(by_forward.values()) else Frame(name, rules, shown)
+    if bare is None:
+        Frames.with_rules = True
 
     def enter(_module: nn.Module, _args: Any) -> None:
         if bare is not None:
