@@ -24,6 +24,7 @@ from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.random import Part, draws_by_element, run_random
 from meshwright_dtensor.rules import LocalContext, NodeView, across, is_random
 from meshwright_dtensor.rules.book import rule_book
+from meshwright_dtensor.rules.composites.linear import Linear
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
@@ -116,8 +117,9 @@ def _read(tensor: Tensor) -> str:
 
 
 def _is_call_itself(func: Function, call: LocalContext) -> bool:
+    """Whether the local form is the function itself with the other arguments of the call: of linear, which models call most."""
     composite = rule_book(call.context).composite(call.node.name)
-    return func in composite.functions and composite.is_call_itself(call)
+    return type(composite) is Linear and func in composite.functions
 
 
 def _source(call: TensorCall, d: Derivation, count: int) -> Call | None:

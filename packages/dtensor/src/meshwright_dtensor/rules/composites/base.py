@@ -148,10 +148,6 @@ class Composite(ABC):
         """Whether the torch function itself, run on the locals with the same other arguments, gives the local result."""
         return False
 
-    def is_call_itself(self, ctx: LocalContext) -> bool:
-        """Whether `local` is the torch function with the other arguments of the call, which is then called without it."""
-        return False
-
     def permutes(self, view: NodeView, row: Strategy) -> bool:
         """Whether ``row`` also holds for interval shards, where ranks own other elements than chunks."""
         return True

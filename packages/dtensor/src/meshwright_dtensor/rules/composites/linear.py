@@ -36,10 +36,6 @@ class Linear(Composite):
         """Always: no row needs more than F.linear."""
         return True
 
-    def is_call_itself(self, ctx: LocalContext) -> bool:
-        """Always."""
-        return True
-
     def local(self, ctx: LocalContext) -> LocalFunction:
         """F.linear."""
         return lambda tensors: F.linear(*tensors)
