@@ -38,6 +38,7 @@ ALLOWED = {
     "dtensor/src/meshwright_dtensor/plugin.py": "registers them",
     "dtensor/src/meshwright_dtensor/_torch/accelerators.py": "torch's own lists of types",
     "dtensor/src/meshwright_dtensor/_torch/inductor.py": "what torch's code generators need, by type",
+    "dtensor/src/meshwright_dtensor/_torch/ownership.py": "counts references to a tensor of the host, once",
     "dtensor/src/meshwright_dtensor/_torch/fake_gpu.py": "pretends that there is cuda",
     "dtensor/src/meshwright_dtensor/testing": "ranks of tests are on the CPU, or share the GPUs of a machine",
     "dtensor/src/meshwright_dtensor/drawing/gpu.py": "of the record of cuda: how its kernels draw",
