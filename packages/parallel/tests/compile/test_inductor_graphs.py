@@ -133,3 +133,19 @@ def test_reductions_over_a_dim_that_is_not_contiguous(heads: int) -> None:
     compiled.compile([x, mask])
     (result,), (expected,) = compiled([x, mask]), masked_sums(x, mask)
     torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_of_one_memory_are_written_in_place() -> None:
+    def write(first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
+        first.mul_(2)
+        return [first.sin() * second.cos() + second]
+
+    (memory, expected), results = (torch.arange(8.0), torch.arange(8.0)), []
+    compiled, _ = inductor_function(write)
+    compiled.compile([memory[:4], memory[4:]])
+    for call, values in ((compiled, memory), (lambda parts: write(*parts), expected)):
+        results.append(call([values[:4], values[4:]])[0])
+    torch.testing.assert_close(*results)
+    assert torch.equal(memory, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,6 +23,9 @@ _COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor",
 
 _CACHE_TAG = " meshwright 1"
 """Of inductor's caches on disk: another one whenever code is generated otherwise than by torch."""
+
+
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class _NotRun(Exception):
@@ -102,6 +106,7 @@ class AotFunction:
             # operations round to their dtype as they do uncompiled, also where they are fused
             inductor.patch(fallback_random=True, emulate_precision_casts=True),
             caches.patch(cache_key_tag=caches.cache_key_tag + _CACHE_TAG),  # type: ignore[attr-defined]
+            _in_this_process(),
             _reductions_in_one_dim(),
             _strides_told(),
             _nothing_donated(),
@@ -146,7 +151,9 @@ def _places_of_results() -> range:
 @contextmanager
 def _strides_told() -> Iterator[None]:
     """Inside, the backward pass is compiled for the strides that the compiled forward pass gives to saved tensors."""
-    with torch._guards.tracing(torch._guards.TracingContext(None)):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch._guards.tracing(torch._guards.TracingContext(FakeTensorMode())):
         yield
 
 
@@ -202,6 +209,21 @@ def _backward_at_once() -> Iterator[None]:
 
     config: Any = aot_autograd.AOTConfig  # type: ignore[attr-defined]
     with _replaced(aot_autograd, "AOTConfig", partial(config, force_non_lazy_backward_lowering=True)):
+        yield
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Inside, one thread compiles at a time, and no other process does: what is replaced in torch is replaced for all threads."""
+    from torch._inductor import compile_fx
+
+    normal = compile_fx.FxCompileMode.NORMAL
+    with (
+        _ONE_AT_A_TIME,
+        _replaced(compile_fx, "fx_compile_mode", normal),
+        _replaced(compile_fx, "fx_compile_async", False),
+        _replaced(compile_fx, "fx_compile_progressive", False),
+    ):
         yield
 
 
