@@ -122,6 +122,15 @@ def test_equal_arguments_of_other_types_have_programs_of_their_own(x: GlobalTens
             assert ours.dtype == expected.dtype and torch.equal(ours.signbit(), expected.signbit())
         assert x.clamp(3.0).full_tensor().max() == 7 and x.clamp(max=3.0).full_tensor().max() == 3
         assert x.sum(0).shape == x.sum(dim=0).shape == (2,) and x.sum((0,), True).shape == (1, 2)
+        # a slice is not the numbers that it has
+        for index in (
+            (slice(0, 1),),
+            (0, 1, None),
+            (slice(None),),
+            (None, None, None),
+            (slice(0, 1, None), 0),
+        ):
+            assert torch.equal(x[index].full_tensor(), x.full_tensor()[index])
 
 
 def test_unknown_operands_get_their_turn(x: GlobalTensor) -> None:

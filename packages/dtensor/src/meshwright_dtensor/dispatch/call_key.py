@@ -54,7 +54,7 @@ def freeze(a: Any, tensors: list[Any]) -> Any:
         for x in a:
             # without the call for the slices of an index
             plain = type(x) is slice and type(x.start) in _BOUNDS and type(x.stop) in _BOUNDS
-            parts.append((x.start, x.stop, x.step) if plain and x.step is None else freeze(x, tensors))
+            parts.append((slice, x.start, x.stop) if plain and x.step is None else freeze(x, tensors))
         return tuple(parts)
     if t is slice:
         if type(a.start) in _BOUNDS and type(a.stop) in _BOUNDS and type(a.step) in _BOUNDS:

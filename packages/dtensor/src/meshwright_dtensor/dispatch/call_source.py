@@ -20,7 +20,7 @@ from meshwright_dtensor.trace.function_kinds import Args, Function, Kwargs
 
 Tensor = torch.Tensor
 _IMMUTABLE = frozenset(
-    {type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout}
+    {type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout}
     | {type(Ellipsis)}
 )
 
