@@ -15,7 +15,7 @@ from meshwright_dtensor.testing.on_device import device_type
 from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
 
 pytestmark = pytest.mark.host("an array that holds the memory of a tensor")
-HOLDERS = ("tensor", "view", "base", "array")
+HOLDERS = ("tensor", "view", "base", "array", "storage")
 
 
 class Reader(torch.autograd.Function):
@@ -37,6 +37,9 @@ class Reader(torch.autograd.Function):
             array = new.numpy()
             ctx.made.append(torch.from_numpy(array))
             return torch.from_numpy(array), None, None, None
+        if ctx.held == "storage":
+            ctx.made.append(new.untyped_storage())
+            return new, None, None, None
         ctx.made.append({"tensor": new, "view": new[0], "base": whole}.get(ctx.held, new.data_ptr()))
         return new, None, None, None
 
@@ -57,6 +60,8 @@ def reduced(rank: int, size: int) -> None:
     for held in ("nothing", *HOLDERS):
         gradient, kept = gradients(rank, size, held)
         assert torch.equal(gradient, torch.full((3, 4), 3.0))
+        if held == "storage":
+            kept = torch.empty(0).set_(kept, 0, (3, 4))
         assert held == "nothing" or bool((kept == rank + 1).all())
 
 

@@ -27,10 +27,11 @@ _ALL_REDUCE = {op: _options_of(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.M
 
 def all_reduce_(t: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Overwrite contiguous `t` with the reduction over the ranks: `dist.all_reduce`, which checks its arguments for 1.4 us."""
-    if t.is_complex():
+    options = None if t.is_complex() else _ALL_REDUCE.get(op)
+    if options is None:
         dist.all_reduce(t, op, group=group)
         return
-    work = group.allreduce([t], _ALL_REDUCE[op])
+    work = group.allreduce([t], options)
     if work is not None:
         work.wait()
 

@@ -11,17 +11,17 @@ import torch
 from meshwright_dtensor._torch.core import bind_apply
 from meshwright_dtensor._torch.modes import without_modes
 
-References = tuple[int, int, int, bool]
+References = tuple[int, int, int, int, bool]
 
 
 def references(t: torch.Tensor) -> References:
-    """How often Python, C++ and storages refer to a tensor, counted in the function that asks.
+    """How often Python and C++ refer to a tensor and to its storage, counted in the function that asks.
 
     The last entry: the memory is torch's own, and not that of an array, say, whose owner is not counted.
     """
     storage = t.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
-    return sys.getrefcount(t), t._use_count(), count, storage.resizable()  # type: ignore[attr-defined]
+    return sys.getrefcount(t), t._use_count(), sys.getrefcount(storage), count, storage.resizable()  # type: ignore[attr-defined]
 
 
 class _Probe(torch.autograd.Function):

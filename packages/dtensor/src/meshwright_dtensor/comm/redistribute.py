@@ -17,6 +17,7 @@ from meshwright_dtensor._torch.ownership import references, references_of_unshar
 from meshwright_dtensor.comm.collectives import Step, refuse_tangent
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.memory_order import ordered_steps
+from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, local_shape_of
@@ -195,7 +196,9 @@ class _Convert(torch.autograd.Function):
         if grad.requires_grad and torch.is_grad_enabled():
             return ctx.conversion.dual().apply(grad, ctx.site), None, None
         conversion: Conversion = ctx.conversion
-        unshared = conversion.overwrites and references(grad) == references_of_unshared()
+        # on an accelerator a reader on another stream may be late
+        plain = conversion.overwrites and type(grad) is Tensor and on_host(grad.device)
+        unshared = plain and references(grad) == references_of_unshared()
         return conversion.backward(grad, ctx.site, unshared), None, None
 
 
