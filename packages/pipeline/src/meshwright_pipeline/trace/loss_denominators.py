@@ -145,14 +145,20 @@ class PlainTargets:
         target, weight = arguments["target"], arguments.get("weight")
         if weight is not None or type(target) is not Tensor or not target.is_contiguous():
             return None
-        for place, leaf in enumerate(leaves):
-            same = type(leaf) is Tensor and leaf.dtype == target.dtype and leaf.numel() == target.numel()
-            if same and leaf.is_contiguous() and leaf.data_ptr() == target.data_ptr():
-                ignored = int(arguments.get("ignore_index", -100))
-                return (
-                    PlainTargets(place, ignored) if version_of(leaf) == versions[place] is not None else None
-                )
-        return None
+        places = [
+            place
+            for place, leaf in enumerate(leaves)
+            if type(leaf) is Tensor and leaf.dtype == target.dtype and leaf.numel() == target.numel()
+            if leaf.is_contiguous() and leaf.data_ptr() == target.data_ptr()
+        ]
+        # an input given twice may be two in the next step
+        if (
+            len(places) != 1
+            or versions[places[0]] is None
+            or version_of(leaves[places[0]]) != versions[places[0]]
+        ):
+            return None
+        return PlainTargets(places[0], int(arguments.get("ignore_index", -100)))
 
 
 @dataclass(frozen=True)
@@ -261,6 +267,7 @@ class BatchDenominatorMode(GlueMode):
         super().__init__()
         self.sums, self.seen = denominators.sums, iter(denominators.seen)
         self._counts = list(denominators.counts)
+        self._counted = bool(self._counts)
         # calls of units after which it is on
         self._left = denominators.after
         self._late, self.on = bool(self._left), False
@@ -293,6 +300,8 @@ class BatchDenominatorMode(GlueMode):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         arguments = mean_over_targets(func, args, kwargs)
+        if arguments is not None and self._counted and not self._counts:
+            raise UnsupportedError(_OTHER_LOSS)
         if arguments is not None and self._counts:
             column = next(self.seen, None)
             if column is not None:
