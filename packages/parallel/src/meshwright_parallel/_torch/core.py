@@ -44,18 +44,27 @@ def release_failed_passes() -> weakref.WeakSet[Callable[[], None]]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # those of passes around this one
-        outer = {id(callback) for callback in added}
+        outer = _identities(added)
         try:
             return original(*args, **kwargs)
         except BaseException:
             end = time.monotonic() + RELEASE_SECONDS
-            while any(id(callback) not in outer for callback in list(added)) and time.monotonic() < end:
+            while _identities(added) - outer and time.monotonic() < end:
                 time.sleep(1e-4)
             raise
 
     setattr(run, "_meshwright_callbacks", added)  # noqa: B010 - mypy knows no attributes of functions
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010
     return added
+
+
+def _identities(callbacks: weakref.WeakSet[Callable[[], None]]) -> set[int]:
+    while True:
+        try:
+            return {id(callback) for callback in callbacks}
+        except RuntimeError:
+            # another thread has added one meanwhile
+            continue
 
 
 def gradient_is_captured() -> bool:
