@@ -23,7 +23,14 @@ from meshwright_checkpoint.loading import load
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.storage.backend import storage_of
-from meshwright_checkpoint.storage.listing import folder_of, found_in, newest_of, none_whole, warn_of_damage
+from meshwright_checkpoint.storage.listing import (
+    folder_of,
+    found_in,
+    new_path,
+    newest_of,
+    none_whole,
+    warn_of_damage,
+)
 from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.errors import MeshwrightError
 
@@ -45,6 +52,14 @@ class LoadedCheckpoint:
     extra: Any
     damaged: dict[str, str]
 
+    def new_path(self, name: str) -> str:
+        """Where to save a checkpoint of this name in the folder; the same on every rank.
+
+        That is `folder/name`, or where a damaged one has that name, for example "step-110", the path next to it
+        ("step-110-again-110", also of step 110): `save` never overwrites.
+        """
+        return new_path(storage_of(self.path, DEFAULT).parent().where, name, self.damaged)
+
 
 def load_latest(
     folder: str | os.PathLike[str],
@@ -54,7 +69,8 @@ def load_latest(
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint of a folder that is whole (a collective call); None where there is none yet.
 
-    A damaged one is named in the log and in the result, and the next older one is loaded. Nothing is removed.
+    A damaged one is named in the log and in the result, and the next older one is loaded. This removes nothing. So that its
+    steps can be saved again, the paths of later checkpoints are those of `LoadedCheckpoint.new_path`.
 
     Args:
         folder: of checkpoints, a path or a URL of fsspec that every rank sees.
@@ -144,12 +160,17 @@ class FolderCheckpoints:
         if not worst:
             return result, ""
         told = None if error is None else str(error)
-        texts = self.ranks.gather([told, error is not None and error.rank is not None])
-        if worst == 2:
-            raise error or CheckpointError(next(text for text, _ in texts if text))
+        texts = self.ranks.gather(
+            [told if state == worst else None, error is not None and error.rank is not None]
+        )
+        if worst == 2 and state == 2:
+            assert error is not None
+            raise error
         # the text of the rank that has seen it, not of those that it has told
         rank, text = next(
             ((rank, text) for rank, (text, is_told) in enumerate(texts) if text and not is_told),
             next((rank, text) for rank, (text, _) in enumerate(texts) if text),
         )
+        if worst == 2:
+            raise CheckpointError(f"rank {rank} failed: {text}") from error
         return None, text if self.ranks.size == 1 else f"{text} (seen by rank {rank})"

@@ -10,10 +10,11 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from click.testing import CliRunner
 from models import adam, build, differences, everything, train
 
-from meshwright_checkpoint import CheckpointError, CorruptError, checkpoints, latest, load, save
+from meshwright_checkpoint import CheckpointError, CorruptError, checkpoints, latest, load, load_latest, save
 from meshwright_checkpoint.commands import command
 from meshwright_checkpoint.storage import object_store
 from meshwright_dtensor import plugins
@@ -80,6 +81,61 @@ def test_lease_is_read_again_during_renewal(store: Any, monkeypatch: pytest.Monk
     assert object_store.lease_holder(store, path) == "another"
     looks = iter((b"", b"", b"", lease))
     assert object_store.lease_holder(store, path) is None
+
+
+class NoAnswerError(Exception):
+    """As libraries of stores raise, which have errors of their own."""
+
+
+@pytest.mark.parametrize(
+    "wrong", [PermissionError(13, "Forbidden"), TimeoutError(), NoAnswerError("no answer")]
+)
+def test_a_store_that_fails_is_no_damage(
+    store: Any, wrong: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    for step in (1, 2):
+        save(f"memory://run/step-{step}", model=model).wait()
+    kind = type(store)
+
+    def fail(patch: pytest.MonkeyPatch, call: str, file: str, error: Exception) -> None:
+        right = getattr(kind, call)
+
+        def failing(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
+            if path.endswith(file):
+                raise error
+            return right(self, path, *arguments, **options)
+
+        patch.setattr(kind, call, failing)
+
+    data = "step-2/data-00000.safetensors"
+    cases = [("cat_file", "step-2/manifest.json"), ("cat_file", data), ("info", data), ("ls", "/run")]
+    for call, file in cases:
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError) as error:
+            fail(patch, call, file, wrong)
+            load_latest("memory://run", model=model)
+        assert type(error.value) is CheckpointError and "/run" in str(error.value)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot be read"):
+        fail(patch, "info", "step-2/manifest.json", wrong)
+        # it may be there, so nothing is removed
+        save("memory://run/step-2", model=model)
+    assert latest("memory://run") == "memory:///run/step-2"
+    with monkeypatch.context() as patch:
+        fail(patch, "info", data, FileNotFoundError())
+        loaded = load_latest("memory://run", model=model)
+    assert loaded is not None and loaded.path == "memory:///run/step-1"
+    assert list(loaded.damaged) == ["memory:///run/step-2"]
+    assert loaded.new_path("step-2") == "memory:///run/step-2-again-2"
+
+
+def test_manifests_of_other_kinds_in_a_store(store: Any) -> None:
+    store.pipe_file("/run/tokens/manifest.json", b"{}")
+    store.pipe_file("/run/empty/manifest.json", b"")
+    assert latest("memory://run") is None
+    store.pipe_file("/run/step-1/manifest.json", b"")
+    store.pipe_file("/run/step-1/data-00001.safetensors", b"")
+    with pytest.raises(CorruptError, match="its first line is not a checksum"):
+        latest("memory://run")
 
 
 def saved(rank: int, size: int, url: str) -> dict[str, Any]:

@@ -28,7 +28,14 @@ MAX_BYTES = 1 << 30
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 60)]
 FileName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]
 Digest = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]*$")]
+HEAD_NBYTES = 79
+"""Bytes of the first line."""
 _FIRST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+
+
+def has_form(head: bytes) -> bool:
+    """Whether a file that starts so is a manifest of this package, of any version. head: `HEAD_NBYTES`, or the whole file."""
+    return _FIRST.match(head) is not None
 
 
 class _Model(BaseModel):

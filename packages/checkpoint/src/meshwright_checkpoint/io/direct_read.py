@@ -114,4 +114,4 @@ class DirectFile(Protocol):
         """Whether a direct read is faster for these bytes."""
 
     def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
-        """Read the pages that contain these bytes into page-aligned `memory`. Raises CorruptError if not possible."""
+        """Read the pages that contain these bytes into page-aligned `memory`. Raises as `read_into`."""

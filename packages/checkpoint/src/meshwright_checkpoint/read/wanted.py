@@ -19,7 +19,7 @@ class ReadFile(Protocol):
     nbytes: int
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` on. Raises CorruptError if that is not possible."""
+        """Fill `buffer` from `offset` on. Raises CorruptError if it is too short, CheckpointError if it cannot be read."""
 
     def close(self) -> None:
         """Close."""

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import importlib.metadata
 import json
+import logging
 import sys
 import threading
 import time
@@ -27,11 +28,11 @@ from meshwright_checkpoint.io.worker import Worker, yield_to_training
 from meshwright_checkpoint.storage.backend import CheckpointStorage, complete_file
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.devices.storage_waits import waiting_for_storage
-from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.mesh.lost_ranks import JobNotes
 from meshwright_dtensor.mesh.mesh import timeout_of_world
 
 T = TypeVar("T")
+_log = logging.getLogger("meshwright")
 CHUNK = 16 << 20
 MAX_UNHASHED_PARTS = 2
 """Parts that are written before the checksum of the first of them is known."""
@@ -165,7 +166,8 @@ class SaveHandle:
                 # rank 0 commits or fails
                 if not _awaited(lambda: job.storage.outcome(job.save_id), job, notes):
                     raise told(CheckpointError(notes.text(job.save_id) or NOT_COMMITTED), 0)
-        except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        # storage libraries may raise anything, and what is not caught would count as committed
+        except Exception as error:
             # rank 0 has removed the files
             gone = isinstance(error, FileNotFoundError) and job.rank
             self._error = (
@@ -178,12 +180,13 @@ class SaveHandle:
                     str(error) if isinstance(error, CheckpointError) else f"rank 0 failed: {error}",
                 )
             # best effort: rank 0 also sees a released lock without a note
-            with suppress(OSError):
+            with suppress(Exception):
                 note = {"error": f"{type(error).__name__}: {error}"}
                 job.storage.write_note(job.rank, json.dumps(note).encode())
         finally:
-            with suppress(OSError):
+            with suppress(Exception):
                 job.storage.end()
+            with suppress(Exception):
                 if job.rank == 0:
                     job.storage.finish()
             job.data = ()
@@ -254,8 +257,12 @@ def _commit(job: Job, others: JobNotes) -> None:
             raise told(CheckpointError(f"rank {rank} failed: {notes[-1]['error']}"), rank)
     about = {**about_save(job.save_id, job.step, job.ranks), **job.metadata, **merge_notes(notes)}
     job.storage.commit(manifest_of(job.tensor_types, notes, about).to_bytes())
-    job.storage.clean()
-    job.retention.apply(job.storage)
+    try:
+        job.storage.clean()
+        job.retention.apply(job.storage)
+    # the checkpoint is there, and the other ranks see it: nothing may make the save fail any more
+    except Exception as error:
+        _log.warning("%s is saved, but older checkpoints were not removed: %s", job.storage.where, error)
 
 
 def about_save(save_id: str, step: int | None, ranks: int) -> dict[str, Any]:

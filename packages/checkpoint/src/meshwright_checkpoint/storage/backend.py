@@ -91,16 +91,16 @@ class CheckpointStorage(Protocol):
         """Rank 0: remove leftovers of a failed save and release the lock."""
 
     def manifest(self) -> Manifest:
-        """Read and check the manifest. Raises CheckpointError if there is none."""
+        """Read and check the manifest. Raises CorruptError if it is damaged, CheckpointError if it is missing or cannot be read."""
 
     def open(self, name: str) -> ReadFile:
-        """Open a file of the checkpoint. Raises CorruptError if it is missing."""
+        """Open a file of the checkpoint. Raises CorruptError if it is missing, CheckpointError if it cannot be read."""
 
     def nbytes(self, name: str) -> int | None:
-        """Size of a file, None if it is missing."""
+        """Size of a file, None if it is missing. Raises CheckpointError if that cannot be told."""
 
     def children(self) -> Sequence[CheckpointStorage]:
-        """The checkpoints directly inside this path: storages that have a manifest."""
+        """The checkpoints directly inside this path: storages that have a manifest, also those that cannot be read."""
 
     def parent(self) -> CheckpointStorage:
         """The storage that contains this one."""

@@ -17,16 +17,18 @@ import shutil
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
-from meshwright_checkpoint.format.manifest import MAX_BYTES, NAME, Manifest
+from meshwright_checkpoint.format.manifest import HEAD_NBYTES, MAX_BYTES, NAME, Manifest, has_form
 from meshwright_checkpoint.io.direct_read import ALIGN, DirectReader
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.storage.failures import is_not_there, reading
 from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.utils.names import did_you_mean
 
@@ -147,14 +149,13 @@ class Reader:
 
     def __init__(self, path: Path, follow: bool = False) -> None:
         """`follow`: allow a symbolic link (download caches have them), and read through the page cache."""
-        try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-            self._fd = os.open(path, flags)
-        except OSError as error:
-            raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            # of a zero byte, or half of a character
-            raise CorruptError(f"{ascii(str(path))[:200]} is no name of a file: {error}") from None
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        with reading(str(path)):
+            try:
+                self._fd = os.open(path, flags)
+            except ValueError as error:
+                # of a zero byte, or half of a character
+                raise CorruptError(f"{ascii(str(path))[:200]} is no name of a file: {error}") from None
         self._turn = threading.Lock()
         self.where = str(path)
         status = os.fstat(self._fd)
@@ -171,22 +172,17 @@ class Reader:
     def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
         """Read the pages that contain `nbytes` from `offset` on into page-aligned `memory`."""
         start = offset // ALIGN * ALIGN
-        try:
+        with reading(self.where):
             done = 0 if self._direct is None else self._direct.read(memory, offset, nbytes)
-        except OSError as error:
-            raise CorruptError(f"{self.where} cannot be read: {error.strerror}") from error
         if start + done < offset + nbytes:
             self.read_into(memory[done : offset - start + nbytes], start + done)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` on. Raises CorruptError if the file is too short."""
+        """Fill `buffer` from `offset` on. Raises CorruptError if the file is too short, CheckpointError if it cannot be read."""
         done = 0
-        with self._turn:
+        with self._turn, reading(self.where):
             while done < len(buffer):
-                try:
-                    count = os.preadv(self._fd, [buffer[done:]], offset + done)
-                except OSError as error:
-                    raise CorruptError(f"{self.where} cannot be read: {error.strerror}") from error
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
                 if not count:
                     text = f"{self.where} is truncated: it ends at {offset + done} bytes, {len(buffer) - done} more are expected"
                     raise CorruptError(text)
@@ -195,6 +191,14 @@ class Reader:
     def close(self) -> None:
         """Close."""
         os.close(self._fd)
+
+
+def _told(look: Callable[[], bool], otherwise: bool) -> bool:
+    """What `look` returns; `otherwise` where it cannot tell."""
+    try:
+        return look()
+    except CheckpointError:
+        return otherwise
 
 
 class DirectoryStorage:
@@ -306,8 +310,20 @@ class DirectoryStorage:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
-        """Read and check the manifest. Raises CheckpointError if there is none, CorruptError if it is damaged."""
+        """Read and check the manifest.
+
+        Raises CorruptError: it is damaged. CheckpointError: there is none, or it cannot be read.
+        """
         path = self.path / NAME
+        with reading(str(path)):
+            self._check_place()
+            with closing(Reader(path)) as reader:
+                data = bytearray(min(reader.nbytes, MAX_BYTES + 1))
+                reader.read_into(memoryview(data), 0)
+        return Manifest.from_bytes(bytes(data), str(path))
+
+    def _check_place(self) -> None:
+        """Raise CheckpointError, with a hint, where there is no manifest."""
         if not self.path.exists():
             near = did_you_mean(self.name, [storage.name for storage in self.parent().children()])
             hint = f"; did you mean {near!r}?" if near else "; give the path of a checkpoint"
@@ -317,33 +333,66 @@ class DirectoryStorage:
             if (self.path.parent / NAME).exists():
                 hint = f"give {self.path.parent}"
             raise CheckpointError(f"{self.where} is a file, and a checkpoint is a directory; {hint}")
-        if not path.exists():
+        if not (self.path / NAME).exists():
             raise CheckpointError(f"{self.where} is not a checkpoint: it has no {NAME}{self._content_hint()}")
-        with closing(Reader(path)) as reader:
-            data = bytearray(min(reader.nbytes, MAX_BYTES + 1))
-            reader.read_into(memoryview(data), 0)
-        return Manifest.from_bytes(bytes(data), str(path))
 
     def open(self, name: str) -> Reader:
         return Reader(self.path / name)
 
     def nbytes(self, name: str) -> int | None:
-        with suppress(OSError):
-            return (self.path / name).stat().st_size
+        path = self.path / name
+        with reading(str(path)):
+            try:
+                return path.stat().st_size
+            except OSError as error:
+                if not is_not_there(error):
+                    raise
         return None
 
     def children(self) -> list[DirectoryStorage]:
-        """The checkpoints directly inside this directory."""
-        return [DirectoryStorage(p) for p in self._visible() if (p / NAME).is_file()]
+        """The checkpoints directly inside this directory, and what cannot be read and so may be one."""
+        # of what cannot be read, to load it says why
+        return [each for each in self._visible() if _told(each.is_checkpoint, otherwise=True)]
 
     def without_manifest(self) -> list[DirectoryStorage]:
         """Directories directly inside this one with files of a checkpoint that has lost its manifest."""
-        return [DirectoryStorage(p) for p in self._visible() if not (p / NAME).exists() and any(p.glob(DATA))]
+        return [each for each in self._visible() if _told(each._has_data_alone, otherwise=False)]
 
-    def _visible(self) -> list[Path]:
+    def is_checkpoint(self) -> bool:
+        """Whether there is a manifest, of the form of ours or next to files of ours. Raises CheckpointError: it cannot be read."""
+        form = self._form()
+        return form is not None and (form or self._has_data())
+
+    def _has_data_alone(self) -> bool:
+        return self._form() is None and self._has_data()
+
+    def _form(self) -> bool | None:
+        """Whether the manifest has the form of ours; None without one. Raises CheckpointError: it cannot be read."""
+        try:
+            with closing(Reader(self.path / NAME)) as reader:
+                head = bytearray(min(reader.nbytes, HEAD_NBYTES))
+                reader.read_into(memoryview(head), 0)
+            return has_form(bytes(head))
+        except CorruptError:
+            # false of what is there and is no file
+            return False if os.path.lexists(self.path / NAME) else None
+
+    def _has_data(self) -> bool:
+        """Raises CheckpointError: it cannot be listed."""
+        try:
+            with reading(self.where):
+                return any(fnmatchcase(name, DATA) for name in os.listdir(self.path))
+        except CorruptError:
+            return False
+
+    def _visible(self) -> list[DirectoryStorage]:
         """What is directly inside. Raises CheckpointError: it cannot be listed, which is not the same as empty."""
         try:
-            return sorted(path for path in self.path.iterdir() if not path.name.startswith("."))
+            names = sorted(path.name for path in self.path.iterdir())
+            # what fsck has found at the root of a disk is closed to others
+            return [
+                DirectoryStorage(self.path / n) for n in names if not n.startswith(".") and n != "lost+found"
+            ]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:

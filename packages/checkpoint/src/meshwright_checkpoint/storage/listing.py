@@ -63,7 +63,7 @@ def folder_of(path: str | os.PathLike[str]) -> CheckpointStorage:
     """A directory of checkpoints. Raises UsageError: it is a checkpoint itself, or a file."""
     storage = storage_of_path(path)
     directory = local_path(storage)
-    if directory is not None and (directory.is_file() or (directory / NAME).is_file()):
+    if directory is not None and (directory.is_file() or DirectoryStorage(directory).is_checkpoint()):
         what = "a file" if directory.is_file() else "a checkpoint itself"
         text = f"latest() needs a directory of checkpoints, and {storage.where} is {what}; pass its parent directory"
         raise UsageError(text)
@@ -89,7 +89,16 @@ def newest_of(all_found: Sequence[Found], left_out: Collection[str] = ()) -> tup
 
 def warn_of_damage(where: str, damage: str) -> None:
     """Say in the log that a checkpoint is left out."""
-    _log.warning("checkpoint %s is left out, for it is damaged: %s. Nothing was removed", where, damage)
+    later = "This removes nothing, but a later save with keep_last may"
+    _log.warning("checkpoint %s is left out, for it is damaged: %s. %s", where, damage, later)
+
+
+def new_path(folder: str, name: str, damaged: Collection[str]) -> str:
+    """Where a checkpoint of this name goes: next to a damaged one "step-4" it is "step-4-again-4", which is of the same step."""
+    again = name
+    while storage_of_path(f"{folder}/{again}").where in damaged:
+        again = f"{again}-again{'' if (step := step_of(name)) is None else f'-{step}'}"
+    return f"{folder}/{again}"
 
 
 def none_whole(folder: str, damaged: dict[str, str]) -> CorruptError:
@@ -117,15 +126,19 @@ def found_in(parent: CheckpointStorage) -> list[Found]:
 
 
 def _look(storage: CheckpointStorage) -> Found:
+    manifest, problem = None, None
     try:
         manifest = storage.manifest()
+        problem = _missing(storage, manifest)
     except CheckpointError as error:
-        return Found(storage, step_of(storage.name), problem=error)
-    return Found(storage, manifest.step, manifest.created, manifest.id, _missing(storage, manifest))
+        problem = error
+    if manifest is None:
+        return Found(storage, step_of(storage.name), problem=problem)
+    return Found(storage, manifest.step, manifest.created, manifest.id, problem)
 
 
 def _missing(storage: CheckpointStorage, manifest: Manifest) -> CorruptError | None:
-    """What is wrong with the sizes of the files; None where nothing is."""
+    """What is wrong with the sizes of the files; None where nothing is. Raises CheckpointError: that cannot be told."""
     for file in manifest.files:
         nbytes = storage.nbytes(file.name)
         if nbytes != file.nbytes:

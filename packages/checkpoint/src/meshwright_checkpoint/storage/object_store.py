@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from typing import Any
 
 import fsspec
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
-from meshwright_checkpoint.format.manifest import MAX_BYTES, NAME, Manifest
+from meshwright_checkpoint.format.manifest import HEAD_NBYTES, MAX_BYTES, NAME, Manifest, has_form
+from meshwright_checkpoint.storage.failures import is_not_there, reading
+from meshwright_checkpoint.storage.filesystem import DATA
 from meshwright_dtensor.errors import UsageError
 
 RENEW_SECONDS = 5.0
@@ -98,17 +101,17 @@ class ObjectReader:
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         self.where = str(fs.unstrip_protocol(path))
-        try:
+        with reading(self.where):
+            # TypeError where the store does not tell
             self.nbytes = int(fs.size(path))
-        except (OSError, TypeError, ValueError) as error:
-            raise CorruptError(f"{self.where} cannot be read: {type(error).__name__}") from error
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` on. Raises CorruptError if the object is too short."""
-        try:
-            data = self._fs.cat_file(self._path, start=offset, end=offset + len(buffer))
-        except (OSError, ValueError) as error:
-            raise CorruptError(f"{self.where} cannot be read: {error}") from error
+        """Fill `buffer` from `offset` on. Raises CorruptError if the object is too short, CheckpointError if it cannot be read."""
+        # stores refuse ranges that begin at the end
+        data = b""
+        if offset < self.nbytes:
+            with reading(self.where):
+                data = self._fs.cat_file(self._path, start=offset, end=offset + len(buffer))
         if len(data) != len(buffer):
             text = f"{self.where} is truncated: it ends at {offset + len(data)} bytes, {len(buffer) - len(data)} more are expected"
             raise CorruptError(text)
@@ -142,7 +145,7 @@ class ObjectStorage:
         if holder is not None:
             text = f"another job is saving to {self.where} ({holder}); save elsewhere, or wait for it"
             raise CheckpointError(text)
-        if self._fs.exists(self._child_path(NAME)):
+        if self._has_manifest():
             raise CheckpointError(f"{self.where} exists already; save under another name, or remove it first")
         if self._fs.exists(self._path):
             # left by a killed save
@@ -186,54 +189,93 @@ class ObjectStorage:
             self._alive_lease = None
 
     def finish(self) -> None:
-        if self._fs.exists(self._child_path(NAME)):
-            for path in self._fs.ls(self._path, detail=False):
-                if posixpath.basename(path).startswith(f"{WORK}-") and "-done-" in path:
-                    with suppress(OSError):
-                        self._fs.rm_file(path)
-        else:
-            with suppress(OSError):
-                self._fs.rm(self._path, recursive=True)
-        if self._lock is not None:
-            self._lock.stop()
-            self._lock = None
+        try:
+            if self._has_manifest():
+                for path in self._fs.ls(self._path, detail=False):
+                    if posixpath.basename(path).startswith(f"{WORK}-") and "-done-" in path:
+                        with suppress(OSError):
+                            self._fs.rm_file(path)
+            else:
+                with suppress(OSError):
+                    self._fs.rm(self._path, recursive=True)
+        finally:
+            if self._lock is not None:
+                self._lock.stop()
+                self._lock = None
 
     def outcome(self, save_id: str) -> bool | None:
         going = lease_holder(self._fs, self._child_path(f"{WORK}-lock")) == save_id
-        if self._fs.exists(self._child_path(NAME)):
-            with suppress(CheckpointError):
-                if self.manifest().id == save_id:
-                    return True
+        with suppress(CheckpointError):
+            if self._has_manifest() and self.manifest().id == save_id:
+                return True
         return None if going else False
 
     def manifest(self) -> Manifest:
         try:
-            data = self._fs.cat_file(self._child_path(NAME), start=0, end=MAX_BYTES + 1)
-        except FileNotFoundError:
+            data = self._first_bytes(MAX_BYTES + 1)
+        except CorruptError:
             names = [storage.name for storage in self.children()]
             hint = f"; it holds {', '.join(names[-3:])}: give one of them" if names else ""
             raise CheckpointError(f"{self.where} is not a checkpoint: it has no {NAME}{hint}") from None
-        except OSError as error:
-            raise CheckpointError(f"{self.where} cannot be read: {error}") from error
-        return Manifest.from_bytes(bytes(data), f"{self.where}/{NAME}")
+        return Manifest.from_bytes(data, f"{self.where}/{NAME}")
+
+    def _first_bytes(self, nbytes: int) -> bytes:
+        """Of the manifest. Raises CorruptError: there is none. CheckpointError: it cannot be read."""
+        path = self._child_path(NAME)
+        with reading(f"{self.where}/{NAME}"):
+            try:
+                return bytes(self._fs.cat_file(path, start=0, end=nbytes))
+            except Exception as error:
+                # stores refuse a range of an object without bytes
+                if is_not_there(error) or self._fs.size(path) != 0:
+                    raise
+                return b""
+
+    def _has_manifest(self) -> bool:
+        """Raises CheckpointError: that cannot be told. `exists` of fsspec is False then."""
+        with reading(f"{self.where}/{NAME}"):
+            try:
+                self._fs.info(self._child_path(NAME))
+            except Exception as error:
+                if not is_not_there(error):
+                    raise
+                return False
+        return True
 
     def open(self, name: str) -> ObjectReader:
         return ObjectReader(self._fs, self._child_path(name))
 
     def nbytes(self, name: str) -> int | None:
-        with suppress(OSError, TypeError):
-            return int(self._fs.size(self._child_path(name)))
+        with reading(f"{self.where}/{name}"):
+            try:
+                return int(self._fs.size(self._child_path(name)))
+            except Exception as error:
+                if not is_not_there(error):
+                    raise
         return None
 
     def children(self) -> Sequence[ObjectStorage]:
+        return [storage for storage in self._inside() if storage._is_checkpoint()]
+
+    def _inside(self) -> list[ObjectStorage]:
+        """What is directly inside. Raises CheckpointError: it cannot be listed, which is not the same as empty."""
         try:
-            paths = sorted(self._fs.ls(self._path, detail=False))
-        except (FileNotFoundError, NotADirectoryError):
+            with reading(self.where):
+                paths = sorted(self._fs.ls(self._path, detail=False))
+        except CorruptError:
             return []
-        except OSError as error:
-            raise CheckpointError(f"{self.where} cannot be listed: {error}") from error
-        storages = [ObjectStorage(path, self._fs) for path in paths]
-        return [storage for storage in storages if self._fs.exists(f"{storage._path}/{NAME}")]
+        return [ObjectStorage(path, self._fs) for path in paths]
+
+    def _is_checkpoint(self) -> bool:
+        """Whether there is a manifest, of the form of ours or next to files of ours. True if that cannot be told."""
+        try:
+            return has_form(self._first_bytes(HEAD_NBYTES)) or any(
+                fnmatchcase(each.name, DATA) for each in self._inside()
+            )
+        except CorruptError:
+            return False
+        except CheckpointError:
+            return True
 
     def parent(self) -> ObjectStorage:
         return ObjectStorage(posixpath.dirname(self._path), self._fs)

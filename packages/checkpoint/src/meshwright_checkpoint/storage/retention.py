@@ -14,7 +14,8 @@ class Retention:
     """Which checkpoints to keep; see `save`. None keeps all. Raises UsageError for numbers below 1.
 
     Attributes:
-        damaged: paths of checkpoints that are known to be damaged: they are neither counted nor removed.
+        damaged: paths of checkpoints whose values are known to be wrong. They are neither counted nor removed, as those whose
+            manifest or sizes are wrong. Wrong values that nobody has read are not known: such checkpoints are counted, and removed.
     """
 
     keep_last: int | None = None
@@ -32,7 +33,7 @@ class Retention:
             raise UsageError(f"keep_every={self.keep_every} only adds to keep_last; pass keep_last too")
 
     def apply(self, committed: CheckpointStorage) -> None:
-        """Remove old checkpoints in the parent of `committed`. Checkpoints without a step are kept, and damaged ones."""
+        """Remove old checkpoints in the parent of `committed`, but none without a step and none that are known to be damaged."""
         if self.keep_last is None:
             return
         steps = [

@@ -20,7 +20,7 @@ from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.resuming import FolderCheckpoints
 from meshwright_checkpoint.saving.saving import save_and_keep
-from meshwright_checkpoint.storage.backend import storage_of_path
+from meshwright_checkpoint.storage.listing import new_path
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.utils.names import count_of
 
@@ -152,15 +152,13 @@ class RunStates:
         """Begin a checkpoint of this step. Raises CheckpointError: the one before could not be written."""
         retention = replace(self._retention, damaged=frozenset(self.damaged))
         self._saving = save_and_keep(
-            self._new_path(step), retention, model=model, optimizer=optimizer, extra=extra, step=step
+            new_path(self._folder, f"step-{step}", self.damaged),
+            retention,
+            model=model,
+            optimizer=optimizer,
+            extra=extra,
+            step=step,
         )
-
-    def _new_path(self, step: int) -> str:
-        """Where a checkpoint of a step goes: "step-N", next to a damaged one of that name "step-N-again-N"."""
-        name = f"step-{step}"
-        while storage_of_path(f"{self._folder}/{name}").where in self.damaged:
-            name = f"{name}-again-{step}"
-        return f"{self._folder}/{name}"
 
     def copy(self, model: nn.Module, optimizer: Any, extra: Callable[[], Any], step: int) -> None:
         """Copy the state of this step to the memory of the hosts, if a copy is due. Raises as `PeerCopies.put`."""
