@@ -71,7 +71,7 @@ def load(
 
     Raises:
         UsageError: `path` is None (`latest` returns None before the first save).
-        CheckpointError: there is no checkpoint at the path, or ranks load different ones.
+        CheckpointError: there is no checkpoint at the path, a file cannot be read now, or ranks load different ones.
         MismatchError: the checkpoint does not fit. The message lists all missing, unexpected and mismatched names.
             Nothing was changed.
         CorruptError: stored data are damaged. The message names the tensor. Model and optimizer may be partly overwritten.

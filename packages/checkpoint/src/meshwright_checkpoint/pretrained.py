@@ -23,7 +23,7 @@ from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.shards.write_shares import coverage_problem
 from meshwright_checkpoint.state.collect import MODEL, named_tensors
 from meshwright_checkpoint.storage.checkpoint import OpenFiles
-from meshwright_checkpoint.storage.filesystem import Reader
+from meshwright_checkpoint.storage.file_reader import Reader
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.sharding.boxes import whole_box
 

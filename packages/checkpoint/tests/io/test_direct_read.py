@@ -16,7 +16,7 @@ from meshwright_checkpoint import CorruptError, load, save
 from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.io.direct_read import ALIGN, LARGE, DirectReader, pages_nbytes
 from meshwright_checkpoint.io.host_memory import aligned_memory
-from meshwright_checkpoint.storage.filesystem import Reader
+from meshwright_checkpoint.storage.file_reader import Reader
 
 NBYTES = 3 * LARGE + 1234
 

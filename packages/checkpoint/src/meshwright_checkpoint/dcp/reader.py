@@ -20,7 +20,7 @@ from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.storage.checkpoint import OpenFiles
-from meshwright_checkpoint.storage.filesystem import Reader
+from meshwright_checkpoint.storage.file_reader import Reader
 from meshwright_dtensor.sharding.boxes import box_numel
 
 METADATA = ".metadata"

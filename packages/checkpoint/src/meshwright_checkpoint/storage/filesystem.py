@@ -15,8 +15,6 @@ import json
 import os
 import shutil
 import socket
-import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -25,10 +23,10 @@ from types import MappingProxyType
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import HEAD_NBYTES, MAX_BYTES, NAME, Manifest, has_form
-from meshwright_checkpoint.io.direct_read import ALIGN, DirectReader
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.storage.failures import is_not_there, reading
+from meshwright_checkpoint.storage.file_reader import Reader
 from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.utils.names import did_you_mean
 
@@ -138,59 +136,6 @@ def staged_directory(path: Path, token: str, ranks: Ranks) -> Iterator[Path]:
             with suppress(OSError):
                 DirectoryStorage(staging).remove("failed")
         raise
-
-
-class Reader:
-    """A file that several threads read from.
-
-    Reads through the page cache go one at a time, because two interleaved readers stop the system's prefetching.
-    Direct reads (`read_pages`) run in parallel.
-    """
-
-    def __init__(self, path: Path, follow: bool = False) -> None:
-        """`follow`: allow a symbolic link (download caches have them), and read through the page cache."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-        with reading(str(path)):
-            try:
-                self._fd = os.open(path, flags)
-            except ValueError as error:
-                # of a zero byte, or half of a character
-                raise CorruptError(f"{ascii(str(path))[:200]} is no name of a file: {error}") from None
-        self._turn = threading.Lock()
-        self.where = str(path)
-        status = os.fstat(self._fd)
-        self.nbytes = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            os.close(self._fd)
-            raise CorruptError(f"{path} cannot be read: it is not a regular file")
-        self._direct = None if follow else DirectReader(self._fd)
-
-    def prefers_direct(self, offset: int, nbytes: int) -> bool:
-        """Whether `read_pages` is faster for these bytes."""
-        return self._direct is not None and self._direct.worthwhile(offset, nbytes)
-
-    def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
-        """Read the pages that contain `nbytes` from `offset` on into page-aligned `memory`."""
-        start = offset // ALIGN * ALIGN
-        with reading(self.where):
-            done = 0 if self._direct is None else self._direct.read(memory, offset, nbytes)
-        if start + done < offset + nbytes:
-            self.read_into(memory[done : offset - start + nbytes], start + done)
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` on. Raises CorruptError if the file is too short, CheckpointError if it cannot be read."""
-        done = 0
-        with self._turn, reading(self.where):
-            while done < len(buffer):
-                count = os.preadv(self._fd, [buffer[done:]], offset + done)
-                if not count:
-                    text = f"{self.where} is truncated: it ends at {offset + done} bytes, {len(buffer) - done} more are expected"
-                    raise CorruptError(text)
-                done += count
-
-    def close(self) -> None:
-        """Close."""
-        os.close(self._fd)
 
 
 def _told(look: Callable[[], bool], otherwise: bool) -> bool:

@@ -126,7 +126,8 @@ def found_in(parent: CheckpointStorage) -> list[Found]:
 
 
 def _look(storage: CheckpointStorage) -> Found:
-    manifest, problem = None, None
+    manifest: Manifest | None = None
+    problem: CheckpointError | None = None
     try:
         manifest = storage.manifest()
         problem = _missing(storage, manifest)

@@ -50,14 +50,14 @@ class Lease:
     def _run(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
             # the next renewal follows soon
-            with suppress(OSError):
+            with suppress(Exception):
                 self._renew()
 
     def stop(self) -> None:
         """Stop and remove the object."""
         self._stop.set()
         self._thread.join()
-        with suppress(OSError):
+        with suppress(Exception):
             self._fs.rm_file(self._path)
 
 
