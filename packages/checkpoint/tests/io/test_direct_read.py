@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright_checkpoint import CorruptError, load, save
+from meshwright_checkpoint import CheckpointError, CorruptError, load, save
 from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.io.direct_read import ALIGN, LARGE, DirectReader, pages_nbytes
 from meshwright_checkpoint.io.host_memory import aligned_memory
@@ -98,8 +98,9 @@ def test_read_errors_are_raised(file: tuple[Path, bytes], monkeypatch: pytest.Mo
     with pytest.raises(CorruptError, match="ends at"):
         reader.read_pages(memory, 0, NBYTES + 1)
     Calls(monkeypatch, errno.EIO)
-    with pytest.raises(CorruptError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot be read") as error:
         reader.read_pages(memory, 0, NBYTES)
+    assert type(error.value) is CheckpointError
     reader.close()
 
 
