@@ -65,12 +65,12 @@ def on_host(device: torch.device | str) -> bool:
     return device_of(device).on_host
 
 
-@cache
 def unnamed_device() -> torch.device:
-    """The device on which torch makes tensors that name none."""
+    """The device on which torch makes tensors that name none, now: `torch.set_default_device` and `with device` change it."""
     return torch.get_default_device()
 
 
+@cache
 def moves(method: str) -> bool:
     """Whether the method of a tensor with this name moves it: `to`, or one for a type of device, such as `cpu` or `cuda`."""
     return method == "to" or accelerators.is_type(method)
