@@ -14,6 +14,7 @@ from planner_models import Transformer, eager, tokens
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
 from meshwright_planner.cost.operations import COPIES, OPTIMIZERS
+from meshwright_planner.cost.optimizers import NAMES, states_per_byte
 from meshwright_planner.memory.peak import Moment, optimizer_moment
 
 SIZES = (64 * 64, 128 * 64, 16)
@@ -96,3 +97,38 @@ def test_planned_gradients_exclude_optimizer_copies(name: str) -> None:
         assert (at_once["gradients"], at_once["temporaries"]) == (total, total)
     else:  # nothing is copied: the fullest moment is one of the backward pass, wherever that runs
         assert at_once == plans[LAPTOP_CPU.name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_states_have_the_size_of_their_dtype(name: str, dtype: torch.dtype) -> None:
+    """Those of 8 and 4 bits whatever the parameters are; all others as the parameters, as torch's own are."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32)).to(dtype)
+    elements = sum(p.numel() for p in model.parameters())
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    per_element = {"adamw8bit": 2 * (1 + 4 / 256), "adamw4bit": 2 * (0.5 + 4 / 128)}
+    if name in MADE:
+        optimizer = MADE[name](model.parameters(), lr=0.1)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        kept = [x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+        expected = float(sum(x.numel() * x.element_size() for x in kept if x.numel() > 1))
+    elif name in per_element:
+        expected = elements * per_element[name]
+    else:
+        kept_of_matrices = {"muon": 1, "shampoo": 1, "soap": 2}[name]
+        expected = dtype.itemsize * (kept_of_matrices * matrices + 2 * (elements - matrices))
+    assert states_per_byte(name, model) * elements * dtype.itemsize == pytest.approx(expected)
+
+
+def test_a_plan_in_bfloat16_has_quantized_states_of_the_same_size() -> None:
+    batch, predicted = tokens(1, length=4), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in ("adamw8bit", "adamw"):
+            request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, optimizer=name)
+            (plan,) = eager().plan(Transformer(layers=2).to(dtype), batch, request)
+            assert plan.predicted is not None
+            predicted[name, dtype] = plan.predicted.memory_bytes["optimizer"]
+    assert predicted["adamw8bit", torch.bfloat16] == predicted["adamw8bit", torch.float32]
+    assert predicted["adamw", torch.bfloat16] * 2 == predicted["adamw", torch.float32]

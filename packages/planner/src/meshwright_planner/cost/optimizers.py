@@ -23,21 +23,18 @@ class Structure:
     """What an optimizer needs.
 
     Attributes:
-        states: bytes of its states of a parameter's shape, as multiples of the parameter's own (float32).
+        states: how many it keeps of a parameter's shape.
+        bits: of each element of such a state, where it is quantized; None where it has the parameter's dtype.
         block: elements of a block with a scale of its own; 0 where there are none.
         cost: of a step for a matrix that it needs whole, by shape; None where it needs none whole.
         squares: square matrices that it keeps for each side of a matrix.
     """
 
-    states: float
+    states: int
+    bits: int | None = None
     block: int = 0
     cost: Callable[[Sequence[int]], float] | None = None
     squares: int = 0
-
-
-def _quantized(bits: int, block: int) -> Structure:
-    """Two states of so many bits, with a scale in float32 for each block."""
-    return Structure(2 * (bits / 8 + 4 / block) / 4, block)
 
 
 STRUCTURES: Mapping[str, Structure] = MappingProxyType(
@@ -45,8 +42,8 @@ STRUCTURES: Mapping[str, Structure] = MappingProxyType(
         "muon": Structure(1, cost=orthogonalization_cost),
         "shampoo": Structure(1, cost=preconditioning_cost, squares=1),
         "soap": Structure(2, cost=preconditioning_cost, squares=2),
-        "adamw8bit": _quantized(8, 256),
-        "adamw4bit": _quantized(4, 128),
+        "adamw8bit": Structure(2, bits=8, block=256),
+        "adamw4bit": Structure(2, bits=4, block=128),
     }
 )
 
@@ -75,16 +72,21 @@ def whole_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if p.ndim == 2 and p.requires_grad and p.numel()}
 
 
-def states_per_element(optimizer: str, model: nn.Module) -> float:
-    """Bytes of optimizer states per byte of the trained parameters of a model."""
-    if optimizer in OPTIMIZERS:
-        return float(OPTIMIZERS[optimizer])
+def states_per_byte(optimizer: str, model: nn.Module) -> float:
+    """Bytes of optimizer states per byte of the trained parameters of a model.
+
+    States have the dtype of their parameter, but for those that are quantized: their size is the same for a parameter of any dtype.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    nbytes = sum(p.numel() * p.element_size() for p in trained)
+    if optimizer in OPTIMIZERS or not nbytes:
+        return float(OPTIMIZERS.get(optimizer, OPTIMIZERS[FOR_THE_REST]))
     structure = STRUCTURES[optimizer]
-    if structure.cost is None:
-        return structure.states
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    stepped = sum(p.numel() for p in whole_matrices(model).values())
-    part = stepped / trained if trained else 0.0
+    if structure.bits is not None:
+        # a scale in float32 for each block
+        state = structure.bits / 8 + 4 / structure.block
+        return structure.states * state * sum(p.numel() for p in trained) / nbytes
+    part = sum(p.numel() * p.element_size() for p in whole_matrices(model).values()) / nbytes
     return structure.states * part + OPTIMIZERS[FOR_THE_REST] * (1 - part)
 
 

@@ -19,7 +19,7 @@ from meshwright_dtensor.plan import CompileRule
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import Link, ModelSizes, SearchRequest, Strategy, Survey
 from meshwright_planner.cost.cost_models import CheckedModel, priced
-from meshwright_planner.cost.optimizers import states_per_element
+from meshwright_planner.cost.optimizers import states_per_byte
 from meshwright_planner.memory.parts import Sizes
 from meshwright_planner.trace.batch import Batch
 
@@ -100,7 +100,7 @@ class Setting:
     @cached_property
     def states(self) -> float:
         """Bytes of optimizer states by those of trained parameters."""
-        return states_per_element(self.optimizer, self.model)
+        return states_per_byte(self.optimizer, self.model)
 
     @property
     def figures(self) -> Cluster | None:
