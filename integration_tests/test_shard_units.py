@@ -89,6 +89,77 @@ def test_the_unit_follows_the_optimizer_unless_the_request_says_one() -> None:
     assert planned(optimizer="muon", zero=0).zero is None
 
 
+class Experts(nn.ModuleList):
+    """Four experts, with biases that are large enough to have an owner."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 16)) for _ in range(4))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            row, slot = torch.where(chosen == expert)
+            out.index_add_(0, row, self[expert](x[row]) * weights[row, slot, None])
+        return out
+
+
+class Mixture(nn.Module):
+    """Each row goes to its two best experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+        return self.experts(flat, chosen, weights).view_as(x)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mixture = nn.Embedding(128, 16), Mixture()
+        self.head = nn.Linear(16, 512, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.mixture(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+EXPERTS: dict[str, Any] = {"dp": 2, "ep": 2, "zero": 2, "zero_unit": "tensor", "cluster": "laptop-cpu"}
+
+
+def test_experts_have_owners_where_their_own_rank_leaves_a_dim() -> None:
+    """A container's child is on one rank of ep, dim 0 of all its parameters: of a vector nothing is left to zero."""
+    plan = mw.plan(Mixed(), batch(16), world_size=4, **EXPERTS)
+    assert plan.experts[0].kind == "container" and plan.zero is not None
+    experts = {n for n in plan.zero.owners if n.startswith("mixture.experts.")}
+    assert experts == {f"mixture.experts.{i}.{n}.weight" for i in range(4) for n in (0, 2)}
+    # of one data group the biases can have owners
+    alone = mw.plan(Mixed(), batch(16), world_size=4, **{**EXPERTS, "ep": 1, "dp": 4})
+    assert {f"mixture.experts.{i}.0.bias" for i in range(4)} <= set(alone.zero.owners)
+
+
+def stepped_experts(rank: int, size: int, options: dict[str, Any] | None) -> tuple[dict[str, Tensor], int]:
+    torch.manual_seed(0)
+    net: Any = Mixed().double()
+    if options is not None:
+        net = mw.auto_parallelize(net, batch(16), **options)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)]
+    train(net, optimizers, 16)
+    owners = 0 if options is None else len(net.parallel_plan.zero.owners)
+    return values(net, optimizers), owners
+
+
+def test_experts_with_owners_step_as_on_one_device(rank_pool: RankPool) -> None:
+    ((exact, _),) = rank_pool.run(1, stepped_experts, None)
+    for run, owners in rank_pool.run(4, stepped_experts, EXPERTS):
+        assert owners > 8
+        assert apart(run, exact) < 1e-10
+
+
 def test_owners_that_do_not_fit_the_memory_are_not_chosen() -> None:
     plan = planned(optimizer="muon")
     tight = planned(
@@ -122,9 +193,9 @@ def built(options: dict[str, Any] | None) -> tuple[Any, list[torch.optim.Optimiz
     return net, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
 
-def train(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+def train(net: Any, optimizers: list[torch.optim.Optimizer], rows: int = 12) -> None:
     for _ in range(STEPS):
-        net(**batch()).backward()
+        net(**batch(rows)).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -65,9 +65,11 @@ def test_parts_of_a_gathered_value() -> None:
         ((3, 2), (0, ragged_shard(0, (1, 3)))),
         ((2, 2), (ragged_shard(0, (5, 7)), 1)),
         ((2, 2), (1, 0)),
+        # plain shards inside of intervals
+        ((4, 2), (ragged_shard(0, (4, 2, 0, 6)), 0)),
     ]
     for sizes, states in cases:
-        axis = 1 if sizes == (3, 2) else 0
+        axis = 1 if sizes in ((3, 2), (4, 2)) else 0
         dim = int(states[axis])
         assert can_gather((12, 6), sizes, states, axis)
         for coords in itertools.product(*map(range, sizes)):

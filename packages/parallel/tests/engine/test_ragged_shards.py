@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.plugins import PlacementSpec, discover
-from meshwright_dtensor.sharding.intervals import IntervalShard
+from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard, single_owner_shard
 from meshwright_dtensor.sharding.states import format_state
 from meshwright_dtensor.testing.on_device import seeded
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -142,6 +142,10 @@ def test_a_unit_that_another_axis_cuts_gives_chunks_of_another_dim() -> None:
     assert (
         format_state(Zero().parameter_state_given("w", (65, 100), plan, 2, {"tp": 1})) == "S(0; 0:64 | 64:1)"
     )
+    # parts of a fused projection, and one rank's expert: their intervals cut units too
+    for intervals in (segmented_shard(0, (86, 170), 2), single_owner_shard(0, 256, 2, 1)):
+        assert Zero().parameter_state_given("w", (256, 100), plan, 2, {"tp": intervals}) == 1
+        assert Zero().parameter_state_given("w", (256,), plan, 2, {"tp": intervals}) == "X"
     # small, and less than two units
     assert Zero().parameter_state_given("w", (40, 100), plan, 2, {}) == "X"
 

@@ -78,7 +78,7 @@ def spans_along(
     """
     dim, n = int(states[axis]), sizes[axis]
     inside = [
-        i for i, s in enumerate(states) if i != axis and sizes[i] > 1 and isinstance(s, int) and s == dim
+        i for i, s in enumerate(states) if i != axis and sizes[i] > 1 and isinstance(s, int) and int(s) == dim
     ]
     if not isinstance(states[axis], IntervalShard) and not inside:
         return tuple(span for (span,) in chunk_intervals(shape[dim], n))
@@ -99,7 +99,8 @@ def can_gather(shape: tuple[int, ...], sizes: Sequence[int], states: States, axi
     dim = states[axis]
     # of the other axes, only those that shard the same dim count
     ranges = [
-        range(n if isinstance(s, int) and s == int(dim) else 1) for n, s in zip(sizes, states, strict=True)
+        range(n if isinstance(s, int) and int(s) == int(dim) else 1)
+        for n, s in zip(sizes, states, strict=True)
     ]
     ranges[axis] = range(1)
     return all(spans_along(shape, sizes, at, states, axis) is not None for at in itertools.product(*ranges))

@@ -198,7 +198,9 @@ class ParamGroup:
         for parameter in self.parameters:
             parameter.group, parameter.offset = self, self.numel
             self.numel += math.prod(parameter.layout.local_shape)
-        in_rows = [(p, p.shards) for p in self.parameters if p.shards is not None and not p.gathered_alone]
+        gathered = [(p, p.shards) for p in self.parameters if p.shards is not None and not p.gathered_alone]
+        # of the experts of other ranks nobody here has anything
+        in_rows = [(p, shards) for p, shards in gathered if any(shards.sizes)]
         starts, self.width = row_starts([shards for _, shards in in_rows])
         # the parameters of a row: where the part of each rank begins
         self._in_rows = [(p, shards, at) for (p, shards), at in zip(in_rows, starts, strict=True)]
@@ -218,6 +220,9 @@ class ParamGroup:
 
     def start_unshard(self) -> None:
         """Launch the all-gathers."""
+        if self.axis:
+            # one call, however many collectives it takes: ranks of other experts have others to gather
+            follow_call(self.engine.mesh, "unshard")
         with torch.inference_mode(False), torch.no_grad():
             self._changed = []
             for unsharded in self.parameters:
@@ -252,13 +257,11 @@ class ParamGroup:
             return
         if owner == unsharded.shards.rank:
             whole.copy_(local_of(unsharded.parameter))
-        follow_call(self.engine.mesh, "unshard")
         record("broadcast", self.axis, whole.nbytes, self.engine.phase, self.name, "zero", "S->X")
         group = self.engine.mesh.get_group(self.axis)
         self._works.append(dist.broadcast(_flat(whole, strides), group=group, group_src=owner, async_op=True))
 
     def _all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
-        follow_call(self.engine.mesh, "unshard")
         record("all_gather", self.axis, rows.nbytes, self.engine.phase, self.name, "zero", "S->X")
         group = self.engine.mesh.get_group(self.axis)
         self._works.append(dist.all_gather_single(rows, row, group=group, async_op=True))

@@ -331,7 +331,10 @@ def _state_in_units(
     if not shape or not numel:
         return "X"
     axes = plan.axes
-    of_rows = [axis for axis, s in others.items() if plan.degree(axis) > 1 and isinstance(s, int) and s == 0]
+    # an interval shard of dim 0 is not equal to 0
+    of_rows = [
+        axis for axis, s in others.items() if plan.degree(axis) > 1 and isinstance(s, int) and int(s) == 0
+    ]
     parts = math.prod(map(plan.degree, of_rows))
     rows = shape[0] // parts
     if any(isinstance(others[axis], IntervalShard) for axis in of_rows) or shape[0] % parts:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, PrecisionRule
+from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, PrecisionRule, ZeroRule
 from meshwright_dtensor.plan.fields import Prediction, Provenance, StageTime, StepSplit
 from meshwright_dtensor.sharding.states import format_state
 from meshwright_dtensor.utils.bytesize import human_bytes, human_seconds
@@ -52,7 +52,15 @@ def plan_of(
                 f"sequence_parallel=True: no tensor between repeated blocks of this {type(setting.model).__name__} "
                 "can be split along the sequence; leave it out"
             )
-    zero, units = zero_rule(setting, candidate, parameters)
+    in_chunks = ParallelPlan(
+        world_size=setting.world_size,
+        degrees=dict(candidate.degrees),
+        strategies={axis: setting.strategies[axis].name for axis in candidate.degrees},
+        zero=ZeroRule(stage=candidate.stage) if candidate.stage else None,  # type: ignore[arg-type]
+        parameters=tuple(parameters),
+        **candidate.fields,
+    )
+    zero, units = zero_rule(setting, candidate, in_chunks)
     notes = (*notes, *units)
     compiled = setting.compiled
     if compiled is None:
@@ -65,14 +73,10 @@ def plan_of(
     sizes = {"rows": setting.batch.size}
     if setting.batch.sequence_length is not None:
         sizes["tokens"] = setting.batch.sequence_length
-    return ParallelPlan(
-        world_size=setting.world_size,
-        degrees=dict(candidate.degrees),
-        strategies={axis: setting.strategies[axis].name for axis in candidate.degrees},
+    return in_chunks.replace(
         zero=zero,
         precision=PrecisionRule(parameters=setting.precision) if setting.dtype is not None else None,  # type: ignore[arg-type]
         sequence_parallel=sequence,
-        parameters=tuple(parameters),
         activations=tuple(activations),
         recompute=candidate.recompute,
         compile=compiled,
@@ -90,7 +94,6 @@ def plan_of(
         collectives=tuple(
             sorted(collectives, key=lambda c: (c.axis, c.phase, -c.nbytes * c.count, c.kind, c.module, c.why))
         ),
-        **candidate.fields,
         provenance=Provenance(
             planner=planner,
             versions=versions,

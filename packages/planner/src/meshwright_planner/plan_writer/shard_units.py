@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright_dtensor.plan import ParameterRule, ZeroRule
+from meshwright_dtensor.plan import ParallelPlan, ZeroRule
 from meshwright_dtensor.sharding.balance import least_loaded
-from meshwright_dtensor.sharding.states import parse_state
+from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.strategy.resolve import parameter_states
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.names import count_of
 from meshwright_planner.cost.optimizers import STRUCTURES, preconditioner_bytes, whole_matrices
@@ -26,9 +27,9 @@ SMALL = 4096
 
 
 def zero_rule(
-    setting: Setting, candidate: Candidate, rules: Sequence[ParameterRule]
+    setting: Setting, candidate: Candidate, plan: ParallelPlan
 ) -> tuple[ZeroRule | None, list[str]]:
-    """The rule of the plan, None without ZeRO; and notes that say why. `rules`: of its parameters."""
+    """The rule of the plan, None without ZeRO; and notes that say why. `plan`: as it is in equal chunks."""
     if not candidate.stage:
         return None, []
     needed, unit = STRUCTURES.get(setting.optimizer), setting.unit
@@ -41,7 +42,7 @@ def zero_rule(
         )
     if unit == "tensor":
         large = {n: p for n, p in setting.model.named_parameters() if p.numel() >= SMALL}
-        choice = _owners(setting, candidate, rules, large)
+        choice = _owners(setting, candidate, plan, large)
         owners = choice.owners
         notes.append(f"the request asks for whole tensors: {choice.words}")
     elif unit is not None:
@@ -58,7 +59,7 @@ def zero_rule(
             "that no step gathers any"
         )
     elif needed is not None:
-        choice = _owners(setting, candidate, rules, whole_matrices(setting.model))
+        choice = _owners(setting, candidate, plan, whole_matrices(setting.model))
         room = candidate.limit - candidate.total_bytes
         if not choice.owners:
             notes.append(
@@ -104,14 +105,15 @@ class _Choice:
 def _owners(
     setting: Setting,
     candidate: Candidate,
-    rules: Sequence[ParameterRule],
+    plan: ParallelPlan,
     parameters: Mapping[str, nn.Parameter],
 ) -> _Choice:
     """Owners of these parameters, balanced over the ranks of zero in each stage of a pipeline."""
     degree, needed = candidate.degrees[SHARED], STRUCTURES.get(setting.optimizer)
+    strategies = [setting.strategies[axis] for axis in plan.axes]
     by_stage: dict[int, dict[str, nn.Parameter]] = defaultdict(dict)
     for name, p in parameters.items():
-        if _has_free_dim(candidate, rules, name, p):
+        if _has_free_dim(plan, strategies, name, p):
             by_stage[_stage(candidate, name)][name] = p
     owners: dict[str, int] = {}
     busiest = excess = 0.0
@@ -147,11 +149,14 @@ def _stage(candidate: Candidate, name: str) -> int:
     return -1
 
 
-def _has_free_dim(candidate: Candidate, rules: Sequence[ParameterRule], name: str, p: nn.Parameter) -> bool:
-    """Whether a dim of a parameter is left to zero by other axes, and no rule shards it along zero."""
-    rule = next((rule for rule in rules if rule.matches(name)), None)
-    placement: Mapping[str, str] = {} if rule is None else rule.placement
-    degrees = candidate.degrees
-    states = [parse_state(text, degrees.get(a, 1)) for a, text in placement.items() if degrees.get(a, 1) > 1]
-    taken = {int(state) for state in states if isinstance(state, int)}
-    return SHARED not in placement and any(n and dim not in taken for dim, n in enumerate(p.shape))
+def _has_free_dim(plan: ParallelPlan, strategies: Sequence[Strategy], name: str, p: nn.Parameter) -> bool:
+    """Whether a dim of a parameter is left to zero by other axes, and no rule shards it along zero.
+
+    The strategies are asked: some place parameters that no rule names, such as those of an expert in a container.
+    """
+    rule = plan.parameter_rule(name)
+    if rule is not None and SHARED in rule.placement:
+        return False
+    states = zip(strategies, parameter_states(name, tuple(p.shape), plan, strategies), strict=True)
+    taken = {int(s) for strategy, s in states if isinstance(s, int) and not strategy.gathers}
+    return any(n and dim not in taken for dim, n in enumerate(p.shape))
