@@ -13,7 +13,7 @@ import torch
 from torch._inductor import config
 
 from meshwright import cli
-from meshwright.commands.verify import OPTIMIZERS
+from meshwright.stock_optimizers import OPTIMIZERS
 from meshwright_dtensor.errors import (
     InfeasibleError,
     MeshwrightError,

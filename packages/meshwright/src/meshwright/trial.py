@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from meshwright.stock_optimizers import FOR_OTHERS, OPTIMIZERS
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy import Planner, PlanRequest
@@ -70,15 +71,19 @@ def measure(
     return median(taken[WARM_UP_STEPS:])
 
 
-def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = STEPS) -> list[ParallelPlan]:
+def tried(
+    plans: Sequence[ParallelPlan], arguments: Sequence[str], optimizer: str, steps: int = STEPS
+) -> list[ParallelPlan]:
     """The plans, fastest first, each with a note of its measured time.
 
     Args:
         plans: of one world size.
         arguments: of `meshwright trial` that say what is run: "--model", ...
+        optimizer: for which they were planned. One that users bring is not here: adamw steps in its place, and the notes say so.
 
     Raises UsageError: ranks could not run them here; what they said is on stderr.
     """
+    stepping = optimizer if optimizer in OPTIMIZERS else FOR_OTHERS
     with tempfile.TemporaryDirectory(prefix="meshwright-trial-") as folder:
         files = [str(Path(folder) / f"plan{number}.json") for number in range(len(plans))]
         for plan, file in zip(plans, files):
@@ -88,7 +93,7 @@ def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = 
         job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
         environment = {name: value for name, value in os.environ.items() if name not in job}
         command = [sys.executable, "-m", "meshwright", "trial", *files, *arguments]
-        command += ["--steps", str(steps), "--output", str(output)]
+        command += ["--optimizer", stepping, "--steps", str(steps), "--output", str(output)]
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise UsageError(
@@ -102,6 +107,8 @@ def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = 
         if (predicted := plans[i].predicted) is not None:
             note += f", {1e3 * predicted.step_seconds:.4g} ms predicted"
         note += f"; number {place} of {len(plans)} measured, number {i + 1} predicted"
+        if stepping != optimizer:
+            note += f"; steps were those of {stepping}, since trials do not know {optimizer}"
         notes = (*plans[i].provenance.notes, note)
         noted.append(_with_origin(plans[i], notes=notes, measured_seconds=seconds[i]))
     return noted
@@ -149,5 +156,5 @@ class TrialPlanner(Planner):
                     f"planner='trial' hands the model to other processes, and it cannot be pickled ({error}); use "
                     "`meshwright plan --trial` with --model file.py:function"
                 ) from error
-            fastest = tried(plans, ["--saved", str(saved), "--optimizer", request.optimizer])
+            fastest = tried(plans, ["--saved", str(saved)], request.optimizer)
         return [_with_origin(plan, planner=self.name) for plan in fastest[: request.top_k]]

@@ -170,8 +170,16 @@ UNIT = click.option(
     "--zero-unit",
     metavar="UNIT",
     callback=lambda context, option, value: int(value) if value and value.lstrip("-").isdigit() else value,
-    help="What no shard of zero cuts: so many elements, row or tensor. [default: equal chunks]",
+    help="What no shard of zero cuts: so many elements, row or tensor. [default: what the optimizer needs]",
 )
+
+
+def optimizer_option(names: str) -> Option:
+    """The option --optimizer of a command that knows these."""
+    return click.option("--optimizer", default="adamw", show_default=True, help=names)
+
+
+OPTIMIZER = optimizer_option("adamw, adam, sgd, sgd-momentum, muon, shampoo, soap, adamw8bit or adamw4bit.")
 
 PLANNING: tuple[Option, ...] = (
     click.option("--cluster", help="Cluster by name, or a file of one. [default: this machine]"),
@@ -180,12 +188,7 @@ PLANNING: tuple[Option, ...] = (
         "--cost-model",
         help="Cost model by name, as roofline or measured. [default: what was measured, else the datasheet]",
     ),
-    click.option(
-        "--optimizer",
-        default="adamw",
-        show_default=True,
-        help="adamw, adam, sgd, sgd-momentum, muon, shampoo, soap, adamw8bit or adamw4bit.",
-    ),
+    OPTIMIZER,
     number("--global-batch-size", help="Plan for so many rows, if the batch has another number."),
     DEGREE,
     *(number(f"--{axis}", help=f"As --degree {axis}=N.") for axis in DEGREES),
@@ -247,15 +250,23 @@ def option_name(argument: str) -> str:
     return different.get(argument, f"--{argument.replace('_', '-')}")
 
 
-def plan_options(function: F) -> F:
-    """The options of PLANNING; the command takes one `options: PlanOptions`."""
+def plan_options(optimizers: str = "") -> Callable[[F], F]:
+    """The options of PLANNING; the command takes one `options: PlanOptions`.
 
-    @functools.wraps(function)
-    def command(*args: Any, **given: Any) -> Any:
-        options = PlanOptions({name: given.pop(name) for name in NAMES})
-        return function(*args, options=options, **given)
+    `optimizers`: what --help says of --optimizer in a command that knows fewer than `plan`.
+    """
+    named = optimizer_option(optimizers) if optimizers else OPTIMIZER
+    planning = [named if option is OPTIMIZER else option for option in PLANNING]
 
-    return with_options(*PLANNING)(cast("F", command))
+    def decorated(function: F) -> F:
+        @functools.wraps(function)
+        def command(*args: Any, **given: Any) -> Any:
+            options = PlanOptions({name: given.pop(name) for name in NAMES})
+            return function(*args, options=options, **given)
+
+        return with_options(*planning)(cast("F", command))
+
+    return decorated
 
 
 def with_options(*options: Option) -> Callable[[F], F]:

@@ -28,7 +28,7 @@ COMPARED = 5
 
 @click.command("plan")
 @opt.model_options
-@opt.plan_options
+@opt.plan_options()
 @opt.number("--world-size", help="Ranks to plan for. [default: 1]")
 @opt.number("--top-k", default=1, show_default=True, help="How many plans --json and -v show, best first.")
 @opt.file("--output", "-o", help="Save the best plan here.")
@@ -77,8 +77,7 @@ def command(
     if trial is not None:
         from meshwright.trial import tried
 
-        arguments = [*chosen.arguments(), "--optimizer", request.optimizer]
-        plans = [*tried(plans[:trial], arguments), *plans[trial:]]
+        plans = [*tried(plans[:trial], chosen.arguments(), request.optimizer), *plans[trial:]]
     if output is not None:
         plans[0].save(output)
     if as_json:

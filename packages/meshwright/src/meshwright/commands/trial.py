@@ -11,12 +11,11 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands.options import ModelChoice, batch_options, check_alone, file, number
-from meshwright.commands.verify import OPTIMIZERS
 from meshwright.sources import Source
+from meshwright.stock_optimizers import HELP, OPTIMIZERS, check_stepped
 from meshwright.trial import STEPS, measure
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.strategy.plan_request import unknown
 
 
 @click.command("trial")
@@ -25,7 +24,7 @@ from meshwright_dtensor.strategy.plan_request import unknown
 @batch_options
 @number("--seed", help="As for `plan`. [default: 0]")
 @file("--saved", help="In place of --model: a pickled (model, batch).")
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum.")
+@click.option("--optimizer", default="adamw", show_default=True, help=HELP)
 @click.option("--steps", type=click.IntRange(1), default=STEPS, show_default=True, help="Steps that count.")
 @file("--output", help="Write what was measured here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -44,8 +43,7 @@ def command(
     as_json: bool,
 ) -> int:
     """Run plans for a few real steps on ranks of this machine, and say what a step took. Only load what you have saved."""
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(unknown("--optimizer", optimizer, OPTIMIZERS))
+    check_stepped("trial", optimizer, "try plans for any other with adamw")
     if (model is None) == (saved is None):
         raise UsageError("what is to be run: give either --model or --saved")
     sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length, "--seed": seed}

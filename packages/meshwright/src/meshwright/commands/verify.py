@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -15,38 +13,14 @@ from meshwright.cli import State
 from meshwright.commands import options as opt
 from meshwright.commands.progress import progress
 from meshwright.sources import loss_of
+from meshwright.stock_optimizers import HELP, OPTIMIZERS, check_stepped
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.strategy.plan_request import unknown
 from meshwright_dtensor.utils.names import count_of
-
-
-def _stock(name: str, **settings: float) -> Callable[[Iterable[Any]], Any]:
-    """Makes an optimizer of torch with these settings."""
-
-    def make(parameters: Iterable[Any]) -> Any:
-        import torch
-
-        return getattr(torch.optim, name)(parameters, **settings)
-
-    return make
-
-
-# At its usual epsilon Adam turns gradients that are rounding noise into whole steps, and two right runs part. The rate is
-# small, so that what noise there is in the parameters stays below the tolerance of the gradients of later steps.
-OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], Any]] = MappingProxyType(
-    {
-        "sgd": _stock("SGD", lr=0.05),
-        "sgd-momentum": _stock("SGD", lr=0.05, momentum=0.9),
-        "adam": _stock("Adam", lr=1e-4, eps=1e-5),
-        "adamw": _stock("AdamW", lr=1e-4, eps=1e-5),
-    }
-)
-"""Name, as in `plan(optimizer=...)` -> factory."""
 
 
 @click.command("verify")
 @opt.model_options
-@opt.plan_options
+@opt.plan_options(optimizers=HELP)
 @opt.file("--plan", "plan_file", help="Check this plan.")
 @opt.number("--world-size", help="Ranks to start here. [default: the plan's, or 4]")
 @opt.number("--steps", default=2, show_default=True, help="Training steps.")
@@ -69,8 +43,7 @@ def command(
     reported as no measure: it turns rounding in gradients that cancel to nothing into whole steps. Its moments are compared.
     """
     optimizer = options.values["optimizer"]
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(unknown("--optimizer", optimizer, OPTIMIZERS))
+    check_stepped("verify", optimizer, "check a plan with any other by mw.verify(..., optimizer=)")
     if plan_file is not None and options.given:
         given = ", ".join(options.given)
         raise UsageError(f"--plan {plan_file} fixes what {given} asks for; leave that out, or the plan")
