@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.users_line import is_ours
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import function_mode, pop_function_mode, push_function_mode
 from meshwright_pipeline.pytrees import full_value, version_of
@@ -100,10 +101,11 @@ class GlueMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def place(self, func: Any, frame: FrameType | None) -> Place | None:
-        """The place of a call of a sum or mean, the line outside of torch that makes it; None for other functions."""
+        """The place of a call of a sum or mean, the line of the model that makes it; None for other functions."""
         if func not in SUMS:
             return None
-        while frame is not None and frame.f_code.co_filename.startswith(_OF_TORCH):
+        # methods of global tensors are ours, those of plain ones torch's
+        while frame is not None and (frame.f_code.co_filename.startswith(_OF_TORCH) or is_ours(frame)):
             frame = frame.f_back
         name = getattr(func, "__name__", str(func))
         site = (name, "", 0) if frame is None else (name, frame.f_code.co_filename, frame.f_lineno)
