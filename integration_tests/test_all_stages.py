@@ -360,10 +360,9 @@ def stages(rank: int, size: int, folder: str) -> bool:
     reference, model = build(planned({"pp": 2}))
     mine = [p for p in model.parameters() if not isinstance(p, StageValue) or p.here]
     with own_stages(model):
-        # the negative control: a stage alone has other values
-        assert [id(p) for p in model.parameters()] == [id(p) for p in mine] and len(mine) < len(
-            list(reference.parameters())
-        )
+        # the negative control: a stage alone has other values; a weight that it shares with another may stand elsewhere
+        assert {id(p) for p in model.parameters()} == {id(p) for p in mine}
+        assert len(mine) < len(list(reference.parameters()))
         assert not any(isinstance(p, StageValue) for p in model.parameters())
         with pytest.raises(UsageError, match="this rank's stages only; call it between steps"):
             mw.full_state_dict(model)

@@ -13,4 +13,4 @@ def test_a_plan_that_knows_the_link_between_hosts_is_another_one() -> None:
     }
     degrees = {name: {axis: n for axis, n in plan.degrees.items() if n > 1} for name, plan in plans.items()}
     # activations between two stages are less than the gradients of all parameters
-    assert degrees == {"two hosts": {"pp": 2, "zero": 2}, "one host": {"zero": 4}}
+    assert degrees == {"two hosts": {"pp": 2, "dp": 2}, "one host": {"zero": 4}}
