@@ -48,24 +48,33 @@ def freeze(a: Any, tensors: list[Any]) -> Any:
         # -0.0 is not 0.0, and nan is nan
         return (t, a) if a and a == a else (t, a.hex())
     if t in _SEQUENCES:
-        if AS_THEY_ARE.issuperset(map(type, a)):
-            return (t, tuple(a))
-        parts: list[Any] = [t]
-        for x in a:
-            # without the call for the slices of an index
-            plain = type(x) is slice and type(x.start) in _BOUNDS and type(x.stop) in _BOUNDS
-            parts.append((slice, x.start, x.stop) if plain and x.step is None else freeze(x, tensors))
-        return tuple(parts)
+        return _freeze_sequence(a, tensors)
     if t is slice:
-        if type(a.start) in _BOUNDS and type(a.stop) in _BOUNDS and type(a.step) in _BOUNDS:
-            return ("slice", a.start, a.stop, a.step)
-        return ("slice", *[freeze(x, tensors) for x in (a.start, a.stop, a.step)])
+        return _freeze_slice(a, tensors)
     if isinstance(a, Tensor):
         return _freeze_tensor(a, tensors)
     if t is dict:
         return tuple((k, freeze(v, tensors)) for k, v in a.items())
     # equal to nothing: derived again for every call
     return (t, a) if _can_be_kept(a) else object()
+
+
+def _freeze_sequence(a: Any, tensors: list[Any]) -> Any:
+    t = type(a)
+    if AS_THEY_ARE.issuperset(map(type, a)):
+        return (t, tuple(a))
+    parts: list[Any] = [t]
+    for x in a:
+        parts.append(_freeze_slice(x, tensors) if type(x) is slice else freeze(x, tensors))
+    return tuple(parts)
+
+
+def _freeze_slice(a: slice, tensors: list[Any]) -> Any:
+    bounds = (a.start, a.stop, a.step)
+    if not _BOUNDS.issuperset(map(type, bounds)):
+        bounds = tuple([freeze(x, tensors) for x in bounds])
+    # not the bounds alone, which an index may have too
+    return (slice, *bounds)
 
 
 def _freeze_tensor(a: Tensor, tensors: list[Any]) -> Any:

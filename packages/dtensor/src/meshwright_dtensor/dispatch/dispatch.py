@@ -19,9 +19,9 @@ from meshwright_dtensor.dispatch import fallback, tensor_methods
 from meshwright_dtensor.dispatch.call_key import AS_THEY_ARE, BY_NAME, first_places, freeze, repeats
 from meshwright_dtensor.dispatch.derive import TensorCall, derive
 from meshwright_dtensor.dispatch.gathered_views import ViewWrite
+from meshwright_dtensor.dispatch.local_program.program import build, note, remember
+from meshwright_dtensor.dispatch.local_program.run import Runner, runner_of
 from meshwright_dtensor.dispatch.planned_calls import Target
-from meshwright_dtensor.dispatch.program import build, note, remember
-from meshwright_dtensor.dispatch.program_run import Runner, runner_of
 from meshwright_dtensor.dispatch.value_readers import READERS
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
@@ -65,34 +65,11 @@ def dispatch(
         layout = args[0]._layout
         context, key = layout.context, (func, layout, args[1]._layout)
     else:
-        parts: list[Any] = [func]
-        tensors = []
         try:
-            for a in args:
-                kind = type(a)
-                if kind is GlobalTensor:
-                    tensors.append(a)
-                    parts.append(a._layout)
-                elif kind in AS_THEY_ARE:
-                    parts.append(a)
-                elif kind is MeshParameter:
-                    tensors.append(a)
-                    parts.append(a._key)
-                else:
-                    parts.append(freeze(a, tensors))
-            if kwargs:
-                parts.append(BY_NAME)
-                for name, a in kwargs.items():
-                    parts.append(name)
-                    parts.append(a if type(a) in AS_THEY_ARE else freeze(a, tensors))
+            tensors, key, context = _key_of(func, args, kwargs)
         except StagedOperand:
             # their own rules run the call
             return NotImplemented if method is None else method(*args, **kwargs or {})
-        if len(tensors) > 1 and (repeated := repeats(tensors)):
-            parts.append(repeated)
-        key = tuple(parts)
-        on_mesh = tensors and type(tensors[0]) in _ON_MESH
-        context = tensors[0]._layout.context if on_mesh else _context_of(tensors)
     if any_autocast():
         key = (*key, tuple([(d, torch.get_autocast_dtype(d)) for d in autocast_types()]))
     target = None
@@ -104,9 +81,7 @@ def dispatch(
     kwargs = kwargs or {}
     if run is None:
         if method is not None:
-            if FRAMES.stack:
-                FRAMES.stack[-1].recall(func)
-            return method(*args, **kwargs)
+            return _by_torch(func, method, args, kwargs)
         result = _run_special(func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -117,6 +92,42 @@ def dispatch(
     if CommLog._active:
         site = current_site(function_name(func))
     return run(args, kwargs, tensors, site)
+
+
+def _by_torch(func: Function, method: Function, args: Args, kwargs: Kwargs) -> Any:
+    """The call by torch's own method, which asks for it again."""
+    if FRAMES.stack:
+        FRAMES.stack[-1].recall(func)
+    return method(*args, **kwargs)
+
+
+def _key_of(
+    func: Function, args: Args, kwargs: Kwargs | None
+) -> tuple[list[Any], tuple[Any, ...], MeshContext]:
+    """The tensors of a call, its key and its mesh. Raises StagedOperand: the rules of one of the tensors run the call."""
+    parts: list[Any] = [func]
+    tensors: list[Any] = []
+    for a in args:
+        kind = type(a)
+        if kind is GlobalTensor:
+            tensors.append(a)
+            parts.append(a._layout)
+        elif kind in AS_THEY_ARE:
+            parts.append(a)
+        elif kind is MeshParameter:
+            tensors.append(a)
+            parts.append(a._key)
+        else:
+            parts.append(freeze(a, tensors))
+    if kwargs:
+        parts.append(BY_NAME)
+        for name, a in kwargs.items():
+            parts.append(name)
+            parts.append(a if type(a) in AS_THEY_ARE else freeze(a, tensors))
+    if len(tensors) > 1 and (repeated := repeats(tensors)):
+        parts.append(repeated)
+    on_mesh = tensors and type(tensors[0]) in _ON_MESH
+    return tensors, tuple(parts), tensors[0]._layout.context if on_mesh else _context_of(tensors)
 
 
 def _run_special(func: Function, args: Args, kwargs: Kwargs) -> Any:

@@ -21,7 +21,7 @@ from meshwright_dtensor.dispatch.gathered_views import (
     whole,
     write_to_whole,
 )
-from meshwright_dtensor.dispatch.program import note
+from meshwright_dtensor.dispatch.local_program.program import note
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import Layout, replicated_layout
 from meshwright_dtensor.mesh.mesh import extremes, group_over

@@ -52,7 +52,7 @@ class MeshContext:
         calls: those of the user that need every rank.
         attention: mesh axis -> how attention is computed where the sequence is sharded over it.
         rng: "exact" draws the random numbers of one device, "fast" those of a stream for each shard.
-        programs: local programs of calls, oldest first (see dispatch.program).
+        programs: local programs of calls, oldest first (see dispatch.local_program.program).
         cache: the results of :meth:`cached`, by (make, key).
     """
 

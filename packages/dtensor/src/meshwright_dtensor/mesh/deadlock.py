@@ -124,12 +124,18 @@ def _watch_store(lost: LostRanks, seconds: float, over: threading.Event) -> None
         if polls == 1:
             store.add(_COUNT, 1)
         store.set(_KEY + str(lost.rank), json.dumps([polls, *users_line(frame)]))
-        waits = _all_waits(store, lost.ranks)
-        if waits and min(count for count, *_ in waits) > 2 and len({tuple(place) for _, *place in waits}) > 1:
-            _end(lost.rank, [(where, line) for _, where, line in waits])
-        if not has_looked and not waits:
+        all_wait = _compare_waits(lost)
+        if not has_looked and not all_wait:
             has_looked = True
             _say_who_is_silent(lost, users_line(frame))
+
+
+def _compare_waits(lost: LostRanks) -> bool:
+    """Whether all ranks wait. Ends the process where they have waited for some time, not all in the same line."""
+    waits = _all_waits(lost.store, lost.ranks)
+    if waits and min(count for count, *_ in waits) > 2 and len({tuple(place) for _, *place in waits}) > 1:
+        _end(lost.rank, [(where, line) for _, where, line in waits])
+    return bool(waits)
 
 
 def _say_who_is_silent(lost: LostRanks, place: tuple[str, str]) -> None:

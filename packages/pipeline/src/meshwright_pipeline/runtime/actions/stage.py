@@ -275,19 +275,26 @@ class _StageForward:
         if self.marks:
             mark_unit_output(output)
         if wanted:
-            self._collect_outputs(key, "", output)
-            for path in put.keys() & {label[2] for label in wanted}:
-                self._collect_outputs(key, path, put[path].of(containers))
-        for label in wanted:
-            if is_attribute(label[2]):
-                module, name = part_of(call.module, label[2])
-                self.values[label] = leaves_of(getattr(module, name))[label[3]]
-            self._keep(label, self.values[label])
+            self._collect_values(key, call, wanted, output, containers)
         if self.stop and key == stage.cut.last[-1]:
             raise _EndOfStage
         if self.glue is not None:
             self.glue.unit_ended()
         return output
+
+    def _collect_values(
+        self, key: Key, call: _UnitCall, wanted: Collection[Label], output: Any, containers: Containers
+    ) -> None:
+        """Take the values of a unit that are sent: of its result, of containers that it fills, and of its attributes."""
+        put = call.result.put
+        self._collect_outputs(key, "", output)
+        for path in put.keys() & {label[2] for label in wanted}:
+            self._collect_outputs(key, path, put[path].of(containers))
+        for label in wanted:
+            if is_attribute(label[2]):
+                module, name = part_of(call.module, label[2])
+                self.values[label] = leaves_of(getattr(module, name))[label[3]]
+            self._keep(label, self.values[label])
 
     def _check_plain(self, unit: str, call: _UnitCall, output: Any, containers: Containers) -> None:
         """Check that the plain values that a unit returns, puts or stores are those that later stages have."""

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.core import dtensor_local, pytree
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import Conversion
-from meshwright_dtensor.dispatch.call_source import function_of
 from meshwright_dtensor.dispatch.gathered_views import gathered_view
-from meshwright_dtensor.dispatch.program import Program
+from meshwright_dtensor.dispatch.local_program.program import Program
+from meshwright_dtensor.dispatch.local_program.source import function_of
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import Conversion, conversion_between
-from meshwright_dtensor.dispatch.call_source import Call, call_of, function_of
 from meshwright_dtensor.dispatch.derive import Derivation, TensorCall, local_context, localised
+from meshwright_dtensor.dispatch.local_program.source import Call, call_of, function_of
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext, TierEntry
 from meshwright_dtensor.mesh.layout import Layout, layout_of
@@ -44,7 +44,7 @@ class Program:
     """A cached local program.
 
     Attributes:
-        reads: per tensor argument its local tensor as source, of which the argument is ``{}`` (see `call_source`).
+        reads: per tensor argument its local tensor as source, of which the argument is ``{}`` (see `source`).
         conversions: per tensor argument its conversion to the wanted states, None where it has them.
         local: (args, kwargs, locals) or (locals, site) -> local outputs, by ``takes_arguments``.
         call: the source of ``local``, if it can be written.
