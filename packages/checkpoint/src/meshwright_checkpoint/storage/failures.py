@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_dtensor.errors import MeshwrightError
 
-_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR})
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG})
 """Errors that say that there is no such file. Files of a checkpoint are no links."""
 
 

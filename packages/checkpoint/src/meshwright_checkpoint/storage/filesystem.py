@@ -269,7 +269,12 @@ class DirectoryStorage:
 
     def _check_place(self) -> None:
         """Raise CheckpointError, with a hint, where there is no manifest."""
-        if not self.path.exists():
+        try:
+            there = self.path.exists()
+        except OSError as error:
+            # a path that no file can have is no damage of a checkpoint
+            raise CheckpointError(f"{self.where} cannot be read: {error.strerror}") from error
+        if not there:
             near = did_you_mean(self.name, [storage.name for storage in self.parent().children()])
             hint = f"; did you mean {near!r}?" if near else "; give the path of a checkpoint"
             raise CheckpointError(f"{self.where} does not exist{hint}")
