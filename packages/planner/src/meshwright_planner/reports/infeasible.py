@@ -89,7 +89,7 @@ def _changes(search: Search, closest: Candidate) -> Iterator[str]:
     if setting.optimizer != "sgd":
         yield from _tried(search, 'optimizer="sgd" (no state)', optimizer="sgd")
     # the closest placement was found for another limit, for which a pipeline may be cut elsewhere
-    for room in (1, 1.02, 1.1, 1.25, 1.5):
+    for room in (1, 1.02, 1.1, 1.25, 1.5, 2, 3, 5):
         limit = math.ceil(room * closest.total_bytes)
         if not search.variant(limit=limit).evaluate(closest.point).excess_bytes:
             enough = allowing(limit)
