@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from meshwright_checkpoint.errors import CorruptError as CorruptError
     from meshwright_checkpoint.errors import MismatchError as MismatchError
     from meshwright_checkpoint.errors import ReplicaError as ReplicaError
+    from meshwright_checkpoint.folder_checkpoints import LoadedCheckpoint as LoadedCheckpoint
+    from meshwright_checkpoint.folder_checkpoints import load_latest as load_latest
     from meshwright_checkpoint.loading import load as load
-    from meshwright_checkpoint.resuming import LoadedCheckpoint as LoadedCheckpoint
-    from meshwright_checkpoint.resuming import load_latest as load_latest
     from meshwright_checkpoint.saving.background import SaveHandle as SaveHandle
     from meshwright_checkpoint.saving.saving import prepare_save as prepare_save
     from meshwright_checkpoint.saving.saving import save as save
     from meshwright_checkpoint.state.full_state import full_state_dict as full_state_dict
     from meshwright_checkpoint.state.replicas import check_replicas as check_replicas
     from meshwright_checkpoint.state.replicas import watch_replicas as watch_replicas
-    from meshwright_checkpoint.storage.listing import checkpoints as checkpoints
-    from meshwright_checkpoint.storage.listing import latest as latest
+    from meshwright_checkpoint.storage.checkpoint_list import checkpoints as checkpoints
+    from meshwright_checkpoint.storage.checkpoint_list import latest as latest
 
 # module of this package -> the names that it defines
 __all__, __getattr__, __dir__ = load_on_first_use(
@@ -38,11 +38,11 @@ __all__, __getattr__, __dir__ = load_on_first_use(
         ".convert.export": "export, export_checkpoint",
         ".errors": "CheckpointError, CorruptError, MismatchError, ReplicaError",
         ".loading": "load",
-        ".resuming": "LoadedCheckpoint, load_latest",
+        ".folder_checkpoints": "LoadedCheckpoint, load_latest",
         ".saving.background": "SaveHandle",
         ".saving.saving": "prepare_save, save",
         ".state.full_state": "full_state_dict",
         ".state.replicas": "check_replicas, watch_replicas",
-        ".storage.listing": "checkpoints, latest",
+        ".storage.checkpoint_list": "checkpoints, latest",
     },
 )

@@ -23,9 +23,9 @@ from meshwright_checkpoint import (
     load_latest,
     save,
 )
+from meshwright_checkpoint.folder_checkpoints import FolderCheckpoints
 from meshwright_checkpoint.format.manifest import NAME, Manifest
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.resuming import FolderCheckpoints
 from meshwright_checkpoint.saving import background
 from meshwright_checkpoint.storage import retention
 from meshwright_dtensor.testing.rank_pool import RankPool

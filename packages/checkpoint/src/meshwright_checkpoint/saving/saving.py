@@ -25,7 +25,7 @@ from meshwright_checkpoint.shards.write_shares import Piece, TensorLayout, plan_
 from meshwright_checkpoint.state import collect, rng
 from meshwright_checkpoint.state.optimizer_set import AnyOptimizer, OptimizerSet, as_one, own_state
 from meshwright_checkpoint.storage.backend import CheckpointStorage, ForeignStorage, any_storage_of
-from meshwright_checkpoint.storage.listing import step_of
+from meshwright_checkpoint.storage.checkpoint_list import step_of
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.devices import on_host
 from meshwright_dtensor.devices.storage_waits import waiting_for_storage

@@ -25,7 +25,7 @@ from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import HEAD_NBYTES, MAX_BYTES, NAME, Manifest, has_form
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.storage.failures import is_not_there, reading
+from meshwright_checkpoint.storage.failures import reading
 from meshwright_checkpoint.storage.file_reader import Reader
 from meshwright_dtensor.devices.storage_waits import waiting_for_storage
 from meshwright_dtensor.utils.names import did_you_mean
@@ -291,13 +291,11 @@ class DirectoryStorage:
 
     def nbytes(self, name: str) -> int | None:
         path = self.path / name
-        with reading(str(path)):
-            try:
+        try:
+            with reading(str(path)):
                 return path.stat().st_size
-            except OSError as error:
-                if not is_not_there(error):
-                    raise
-        return None
+        except CorruptError:
+            return None
 
     def children(self) -> list[DirectoryStorage]:
         """The checkpoints directly inside this directory, and what cannot be read and so may be one."""

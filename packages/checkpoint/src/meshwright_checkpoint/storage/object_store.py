@@ -233,26 +233,22 @@ class ObjectStorage:
 
     def _has_manifest(self) -> bool:
         """Raises CheckpointError: that cannot be told. `exists` of fsspec is False then."""
-        with reading(f"{self.where}/{NAME}"):
-            try:
+        try:
+            with reading(f"{self.where}/{NAME}"):
                 self._fs.info(self._child_path(NAME))
-            except Exception as error:
-                if not is_not_there(error):
-                    raise
-                return False
+        except CorruptError:
+            return False
         return True
 
     def open(self, name: str) -> ObjectReader:
         return ObjectReader(self._fs, self._child_path(name))
 
     def nbytes(self, name: str) -> int | None:
-        with reading(f"{self.where}/{name}"):
-            try:
+        try:
+            with reading(f"{self.where}/{name}"):
                 return int(self._fs.size(self._child_path(name)))
-            except Exception as error:
-                if not is_not_there(error):
-                    raise
-        return None
+        except CorruptError:
+            return None
 
     def children(self) -> Sequence[ObjectStorage]:
         return [storage for storage in self._inside() if storage._is_checkpoint()]

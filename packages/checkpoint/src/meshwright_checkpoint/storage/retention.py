@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright_checkpoint.storage.backend import CheckpointStorage
-from meshwright_checkpoint.storage.listing import found_in
+from meshwright_checkpoint.storage.checkpoint_list import found_in
 from meshwright_dtensor.errors import UsageError
 
 

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from meshwright_checkpoint import CorruptError, SaveHandle, load
+from meshwright_checkpoint.folder_checkpoints import FolderCheckpoints
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.peer_copies.copies import PeerCopies
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.resuming import FolderCheckpoints
 from meshwright_checkpoint.saving.saving import save_and_keep
-from meshwright_checkpoint.storage.listing import new_path
+from meshwright_checkpoint.storage.checkpoint_list import new_path
 from meshwright_checkpoint.storage.retention import Retention
 from meshwright_dtensor.utils.names import count_of
 

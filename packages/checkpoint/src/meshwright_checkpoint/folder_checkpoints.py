@@ -23,7 +23,7 @@ from meshwright_checkpoint.loading import load
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.storage.backend import storage_of
-from meshwright_checkpoint.storage.listing import (
+from meshwright_checkpoint.storage.checkpoint_list import (
     folder_of,
     found_in,
     new_path,
