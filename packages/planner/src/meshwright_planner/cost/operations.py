@@ -54,8 +54,8 @@ def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
     """Seconds of one operation, forward and backward, with launches that compute does not hide; and its forward fraction."""
     if op.kind == UPDATE:
         nbytes = sum(op.made)
-        states = (op.nbytes / nbytes - 3) / 2 if nbytes else 0.0
-        return optimizer_seconds(cluster, nbytes, states, op.tensors), FORWARD
+        passes = op.nbytes / nbytes if nbytes else 0.0
+        return _update_seconds(cluster, nbytes, passes, op.tensors), FORWARD
     around = cluster.host_s + (cluster.dispatch_s if op.on_mesh else 0.0)
     launches = cluster.launch_s + (cluster.backward_launch_s if op.backward else 0.0)
     launches += around
@@ -158,11 +158,14 @@ def update_of(optimizer: str, states: float, nbytes: float, parameters: int) -> 
 def optimizer_seconds(cluster: Cluster, parameter_bytes: float, states: float, parameters: int = 0) -> float:
     """Seconds of one optimizer step over `parameters` parameters of `parameter_bytes` in all.
 
-    It reads parameter, gradient and states and writes parameter and states; measured, a step of AdamW (two states).
+    It reads parameter, gradient and states and writes parameter and states.
     """
+    return _update_seconds(cluster, parameter_bytes, 3 + 2 * states, parameters)
+
+
+def _update_seconds(cluster: Cluster, parameter_bytes: float, passes: float, parameters: int) -> float:
+    """`optimizer_seconds`, of a step that moves the bytes of the parameters so many times; measured, AdamW's, which are 7."""
     curve = cluster.measured(UPDATE, "float32")
     if curve is not None and parameters:
-        part = (3 + 2 * states) / 7
-        return parameters * part * curve.seconds(parameter_bytes / parameters, (True, False))
-    streamed = parameter_bytes * (3 + 2 * states)
-    return streamed / cluster.streams + parameters * cluster.update_s
+        return parameters * (passes / 7) * curve.seconds(parameter_bytes / parameters, (True, False))
+    return parameter_bytes * passes / cluster.streams + parameters * cluster.update_s

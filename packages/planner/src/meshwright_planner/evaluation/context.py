@@ -103,6 +103,11 @@ class Setting:
         return states_per_byte(self.optimizer, self.model)
 
     @property
+    def training_bytes(self) -> float:
+        """Bytes of parameter, gradient and optimizer states by those of trained parameters."""
+        return 2.0 + self.states
+
+    @property
     def figures(self) -> Cluster | None:
         """The cluster whose figures the costs use; None where a cost model does not say."""
         return self.cluster if self.cost_model is None else self.cost_model.figures

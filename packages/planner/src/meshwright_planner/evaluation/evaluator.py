@@ -133,7 +133,7 @@ class Search:
         candidate = self._costed(point, placed, axes)
         if candidate.excess_bytes and axes and point.recompute != BY_STAGE:
             hopeless = candidate.least_bytes(self.basis.sizes) > self.setting.limit
-            factor = 2 + self.setting.states
+            factor = self.setting.training_bytes
             recomputed = placed.with_recompute(self.recompute(point))
             problem = recomputed.problem
             tight = None if hopeless else self._within(problem, self._tight(candidate, recomputed))
@@ -319,7 +319,7 @@ class Search:
         On a tiny model any communication costs more than replicated compute, so that the fastest placement would shard
         nothing. But a degree of a searched axis is there to divide the model.
         """
-        terms = MemoryTerms(PRICE, 2 + self.setting.states)
+        terms = MemoryTerms(PRICE, self.setting.training_bytes)
         if problem.costs.degree == 1:
             return problem.replicated()
         unsolved = None
@@ -350,7 +350,7 @@ class Search:
 
     def _tight(self, candidate: Candidate, placed: Placed) -> MemoryTerms:
         """The memory limit in bytes as the placement problem counts them: one microbatch of the whole model."""
-        memory, factor = candidate.memory, 2 + self.setting.states
+        memory, factor = candidate.memory, self.setting.training_bytes
         stored = placed.memory["parameters"] or 1
         training = sum(memory[part] for part in ("parameters", "gradients", "optimizer")) / stored
         kept = memory["activations"] / (placed.placement.saved_bytes or 1.0) or 1.0

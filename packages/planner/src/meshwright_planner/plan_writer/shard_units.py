@@ -127,8 +127,7 @@ def _owners(
         nbytes = [float(p.numel() * p.element_size()) for p in held.values()]
         busiest = max(busiest, _unevenness(costs, places, degree))
         mean = sum(nbytes) / degree
-        # parameter, gradient and states
-        excess = max(excess, (_unevenness(nbytes, places, degree) - 1) * mean * (2 + setting.states))
+        excess = max(excess, (_unevenness(nbytes, places, degree) - 1) * mean * setting.training_bytes)
     return _Choice({name: owners[name] for name in parameters if name in owners}, busiest, excess)
 
 
