@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.modes import functorch_active, transform_level
+from meshwright_dtensor._torch.modes import transform_level
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor
 from meshwright_dtensor.tensor.staged import Staged, StagedOperand
@@ -42,8 +42,7 @@ def freeze(a: Any, tensors: list[Any]) -> Any:
         return _TRUE if a else _FALSE
     if t is Tensor:
         tensors.append(a)
-        # equal to nothing: run on gathered values, every time
-        return object() if transform_level() is not None else (a.shape, a.dtype)
+        return _form_of(a)
     if t is float:
         # -0.0 is not 0.0, and nan is nan
         return (t, a) if a and a == a else (t, a.hex())
@@ -88,8 +87,12 @@ def _freeze_tensor(a: Tensor, tensors: list[Any]) -> Any:
         return a._key
     if isinstance(a, DTensor):
         return ("dtensor", layout_of_dtensor(a))
-    # equal to nothing: run on gathered values, every time
-    return object() if functorch_active() else (a.shape, a.dtype)
+    return _form_of(a)
+
+
+def _form_of(a: Tensor) -> Any:
+    # under a transform equal to nothing: run on gathered values, every time
+    return (a.shape, a.dtype) if transform_level() is None else object()
 
 
 def _can_be_kept(a: Any) -> bool:

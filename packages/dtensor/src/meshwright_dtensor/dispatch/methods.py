@@ -56,7 +56,7 @@ def install_methods() -> None:
     methods = {
         **{name: _method(getattr(Tensor, name), name) for name in METHODS},
         **{name: _operator(func, name) for name, func in OPERATORS.items()},
-        "__neg__": _negation(),
+        "__neg__": _method(Tensor.neg, "__neg__"),
     }
     for name, method in methods.items():
         setattr(GlobalTensor, name, method)
@@ -97,17 +97,6 @@ def _operator_of_parameters(func: Function, name: str) -> Callable[..., Any]:
         return dispatch(MeshParameter, func, (), (self, other), None, torch_method)
 
     return _named(call, name)
-
-
-def _negation() -> Callable[..., Any]:
-    func: Function = Tensor.neg
-
-    def call(self: Any) -> Any:
-        if function_mode_is_on() or not classes_are_asked():
-            return func(self)
-        return dispatch(GlobalTensor, func, (), (self,), None, func)
-
-    return _named(call, "__neg__")
 
 
 def _named(method: Callable[..., Any], name: str) -> Callable[..., Any]:

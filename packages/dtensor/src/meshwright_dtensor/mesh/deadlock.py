@@ -114,18 +114,15 @@ def _watch_store(lost: LostRanks, seconds: float, over: threading.Event) -> None
             since, has_looked = time.monotonic(), False
         if frame is None or time.monotonic() - since < seconds:
             continue
-        if for_storage:
-            if not has_looked:
-                # ranks of one host read for each other
-                has_looked = True
-                _say_who_is_silent(lost, users_line(frame))
-            continue
-        polls += 1
-        if polls == 1:
-            store.add(_COUNT, 1)
-        store.set(_KEY + str(lost.rank), json.dumps([polls, *users_line(frame)]))
-        all_wait = _compare_waits(lost)
+        all_wait = False
+        if not for_storage:
+            polls += 1
+            if polls == 1:
+                store.add(_COUNT, 1)
+            store.set(_KEY + str(lost.rank), json.dumps([polls, *users_line(frame)]))
+            all_wait = _compare_waits(lost)
         if not has_looked and not all_wait:
+            # also while it waits for storage: ranks of one host read for each other
             has_looked = True
             _say_who_is_silent(lost, users_line(frame))
 

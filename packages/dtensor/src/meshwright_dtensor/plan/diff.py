@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from meshwright_dtensor.plan.fields import PlanFields
+from meshwright_dtensor.plan.fields import PlanFields, call_text
 from meshwright_dtensor.plan.serialization import identity
 
 
@@ -24,8 +24,7 @@ _KEYS: dict[str, Callable[[dict[str, Any]], str]] = {
     "parameters": lambda rule: json.dumps(rule["pattern"]),
     "experts": lambda rule: json.dumps(rule["module"]),
     "activations": lambda rule: (
-        f"{json.dumps(rule['module'])} {rule['function']} #{rule['occurrence']}"
-        + (f" of forward {rule['forward']}" if "forward" in rule else "")
+        f"{json.dumps(rule['module'])} {call_text(rule['function'], rule['occurrence'], rule.get('forward'))}"
     ),
 }
 

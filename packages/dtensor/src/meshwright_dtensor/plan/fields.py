@@ -47,6 +47,11 @@ class ParameterRule(Model):
         return fnmatchcase(fqn, self.pattern)
 
 
+def call_text(function: str, occurrence: int, forward: int | None) -> str:
+    """A call of a module in words: "linear #0", "dropout #0 of forward 1"."""
+    return f"{function} #{occurrence}{'' if forward is None else f' of forward {forward}'}"
+
+
 class ActivationRule(Model):
     """Target states for one call of a torch function.
 
@@ -67,10 +72,8 @@ class ActivationRule(Model):
 
     @property
     def call(self) -> str:
-        """The call without its module: "linear #0", "dropout #0 of forward 1"."""
-        return f"{self.function} #{self.occurrence}" + (
-            f" of forward {self.forward}" if self.forward is not None else ""
-        )
+        """The call without its module: see `call_text`."""
+        return call_text(self.function, self.occurrence, self.forward)
 
     def matches(self, module: str, function: str, occurrence: int, forward: int = 0) -> bool:
         """Whether the rule applies to this call."""

@@ -48,13 +48,12 @@ def _unit(plan: PlanFields) -> str:
     """What shards along zero do not cut, in words, with a comma before them; nothing for equal chunks."""
     if plan.zero is None:
         return ""
-    unit, owned = plan.zero.unit, len(plan.zero.owners)
-    words = (
-        ""
-        if unit is None
-        else f", in whole {f'blocks of {unit} elements' if isinstance(unit, int) else f'{unit}s'}"
-    )
-    return f"{words}, {count_of(owned, 'parameter')} whole on one rank each" if owned else words
+    unit, owned, words = plan.zero.unit, len(plan.zero.owners), ""
+    if unit is not None:
+        words += f", in whole {f'blocks of {unit} elements' if isinstance(unit, int) else f'{unit}s'}"
+    if owned:
+        words += f", {count_of(owned, 'parameter')} whole on one rank each"
+    return words
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Part:
