@@ -10,7 +10,14 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import ModelChoice, batch_options, check_alone, file, number
+from meshwright.commands.options import (
+    ModelChoice,
+    batch_options,
+    check_alone,
+    file,
+    number,
+    optimizer_option,
+)
 from meshwright.sources import Source
 from meshwright.stock_optimizers import HELP, OPTIMIZERS, check_stepped
 from meshwright.trial import STEPS, measure
@@ -24,7 +31,7 @@ from meshwright_dtensor.plan import ParallelPlan
 @batch_options
 @number("--seed", help="As for `plan`. [default: 0]")
 @file("--saved", help="In place of --model: a pickled (model, batch).")
-@click.option("--optimizer", default="adamw", show_default=True, help=HELP)
+@optimizer_option(HELP)
 @click.option("--steps", type=click.IntRange(1), default=STEPS, show_default=True, help="Steps that count.")
 @file("--output", help="Write what was measured here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -153,14 +153,13 @@ class PlainTargets:
             if type(leaf) is Tensor and leaf.dtype == target.dtype and leaf.numel() == target.numel()
             if leaf.is_contiguous() and leaf.data_ptr() == target.data_ptr()
         ]
-        # an input given twice may be two in the next step
-        if (
-            len(places) != 1
-            or versions[places[0]] is None
-            or version_of(leaves[places[0]]) != versions[places[0]]
-        ):
+        if len(places) != 1:
+            # an input given twice may be two in the next step
             return None
-        return PlainTargets(places[0], int(arguments.get("ignore_index", -100)))
+        (place,) = places
+        if versions[place] is None or version_of(leaves[place]) != versions[place]:
+            return None
+        return PlainTargets(place, int(arguments.get("ignore_index", -100)))
 
 
 @dataclass(frozen=True)
